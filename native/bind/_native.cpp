@@ -1,0 +1,19 @@
+// nanobind glue: convert, release the GIL, call.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+namespace shmsync::bind {
+void bind_memory(nb::module_&);
+void bind_sources(nb::module_&);
+void bind_writer(nb::module_&);
+void bind_reader(nb::module_&);
+}  // namespace shmsync::bind
+
+NB_MODULE(_native, m) {
+  m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
+  shmsync::bind::bind_memory(m);
+  shmsync::bind::bind_sources(m);
+  shmsync::bind::bind_writer(m);
+  shmsync::bind::bind_reader(m);
+}

@@ -1,0 +1,85 @@
+#include "control.hpp"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+
+namespace shmsync::bind {
+namespace {
+
+std::byte* map(int fd, std::size_t bytes, int protection) {
+  void* at = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the control segment");
+  return static_cast<std::byte*>(at);
+}
+
+}  // namespace
+
+Control* Control::create(int fd, const IdentitySpec& spec, const std::string& manifest) {
+  if (spec.session.size() != 16 || spec.boot_id.size() != 16)
+    throw std::invalid_argument("session and boot id are 16 bytes");
+  const Layout layout = Layout::of(spec.slots, spec.readers, manifest.size());
+  std::byte* base = map(fd, layout.segment_bytes, PROT_READ | PROT_WRITE);
+  auto* control = new Control(base, layout, spec.slots, spec.readers, manifest.size());
+
+  auto& identity = *new (base) Identity{};
+  identity.magic = kMagic;
+  identity.abi = kAbi;
+  identity.endian = kEndianTag;
+  identity.segment_bytes = layout.segment_bytes;
+  std::memcpy(identity.session, spec.session.data(), 16);
+  identity.owner = spec.owner;
+  std::memcpy(identity.boot_id, spec.boot_id.data(), 16);
+  identity.pid_namespace = spec.pid_namespace;
+  identity.slots = spec.slots;
+  identity.readers = spec.readers;
+  identity.slot_bytes = spec.slot_bytes;
+  identity.slab_kind = static_cast<std::uint32_t>(SlabKind::memfd);
+  identity.slab_fd = spec.slab_fd;
+  identity.slab_inode = spec.slab_inode;
+  identity.manifest_offset = layout.manifest_offset;
+  identity.manifest_bytes = manifest.size();
+  identity.fingerprint = spec.fingerprint;
+
+  new (base + kPublicationOffset) PublicationLine{};
+  for (std::uint32_t k = 0; k < spec.slots; ++k) new (base + kSlotsOffset + k * sizeof(SlotLine)) SlotLine{};
+  const std::uint64_t length = manifest.size();
+  std::memcpy(base + layout.manifest_offset - sizeof length, &length, sizeof length);
+  std::memcpy(base + layout.manifest_offset, manifest.data(), manifest.size());
+  control->readers().format();
+  new (base + layout.reply_offset) ReplyLine{};
+  return control;
+}
+
+Control* Control::attach(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes) {
+  const Layout layout = Layout::of(slots, readers, manifest_bytes);
+  std::byte* base = map(fd, layout.segment_bytes, PROT_READ);
+  void* rows = mmap(base + layout.rows_offset, layout.segment_bytes - layout.rows_offset, PROT_READ | PROT_WRITE,
+                    MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(layout.rows_offset));
+  if (rows == MAP_FAILED) {
+    munmap(base, layout.segment_bytes);
+    throw std::system_error(errno, std::generic_category(), "mmap of the reader table");
+  }
+  return new Control(base, layout, slots, readers, manifest_bytes);
+}
+
+Control::~Control() { munmap(base_, layout_.segment_bytes); }
+
+std::string Control::identity_bytes() const { return {reinterpret_cast<const char*>(base_), offsetof(Identity, crc)}; }
+
+void Control::make_ready(std::uint32_t crc) {
+  identity().crc = crc;
+  // SYNC ready: release; pairs with the acquire in read_identity(). Who sees it sees a complete segment.
+  identity().ready.store(1, std::memory_order_release);
+}
+
+std::string Control::manifest() const {
+  return {reinterpret_cast<const char*>(base_ + layout_.manifest_offset), manifest_bytes_};
+}
+
+}  // namespace shmsync::bind

@@ -1,0 +1,239 @@
+// Memory services for Python: sealing, populating, mapping the slab read-only, and what a fork must change.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <vector>
+
+#include "control.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmsync::bind {
+namespace {
+
+std::atomic<std::uint64_t> g_forks{0};
+
+// Writable mappings of slabs in this process. A forked child gets them read-only: it is not the publisher, and a
+// stray optimizer step there must not reach the weights. A fixed array: the handler runs between fork and the
+// child's first instruction, where no lock may be taken and nothing allocated.
+struct WritableMapping {
+  std::atomic<std::uintptr_t> address{0};
+  std::size_t bytes = 0;
+  int fd = -1;
+};
+constexpr std::size_t kMappings = 1024;
+WritableMapping g_writable[kMappings];
+std::mutex g_writable_lock;
+
+void in_child() {
+  g_forks.fetch_add(1, std::memory_order_relaxed);
+  for (auto& mapping : g_writable) {
+    const auto address = mapping.address.load(std::memory_order_relaxed);
+    if (address == 0) continue;
+    // A new mapping, not mprotect: the sealed memfd refuses to make it writable again.
+    if (mmap(reinterpret_cast<void*>(address), mapping.bytes, PROT_READ, MAP_SHARED | MAP_FIXED, mapping.fd, 0) ==
+        MAP_FAILED)
+      mprotect(reinterpret_cast<void*>(address), mapping.bytes, PROT_READ);
+    mapping.address.store(0, std::memory_order_relaxed);
+  }
+}
+
+void protect_in_children(std::uintptr_t address, std::size_t bytes, int fd) {
+  const std::lock_guard lock(g_writable_lock);
+  for (auto& mapping : g_writable) {
+    if (mapping.address.load(std::memory_order_relaxed) != 0) continue;
+    mapping.bytes = bytes;
+    mapping.fd = fd;
+    mapping.address.store(address, std::memory_order_release);
+    return;
+  }
+  throw std::runtime_error("more than 1024 publishers in one process");
+}
+
+void unprotect_in_children(std::uintptr_t address) {
+  const std::lock_guard lock(g_writable_lock);
+  for (auto& mapping : g_writable)
+    if (mapping.address.load(std::memory_order_relaxed) == address) mapping.address.store(0, std::memory_order_release);
+}
+
+void map_readonly_over(std::uintptr_t address, std::size_t bytes, int fd) {
+  if (mmap(reinterpret_cast<void*>(address), bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
+    throw std::system_error(errno, std::generic_category(), "mapping the slab read-only");
+}
+
+void make_readonly(std::uintptr_t address, std::size_t bytes) {
+  if (mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ) != 0)
+    throw std::system_error(errno, std::generic_category(), "mprotect of the slab");
+}
+
+// Touches every page now, so that the first publish does not fault them in one by one.
+void populate(std::uintptr_t address, std::size_t bytes) {
+  nb::gil_scoped_release release;
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; the headers may be older than the kernel
+#endif
+  if (madvise(reinterpret_cast<void*>(address), bytes, MADV_POPULATE_WRITE) == 0) return;
+  auto* page = reinterpret_cast<volatile unsigned char*>(address);
+  for (std::size_t i = 0; i < bytes; i += 4096) page[i] = 0;
+}
+
+nb::object read_identity(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
+  if (static_cast<std::size_t>(info.st_size) < sizeof(Identity)) return nb::none();
+  void* at = mmap(nullptr, sizeof(Identity), PROT_READ, MAP_SHARED, fd, 0);
+  if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the identity");
+  const auto& id = *static_cast<const Identity*>(at);
+  nb::dict d;
+  d["ready"] = id.ready.load(std::memory_order_acquire) != 0;  // SYNC ready
+  d["magic"] = id.magic;
+  d["abi"] = id.abi;
+  d["endian"] = id.endian;
+  d["segment_bytes"] = id.segment_bytes;
+  d["file_bytes"] = static_cast<std::uint64_t>(info.st_size);
+  d["session"] = nb::bytes(reinterpret_cast<const char*>(id.session), 16);
+  d["owner"] = id.owner;
+  d["boot_id"] = nb::bytes(reinterpret_cast<const char*>(id.boot_id), 16);
+  d["pid_namespace"] = id.pid_namespace;
+  d["slots"] = id.slots;
+  d["readers"] = id.readers;
+  d["slot_bytes"] = id.slot_bytes;
+  d["slab_kind"] = id.slab_kind;
+  d["slab_fd"] = id.slab_fd;
+  d["slab_inode"] = id.slab_inode;
+  d["manifest_offset"] = id.manifest_offset;
+  d["manifest_bytes"] = id.manifest_bytes;
+  d["fingerprint"] = id.fingerprint;
+  d["crc"] = id.crc;
+  d["covered"] = nb::bytes(reinterpret_cast<const char*>(&id), offsetof(Identity, crc));
+  munmap(at, sizeof(Identity));
+  return d;
+}
+
+}  // namespace
+
+std::uint64_t fork_generation() { return g_forks.load(std::memory_order_relaxed); }
+
+void bind_memory(nb::module_& m) {
+  pthread_atfork(nullptr, nullptr, in_child);
+
+  m.attr("MAGIC") = kMagic;
+  m.attr("ABI") = kAbi;
+  m.attr("ENDIAN_TAG") = kEndianTag;
+  m.attr("MAX_SLOTS") = kMaxSlots;
+  m.attr("MAX_READERS") = kMaxReaders;
+  m.def(
+      "segment_bytes",
+      [](std::uint32_t slots, std::uint32_t readers, std::size_t manifest_bytes) {
+        return Layout::of(slots, readers, manifest_bytes).segment_bytes;
+      },
+      "slots"_a, "readers"_a, "manifest_bytes"_a, "Size of a control segment in bytes.");
+  m.def(
+      "manifest_offset", [](std::uint32_t slots) { return Layout::of(slots, 0, 0).manifest_offset; }, "slots"_a,
+      "Where the manifest's JSON starts, in bytes from the start of the segment.");
+  m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a);
+  m.def("fork_generation", &fork_generation, "Number of forks between the load of this module and this process.");
+  m.def("protect_in_children", &protect_in_children, "address"_a, "bytes"_a, "fd"_a,
+        "Have forked children map this range read-only.");
+  m.def("unprotect_in_children", &unprotect_in_children, "address"_a);
+  m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
+        "Replace the mapping at address by a read-only one of fd.");
+  m.def("make_readonly", &make_readonly, "address"_a, "bytes"_a, "mprotect(PROT_READ).");
+  m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
+  m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict[str, int | bytes] | None"),
+        "The identity of a control segment, unchecked; None when the file is too short to hold one.");
+
+  nb::class_<Control>(m, "Control", "A mapped control segment.")
+      .def_static(
+          "create",
+          [](int fd, nb::bytes session, std::uint64_t owner, nb::bytes boot_id, std::uint64_t pid_namespace,
+             std::uint32_t slots, std::uint32_t readers, std::uint64_t slot_bytes, std::int32_t slab_fd,
+             std::uint64_t slab_inode, std::uint64_t fingerprint, nb::bytes manifest) {
+            return Control::create(fd,
+                                   IdentitySpec{{session.c_str(), session.size()},
+                                                owner,
+                                                {boot_id.c_str(), boot_id.size()},
+                                                pid_namespace,
+                                                slots,
+                                                readers,
+                                                slot_bytes,
+                                                slab_fd,
+                                                slab_inode,
+                                                fingerprint},
+                                   {manifest.c_str(), manifest.size()});
+          },
+          nb::kw_only(), "fd"_a, "session"_a, "owner"_a, "boot_id"_a, "pid_namespace"_a, "slots"_a, "readers"_a,
+          "slot_bytes"_a, "slab_fd"_a, "slab_inode"_a, "fingerprint"_a, "manifest"_a, nb::rv_policy::take_ownership)
+      .def_static("attach", &Control::attach, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
+                  nb::rv_policy::take_ownership)
+      .def("identity_bytes",
+           [](const Control& c) {
+             const auto s = c.identity_bytes();
+             return nb::bytes(s.data(), s.size());
+           })
+      .def("make_ready", &Control::make_ready, "crc"_a)
+      .def("manifest",
+           [](const Control& c) {
+             const auto s = c.manifest();
+             return nb::bytes(s.data(), s.size());
+           })
+      .def(
+          "claim",
+          [](Control& c, std::uint64_t me, std::int32_t worker) -> nb::object {
+            const auto row = c.readers().claim(me, worker);
+            return row ? nb::int_(*row) : nb::object(nb::none());
+          },
+          "me"_a, "worker"_a, nb::sig("def claim(self, me: int, worker: int) -> int | None"))
+      .def(
+          "take_over",
+          [](Control& c, std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker) {
+            const bool taken = c.readers().take_over(row, dead, me, worker);
+            if (taken) wake_writer(c.publication(), c.reply());  // it may wait for the pin or the ack that is gone now
+            return taken;
+          },
+          "row"_a, "dead"_a, "me"_a, "worker"_a)
+      .def(
+          "reap",
+          [](Control& c, std::uint32_t row, std::uint64_t dead, std::uint64_t me) {
+            const bool freed = c.readers().reap(row, dead, me);
+            if (freed) wake_writer(c.publication(), c.reply());
+            return freed;
+          },
+          "row"_a, "dead"_a, "me"_a)
+      .def(
+          "owners",
+          [](const Control& c) {
+            nb::list rows;
+            const auto table = c.readers();
+            for (std::uint32_t i = 0; i < table.size(); ++i)
+              if (const auto owner = table[i].owner.load(std::memory_order_acquire))
+                rows.append(nb::make_tuple(i, owner));
+            return rows;
+          },
+          nb::sig("def owners(self) -> list[tuple[int, int]]"), "(row, owner) of every claimed row.")
+      .def(
+          "row",
+          [](const Control& c, std::uint32_t i) {
+            const auto table = c.readers();
+            if (i >= table.size()) throw nb::index_error("row out of range");
+            const ReaderRow& row = table[i];
+            const auto relaxed = std::memory_order_relaxed;
+            return nb::make_tuple(row.owner.load(std::memory_order_acquire), row.pin.load(relaxed),
+                                  row.acked.load(relaxed), row.worker.load(relaxed), row.pinned_at.load(relaxed),
+                                  row.reads.load(relaxed), row.torn.load(relaxed), row.retries.load(relaxed));
+          },
+          "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
+          "(owner, pin, acked, worker, pinned_at ns, reads, torn, retries) of one row; each word on its own, not a "
+          "snapshot.");
+}
+
+}  // namespace shmsync::bind

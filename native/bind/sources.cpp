@@ -1,0 +1,160 @@
+#include "sources.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmsync::bind {
+namespace {
+
+struct ExchangeTable {  // DLPackExchangeAPI, version 1
+  std::uint32_t major, minor;
+  void* previous;
+  void* allocate;
+  void* managed_from_python;
+  void* managed_to_python;
+  int (*tensor_from_python)(void* object, DLTensor* out);
+  void* current_stream;
+};
+
+const ExchangeTable* g_table = nullptr;
+PyTypeObject* g_tensor_type = nullptr;
+
+constexpr std::int32_t kCpu = 1;
+constexpr std::uint8_t kComplex = 5;
+
+bool contiguous(const DLTensor& t) {
+  std::int64_t expected = 1;
+  for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
+    expected *= t.shape[i];
+  }
+  return true;
+}
+
+std::size_t elements(const DLTensor& t) {
+  std::size_t n = 1;
+  for (std::int32_t i = 0; i < t.ndim; ++i) n *= static_cast<std::size_t>(t.shape[i]);
+  return n;
+}
+
+// DLPack shows the plain bytes of a lazily conjugated or negated tensor: the wrong values.
+bool lazy_flags(nb::handle tensor) {
+  return nb::cast<bool>(tensor.attr("is_conj")()) || nb::cast<bool>(tensor.attr("is_neg")());
+}
+
+bool set_exchange_table(nb::handle tensor_type) {
+  if (!nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return false;
+  nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+  const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (table == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  if (table->major != 1 || table->tensor_from_python == nullptr) return false;
+  g_table = table;
+  g_tensor_type = reinterpret_cast<PyTypeObject*>(tensor_type.inc_ref().ptr());  // torch is never unloaded
+  return true;
+}
+
+}  // namespace
+
+bool describe(PyObject* tensor, DLTensor& out) {
+  if (g_table == nullptr || !PyObject_TypeCheck(tensor, g_tensor_type)) return false;
+  if (g_table->tensor_from_python(tensor, &out) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return true;
+}
+
+Sources::Sources(nb::list guards, nb::list leaves) {
+  for (nb::handle item : guards) {
+    Guard guard{nb::cast<nb::dict>(item[0]), {}, nb::cast<bool>(item[2])};
+    for (nb::handle entry : item[1]) guard.entries.push_back({nb::object(entry[0]), nb::object(entry[1])});
+    guards_.push_back(std::move(guard));
+  }
+  for (nb::handle item : leaves) {
+    Leaf leaf{
+        nb::object(item[0]), nullptr, nb::cast<std::size_t>(item[1]), nb::cast<std::size_t>(item[2]), 0, 0, false, {}};
+    DLTensor t;
+    if (describe(leaf.tensor.ptr(), t)) {
+      leaf.code = t.code;
+      leaf.bits = t.bits;
+      leaf.check_flags = t.code == kComplex || elements(t) == 1;
+      leaf.shape.assign(t.shape, t.shape + t.ndim);
+      leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+    } else {
+      leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
+    }
+    bytes_ += leaf.bytes;
+    leaves_.push_back(std::move(leaf));
+  }
+  ops_.resize(leaves_.size());
+}
+
+bool Sources::revalidate() {
+  for (const Guard& guard : guards_) {
+    PyObject* dict = guard.dict.ptr();
+    if (guard.whole && static_cast<std::size_t>(PyDict_Size(dict)) != guard.entries.size()) return false;
+    for (const Entry& entry : guard.entries)
+      if (PyDict_GetItem(dict, entry.key.ptr()) != entry.value.ptr()) return false;
+  }
+  for (Leaf& leaf : leaves_) {
+    DLTensor t;
+    if (!describe(leaf.tensor.ptr(), t)) return false;
+    if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
+        static_cast<std::size_t>(t.ndim) != leaf.shape.size() ||
+        !std::equal(leaf.shape.begin(), leaf.shape.end(), t.shape) || !contiguous(t))
+      return false;
+    const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+    // Only `p.data = x` can set the bits of a tensor already checked; x lies elsewhere unless it is a lazy view of
+    // the same memory, which for real dtypes needs a stride of 2 and so at most one element.
+    if ((leaf.check_flags || address != leaf.address) && lazy_flags(leaf.tensor)) return false;
+    leaf.address = address;
+  }
+  return true;
+}
+
+bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
+  for (const Leaf& leaf : leaves_) {
+    const auto first = reinterpret_cast<std::uintptr_t>(leaf.address);
+    if (leaf.bytes != 0 && first < end && first + leaf.bytes > begin) return true;
+  }
+  return false;
+}
+
+void Sources::copy_to(std::uintptr_t slot) {
+  for (std::size_t i = 0; i < leaves_.size(); ++i)
+    ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
+  nb::gil_scoped_release release;
+  copy(ops_.data(), ops_.size());
+}
+
+void bind_sources(nb::module_& m) {
+  m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
+        nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
+        "Learn torch's DLPack exchange table; False when this torch has none.");
+  m.def(
+      "copy",
+      [](std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> table) {
+        std::vector<CopyOp> ops;
+        for (const auto& [to, from, bytes] : table)
+          ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), bytes});
+        nb::gil_scoped_release release;
+        copy(ops.data(), ops.size());
+      },
+      "table"_a, "Copy each (destination, source, bytes); the GIL is released.");
+  nb::class_<Sources>(m, "Sources", "A prepared table of source tensors.")
+      .def(nb::init<nb::list, nb::list>(), "guards"_a, "leaves"_a,
+           nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
+      .def("revalidate", &Sources::revalidate)
+      .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
+      .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
+      .def_prop_ro("bytes", &Sources::bytes);
+}
+
+}  // namespace shmsync::bind

@@ -1,0 +1,70 @@
+// Where the bytes of a publish come from: a table of tensors, checked anew on every call.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "shmsync/copy.hpp"
+
+namespace shmsync::bind {
+
+// The parts of DLPack 1.x that we read; the layout is fixed by its ABI (github.com/dmlc/dlpack).
+struct DLTensor {
+  void* data;
+  std::int32_t device_type;
+  std::int32_t device_id;
+  std::int32_t ndim;
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+// Address, dtype and shape of a torch tensor in 50 ns, without linking libtorch. False when this torch has no
+// exchange table or the tensor cannot be exported.
+bool describe(PyObject* tensor, DLTensor& out);
+
+class Sources {
+ public:
+  // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held;
+  // `whole`: nothing else may be in it.
+  // leaves: [(tensor, offset in the slot, bytes), ...], contiguous, plain bytes.
+  Sources(nanobind::list guards, nanobind::list leaves);
+
+  // True when every dict still holds the same objects and every tensor still has the dtype, shape and memory
+  // order that it was checked with. Addresses may have moved: they are read again.
+  bool revalidate();
+  bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
+  void copy_to(std::uintptr_t slot);
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  struct Leaf {
+    nanobind::object tensor;
+    const std::byte* address;
+    std::size_t offset;
+    std::size_t bytes;
+    std::uint8_t code, bits;
+    bool check_flags;  // complex, or a single element: the conj or neg bit can change and leave no other trace
+    std::vector<std::int64_t> shape;
+  };
+  struct Entry {
+    nanobind::object key, value;
+  };
+  struct Guard {
+    nanobind::dict dict;
+    std::vector<Entry> entries;
+    bool whole;
+  };
+
+  std::vector<Guard> guards_;
+  std::vector<Leaf> leaves_;
+  std::vector<CopyOp> ops_;
+  std::uint64_t bytes_ = 0;
+};
+
+}  // namespace shmsync::bind

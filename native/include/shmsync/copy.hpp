@@ -1,0 +1,29 @@
+// Many (destination, source, bytes) in one call, on one thread.
+//
+// Below the threshold the bytes stay in cache, where the reader will want them. Above it, streaming stores skip
+// the read-for-ownership of every line, which is a third of the traffic. On x86-64 the AVX2 loop is chosen at
+// run time; elsewhere memcpy does its best.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace shmsync {
+
+struct CopyOp {
+  std::byte* destination;
+  const std::byte* source;
+  std::size_t bytes;
+};
+
+// Measured on 2 cores: streaming is slower at 4 MB and faster at 16 MB (docs/adr/0003-copy.md).
+inline constexpr std::size_t kStreamAbove = std::size_t{8} << 20;
+
+enum class CopyPath { automatic, plain, streaming };
+
+bool streaming_available();
+
+// Ends with the fence that orders streaming stores before a later release store (SYNC seq.end).
+void copy(const CopyOp* ops, std::size_t count, CopyPath path = CopyPath::automatic);
+
+}  // namespace shmsync

@@ -1,0 +1,89 @@
+// The reader's side of the protocol: enter a section, move to the version it found, ack, leave.
+//
+//   try_enter() ── same ──────────────────────> read ──> leave()
+//        ├──────── moved ──> move views, applied() ──> read ──> leave()
+//        └──────── gated, poisoned ──> wait(), try again, or final() once the writer is known to be dead
+//
+// INV: between a try_enter() that returned same or moved and leave(), `pinned` sections read one version's bytes.
+// INV: `acked` never runs ahead: it is stored when no section entered from now on uses anything older.
+// One ReadSide serves one thread at a time; the caller holds a lock around each outermost section.
+#pragma once
+
+#include "shmsync/futex.hpp"
+
+namespace shmsync {
+
+enum class Consistency : std::uint32_t { pinned = 0, optimistic = 1, live = 2 };
+
+enum class Enter {
+  same,      // entered, at the version already applied
+  moved,     // entered, at a newer version: move the views, then call applied()
+  gated,     // not entered: the writer is between versions; wait() and try again
+  poisoned,  // not entered: the writer failed half way
+  evicted    // not entered: the row is no longer ours
+};
+
+// After a reader's release store (pin, ack, row): wakes the writer if it sleeps.
+void wake_writer(const PublicationLine& line, ReplyLine& reply);
+
+class ReadSide {
+ public:
+  ReadSide(const PublicationLine& line, const SlotLine* slots, std::uint32_t slot_count, ReaderRow& row,
+           ReplyLine& reply, std::uint64_t me, Consistency consistency);
+
+  Enter try_enter() { return try_enter(consistency_); }
+  Enter try_enter(Consistency consistency);
+  // After the writer is known to be dead: its last words are final. Gate or not, an even seq is a whole version.
+  Enter final();
+  void applied();                  // the views show held(): ack it
+  void forget();                   // what was applied may be torn: the next entry moves again
+  bool torn_so_far() const;        // inside a section: have the bytes changed since it began?
+  bool leave();                    // true: the section was torn
+  bool wait(Nanoseconds timeout);  // for `current` or the state to change, at most one slice
+  // Waits for `version` to be published, at most one slice. True when it is there.
+  bool wait_version(std::uint64_t version, Nanoseconds timeout);
+
+  std::uint64_t held() const { return held_; }  // packed `current` of the section
+  std::uint64_t applied_current() const { return applied_; }
+  std::uint64_t latest() const { return version_of(line_.current.load(std::memory_order_acquire)); }
+  State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
+  // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
+  bool unchanged() const { return (line_.current.load(std::memory_order_acquire) & ~kGate) == applied_; }
+  // Slots = 1, writer dead: the version of the bytes, 0 when they are half written.
+  std::uint64_t last_words() const {
+    const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);
+    return seq % 2 == 0 ? seq / 2 : 0;
+  }
+  Consistency consistency() const { return consistency_; }  // as asked for
+  void count_retry() { row_.retries.store(++retries_, std::memory_order_relaxed); }
+  std::uint64_t reads() const { return reads_; }
+  std::uint64_t torn() const { return torn_; }
+  std::uint64_t retries() const { return retries_; }
+
+ private:
+  Enter enter_pinned();
+  Enter enter_optimistic();
+  Enter enter_live();
+  Enter entered(std::uint64_t current);
+  Enter refused();
+  void unpin();
+
+  const PublicationLine& line_;
+  const SlotLine* slots_;
+  std::uint32_t slot_count_;
+  ReaderRow& row_;
+  ReplyLine& reply_;
+  std::uint64_t me_;
+  Consistency consistency_;
+
+  Consistency entered_as_ = Consistency::pinned;
+  std::uint64_t held_ = 0;
+  std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0
+  std::uint32_t seen_notify_ = 0;
+  bool wants_ = false;
+  std::uint64_t reads_ = 0;
+  std::uint64_t torn_ = 0;
+  std::uint64_t retries_ = 0;
+};
+
+}  // namespace shmsync

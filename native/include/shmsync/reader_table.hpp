@@ -1,0 +1,48 @@
+// The reader table: who reads this arena, which version each holds pinned, which it has acked.
+//
+// INV: nobody writes a row that it does not own. Ownership moves by one CAS on `owner`: from 0 (claim), from
+//      a dead owner (take_over, reap), never from a live one except to evict a row that holds garbage.
+// INV: a free row (owner 0) has pin 0, acked 0, want 0, worker −1, so a claim shows nothing of its predecessor.
+//
+// Whether an owner is dead is for the caller to establish, with a pidfd; the table only acts on it.
+#pragma once
+
+#include <optional>
+
+#include "shmsync/layout.hpp"
+
+namespace shmsync {
+
+inline constexpr std::int32_t kNoWorker = -1;
+
+class ReaderTable {
+ public:
+  // `rows` points at `count` rows that outlive the table; fresh memory is all zero and needs format().
+  ReaderTable(std::byte* rows, std::uint32_t count) : rows_(reinterpret_cast<ReaderRow*>(rows)), count_(count) {}
+
+  void format();  // once, by the creator, before anyone else can see the memory
+
+  std::uint32_t size() const { return count_; }
+  ReaderRow& operator[](std::uint32_t i) { return rows_[i]; }
+  const ReaderRow& operator[](std::uint32_t i) const { return rows_[i]; }
+
+  // Takes a free row for process `me`; nullopt when none is free.
+  std::optional<std::uint32_t> claim(std::uint64_t me, std::int32_t worker);
+
+  // Takes the row of `dead`, a process known to be dead; false when somebody else was quicker.
+  bool take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker);
+
+  // Frees the row of `dead`, pin included; false when somebody else was quicker.
+  bool reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me);
+
+  // Frees a row that the caller owns. Its pin must be 0 already.
+  void release(std::uint32_t row);
+
+ private:
+  void clear(ReaderRow& row);
+
+  ReaderRow* rows_;
+  std::uint32_t count_;
+};
+
+}  // namespace shmsync

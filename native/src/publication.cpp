@@ -1,0 +1,222 @@
+#include "shmsync/publication.hpp"
+
+#include <algorithm>
+#include <array>
+
+#include "shmsync/seqlock.hpp"
+
+namespace shmsync {
+namespace {
+
+constexpr Nanoseconds kSpin = std::chrono::microseconds(50);  // three times faster than going to sleep at once
+constexpr Nanoseconds kGrace = std::chrono::milliseconds(5);  // longest turn given to waiting readers
+constexpr Nanoseconds kGraceNap = std::chrono::microseconds(200);
+
+}  // namespace
+
+PublicationWriter::PublicationWriter(PublicationLine& line, SlotLine* slots, std::uint32_t slot_count,
+                                     ReaderTable readers, ReplyLine& reply, std::uint64_t me)
+    : line_(line),
+      slots_(slots),
+      slot_count_(slot_count),
+      readers_(readers),
+      reply_(reply),
+      me_(me),
+      slot_version_(slot_count, 0),
+      patience_spent_(readers.size(), 0) {}
+
+Begin PublicationWriter::begin() {
+  if (slot_count_ == 1 && !gate_closed_) {
+    let_waiting_readers_in();
+    line_.current.store(pack_current(version_, 0) | kGate, std::memory_order_release);
+    gate_closed_ = true;
+  }
+  // SYNC gate.fence: seq_cst; pairs with pin.fence. Either the scan below sees a reader's pin, or that reader's
+  // reload of `current` sees the gate (slots = 1) or the newer version (slots ≥ 2) and it backs off. With
+  // release the scan could pass the store above, and both would go ahead.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return slot_is_free() ? mark() : Begin::busy;
+}
+
+Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
+  return sleep_until([this] { return slot_is_free(); }, timeout) ? mark() : Begin::busy;
+}
+
+Begin PublicationWriter::mark() {
+  writing_ = true;
+  seqlock::begin(slots_[slot_].seq, version_ + 1);
+  return Begin::ready;
+}
+
+bool PublicationWriter::slot_is_free() {
+  std::array<bool, kMaxSlots> pinned{};
+  bool any = false;
+  for (std::uint32_t i = 0; i < readers_.size(); ++i) {
+    // SYNC pin.scan: acquire; pairs with pin.release: the reader's loads happened before our overwrite.
+    const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);
+    if (pin == 0) continue;
+    if (garbage(pin)) {
+      // A live process wrote where it should not. Its row goes; the reader notices at its next entry.
+      readers_.reap(i, readers_[i].owner.load(std::memory_order_acquire), me_);
+      continue;
+    }
+    // A stale pin (its reader is about to back off) only delays reuse; it never permits it.
+    pinned[slot_of(pin - 1)] = true;
+    any = true;
+  }
+  if (slot_count_ == 1) {
+    slot_ = 0;
+    return !any;
+  }
+  bool found = false;
+  for (std::uint32_t k = 0; k < slot_count_; ++k) {
+    if (k == current_slot_ || pinned[k]) continue;
+    // The oldest version: the newer ones stay longest for optimistic readers still inside them.
+    if (!found || slot_version_[k] < slot_version_[slot_]) slot_ = k;
+    found = true;
+  }
+  return found;
+}
+
+bool PublicationWriter::garbage(std::uint64_t pin) const {
+  const std::uint64_t current = pin - 1;
+  return gated(current) || slot_of(current) >= slot_count_ || version_of(current) > version_;
+}
+
+std::vector<Blocker> PublicationWriter::blockers() const {
+  std::vector<Blocker> found;
+  for (std::uint32_t i = 0; i < readers_.size(); ++i) {
+    const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);
+    if (pin == 0 || (slot_count_ > 1 && slot_of(pin - 1) == current_slot_)) continue;
+    found.push_back({i, readers_[i].owner.load(std::memory_order_acquire), version_of(pin - 1)});
+  }
+  return found;
+}
+
+std::uint64_t PublicationWriter::commit() {
+  ++version_;
+  seqlock::end(slots_[slot_].seq, version_);
+  slot_version_[slot_] = version_;
+  current_slot_ = slot_;
+  if (poisoned_) {
+    // Before the gate opens: a reader looks at the state only while it finds the gate closed.
+    line_.state.store(static_cast<std::uint32_t>(State::open), std::memory_order_release);
+    poisoned_ = false;
+  }
+  // SYNC current.commit: release; pairs with the acquire loads of `current`. Who sees the version sees its bytes.
+  line_.current.store(pack_current(version_, slot_), std::memory_order_release);
+  gate_closed_ = false;
+  writing_ = false;
+  announce();
+  return version_;
+}
+
+void PublicationWriter::abort() {
+  writing_ = false;
+  line_.waiting.store(0, std::memory_order_relaxed);
+  if (slot_count_ > 1 || poisoned_ || !gate_closed_) {
+    if (slot_count_ > 1 && slot_ != current_slot_) slot_version_[slot_] = 0;  // perhaps half written: reuse first
+    return;
+  }
+  line_.current.store(pack_current(version_, current_slot_), std::memory_order_release);
+  gate_closed_ = false;
+  announce();
+}
+
+void PublicationWriter::poison() {
+  writing_ = false;
+  poisoned_ = true;
+  line_.state.store(static_cast<std::uint32_t>(State::poisoned), std::memory_order_release);
+  announce();
+}
+
+void PublicationWriter::close() {
+  line_.state.store(static_cast<std::uint32_t>(State::closed), std::memory_order_release);
+  announce();
+}
+
+void PublicationWriter::announce() {
+  // SYNC notify.bump: release, after `current`; pairs with the acquire load of notify that readers make before
+  // they load `current`. A reader that saw the old `current` sleeps on the old number, and wakes.
+  line_.notify.store(++notify_, std::memory_order_release);
+  futex_wake_all(line_.notify);
+}
+
+// Without this a writer that publishes without pause closes the gate again before a woken reader has run.
+void PublicationWriter::let_waiting_readers_in() {
+  const std::uint64_t start = monotonic_ns();
+  for (;;) {
+    bool somebody = false;
+    for (std::uint32_t i = 0; i < readers_.size(); ++i) {
+      if (readers_[i].want.load(std::memory_order_relaxed) == 0) {
+        patience_spent_[i] = 0;
+        continue;
+      }
+      const std::uint64_t owner = readers_[i].owner.load(std::memory_order_relaxed);
+      // A row that used up its turn (its process is dead or stopped) gets no second one until it clears.
+      if (owner != 0 && patience_spent_[i] != owner) somebody = true;
+    }
+    if (!somebody) return;
+    const auto waited = Nanoseconds(monotonic_ns() - start);
+    if (waited >= kGrace) break;
+    if (waited < kSpin)
+      yield_processor();
+    else
+      futex_wait(reply_.reply, reply_.reply.load(std::memory_order_relaxed), kGraceNap);
+  }
+  for (std::uint32_t i = 0; i < readers_.size(); ++i)
+    if (readers_[i].want.load(std::memory_order_relaxed) != 0)
+      patience_spent_[i] = readers_[i].owner.load(std::memory_order_relaxed);
+}
+
+template <class Done>
+bool PublicationWriter::sleep_until(Done done, Nanoseconds timeout) {
+  const std::uint64_t start = monotonic_ns();
+  timeout = std::min(timeout, kSlice);
+  // With few cores the partner runs as soon as we yield; going to sleep would cost two context switches more.
+  while (Nanoseconds(monotonic_ns() - start) < std::min(timeout, kSpin)) {
+    if (done()) return true;
+    yield_processor();
+  }
+  bool finished = false;
+  for (;;) {
+    line_.waiting.store(1, std::memory_order_relaxed);
+    // SYNC wake.writer: seq_cst; pairs with wake.reader. Either we see what the reader stored (pin, ack), or the
+    // reader sees `waiting` and bumps `reply` after we loaded it. With less, both miss, and we sleep for ever.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const std::uint32_t seen = reply_.reply.load(std::memory_order_acquire);
+    if (done()) {
+      finished = true;
+      break;
+    }
+    const auto waited = Nanoseconds(monotonic_ns() - start);
+    if (waited >= timeout) break;
+    futex_wait(reply_.reply, seen, timeout - waited);
+  }
+  line_.waiting.store(0, std::memory_order_relaxed);
+  return finished;
+}
+
+std::vector<PublicationWriter::Awaited> PublicationWriter::claimed_rows() const {
+  std::vector<Awaited> rows;
+  for (std::uint32_t i = 0; i < readers_.size(); ++i)
+    if (const auto owner = readers_[i].owner.load(std::memory_order_acquire)) rows.push_back({i, owner});
+  return rows;
+}
+
+bool PublicationWriter::wait_acks(std::uint64_t version, std::vector<Awaited>& rows, Nanoseconds timeout) {
+  const auto done = [&] {
+    std::erase_if(rows, [&](Awaited& awaited) {
+      const ReaderRow& row = readers_[awaited.row];
+      // SYNC ack.scan: acquire; pairs with the release of acked. The owner is loaded after it: an ack under a
+      // new owner is not this reader's.
+      const std::uint64_t acked = row.acked.load(std::memory_order_acquire);
+      if (row.owner.load(std::memory_order_acquire) != awaited.owner) return true;
+      return acked >= version && acked <= version_;  // an ack from the future is garbage
+    });
+    return rows.empty();
+  };
+  return done() || sleep_until(done, timeout);
+}
+
+}  // namespace shmsync

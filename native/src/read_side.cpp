@@ -1,0 +1,154 @@
+#include "shmsync/read_side.hpp"
+
+#include <algorithm>
+
+#include "shmsync/seqlock.hpp"
+
+namespace shmsync {
+
+ReadSide::ReadSide(const PublicationLine& line, const SlotLine* slots, std::uint32_t slot_count, ReaderRow& row,
+                   ReplyLine& reply, std::uint64_t me, Consistency consistency)
+    : line_(line),
+      slots_(slots),
+      slot_count_(slot_count),
+      row_(row),
+      reply_(reply),
+      me_(me),
+      consistency_(consistency) {}
+
+Enter ReadSide::try_enter(Consistency consistency) {
+  if (row_.owner.load(std::memory_order_relaxed) != me_) return Enter::evicted;
+  entered_as_ = consistency;
+  switch (consistency) {
+    case Consistency::pinned:
+      return enter_pinned();
+    case Consistency::optimistic:
+      return enter_optimistic();
+    case Consistency::live:
+      return enter_live();
+  }
+  return Enter::evicted;
+}
+
+Enter ReadSide::enter_pinned() {
+  for (;;) {
+    // Before `current`: if the writer bumps it after this load, wait() returns at once. See notify.bump.
+    seen_notify_ = line_.notify.load(std::memory_order_acquire);
+    const std::uint64_t current = line_.current.load(std::memory_order_acquire);
+    if (gated(current)) return refused();
+    // SYNC pin.store: release, so that a writer that sees this pin also sees who owns the row.
+    row_.pin.store(current + 1, std::memory_order_release);
+    // SYNC pin.fence: seq_cst; pairs with gate.fence. With release the reload could pass the pin store: the
+    // writer would find no pin while we find the old `current`, and both would use the slot.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (line_.current.load(std::memory_order_acquire) == current) {
+      if (wants_) {
+        wants_ = false;
+        row_.want.store(0, std::memory_order_relaxed);
+      }
+      row_.pinned_at.store(monotonic_ns(), std::memory_order_relaxed);
+      return entered(current);
+    }
+    if (slot_count_ == 1) {
+      wants_ = true;
+      row_.want.store(1, std::memory_order_relaxed);  // before the pin goes, which is what the writer waits for
+    }
+    unpin();
+    count_retry();
+  }
+}
+
+// A version mismatch means that the slot is being written again: the newer `current` is about to appear.
+Enter ReadSide::enter_optimistic() {
+  seen_notify_ = line_.notify.load(std::memory_order_acquire);
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    const std::uint64_t current = line_.current.load(std::memory_order_acquire) & ~kGate;
+    if (seqlock::complete(slots_[slot_of(current)].seq, version_of(current))) return entered(current);
+    count_retry();
+  }
+  return refused();
+}
+
+Enter ReadSide::enter_live() { return entered(line_.current.load(std::memory_order_acquire) & ~kGate); }
+
+Enter ReadSide::entered(std::uint64_t current) {
+  held_ = current;
+  row_.reads.store(++reads_, std::memory_order_relaxed);
+  return current == applied_ ? Enter::same : Enter::moved;
+}
+
+Enter ReadSide::refused() {
+  // Poisoned and then closed stays poisoned for readers: nothing will repair it.
+  const bool half_written = seqlock::writing(
+      slots_[slot_of(line_.current.load(std::memory_order_acquire))].seq.load(std::memory_order_acquire));
+  if (half_written && state() != State::open) return Enter::poisoned;
+  if (entered_as_ == Consistency::pinned && !wants_) {
+    wants_ = true;
+    row_.want.store(1, std::memory_order_relaxed);
+  }
+  return Enter::gated;
+}
+
+Enter ReadSide::final() {
+  if (slot_count_ > 1) return try_enter(Consistency::pinned);
+  const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);
+  if (seqlock::writing(seq)) return Enter::poisoned;
+  entered_as_ = Consistency::pinned;
+  return entered(pack_current(seq / 2, 0));
+}
+
+void ReadSide::applied() {
+  applied_ = held_;
+  row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack.store: pairs with ack.scan
+  wake_writer(line_, reply_);
+}
+
+void ReadSide::forget() { applied_ = 0; }
+
+bool ReadSide::torn_so_far() const {
+  return entered_as_ != Consistency::pinned && !seqlock::still(slots_[slot_of(held_)].seq, version_of(held_));
+}
+
+bool ReadSide::leave() {
+  if (entered_as_ == Consistency::pinned) {
+    unpin();
+    return false;
+  }
+  const bool torn = torn_so_far();
+  if (torn) row_.torn.store(++torn_, std::memory_order_relaxed);
+  return torn;
+}
+
+void ReadSide::unpin() {
+  // SYNC pin.release: release; pairs with pin.scan. Our loads of the slot happened before the writer's stores.
+  row_.pin.store(0, std::memory_order_release);
+  wake_writer(line_, reply_);
+}
+
+void wake_writer(const PublicationLine& line, ReplyLine& reply) {
+  // SYNC wake.reader: seq_cst; pairs with wake.writer. Our store (pin or ack) is visible before we look whether
+  // the writer waits. Loading `waiting` before the store lets the writer sleep through it.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (line.waiting.load(std::memory_order_relaxed) == 0) return;
+  reply.reply.fetch_add(1, std::memory_order_release);
+  futex_wake_all(reply.reply);
+}
+
+bool ReadSide::wait(Nanoseconds timeout) {
+  futex_wait(line_.notify, seen_notify_, timeout);
+  return line_.notify.load(std::memory_order_acquire) != seen_notify_;
+}
+
+bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout) {
+  timeout = std::min(timeout, kSlice);
+  const std::uint64_t start = monotonic_ns();
+  for (;;) {
+    const std::uint32_t seen = line_.notify.load(std::memory_order_acquire);
+    if (latest() >= version) return true;
+    const auto waited = Nanoseconds(monotonic_ns() - start);
+    if (waited >= timeout || state() == State::closed) return false;
+    futex_wait(line_.notify, seen, timeout - waited);
+  }
+}
+
+}  // namespace shmsync
