@@ -1,0 +1,188 @@
+#include <algorithm>
+
+#include "fixture.hpp"
+#include "shmsync/seqlock.hpp"
+
+using namespace shmsync;
+using namespace shmsync::test;
+
+namespace {
+
+void publisher_never_reuses_a_pinned_slot() {
+  Memory memory(3, 2);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  CHECK(reader.try_enter() == Enter::moved);
+  const auto pinned = slot_of(reader.held());
+  for (int i = 0; i < 10; ++i) {
+    CHECK(writer.begin() == Begin::ready);
+    CHECK(writer.slot() != pinned && writer.slot() != writer.current_slot());
+    writer.commit();
+  }
+  CHECK(!reader.leave());
+}
+
+void the_oldest_free_slot_is_written() {
+  Memory memory(4, 1);
+  auto writer = memory.writer();
+  for (int i = 0; i < 6; ++i) publish(writer);
+  std::uint64_t oldest = ~std::uint64_t{0};
+  for (const auto& slot : memory.slots) oldest = std::min(oldest, slot.seq.load());
+  for (std::uint32_t k = 0; k < 4; ++k) {
+    if (memory.slots[k].seq.load() != oldest) continue;
+    CHECK(writer.begin() == Begin::ready);
+    CHECK(writer.slot() == k);
+    writer.commit();
+    return;
+  }
+}
+
+void no_free_slot_is_busy_and_writes_nothing() {
+  Memory memory(2, 2);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  CHECK(reader.try_enter() == Enter::moved);
+  publish(writer);
+  CHECK(writer.begin() == Begin::busy);
+  CHECK(writer.wait_begin(std::chrono::milliseconds(2)) == Begin::busy);
+  CHECK(writer.blockers().size() == 1 && writer.blockers()[0].version == 1);
+  writer.abort();
+  CHECK(memory.line.waiting.load() == 0);
+  CHECK(seqlock::complete(memory.slots[slot_of(reader.held())].seq, 1));
+  CHECK(!reader.leave());
+  CHECK(publish(writer) == 3);
+}
+
+void a_closed_gate_refuses_readers_and_an_abort_opens_it() {
+  Memory memory(1, 2);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  auto late = memory.reader();
+  CHECK(reader.try_enter() == Enter::moved);
+  reader.applied();
+  CHECK(writer.begin() == Begin::busy);
+  CHECK(late.try_enter() == Enter::gated);
+  const auto notify = memory.line.notify.load();
+  writer.abort();
+  CHECK(memory.line.notify.load() != notify);
+  CHECK(late.try_enter() == Enter::moved);
+  CHECK(version_of(late.held()) == 1);
+  CHECK(!reader.leave() && !late.leave());
+}
+
+void poison_keeps_readers_out_until_a_commit_and_reuses_the_version() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  CHECK(writer.begin() == Begin::ready);
+  writer.poison();
+  CHECK(reader.try_enter() == Enter::poisoned);
+  CHECK(reader.last_words() == 0);
+  CHECK(writer.begin() == Begin::ready);
+  CHECK(writer.commit() == 2);
+  CHECK(reader.try_enter() == Enter::moved && version_of(reader.held()) == 2);
+  CHECK(!reader.leave());
+}
+
+void garbage_in_a_pin_evicts_its_row_and_blocks_nobody() {
+  for (const std::uint64_t garbage :
+       {~std::uint64_t{0}, pack_current(1, 5) + 1, pack_current(99, 0) + 1, pack_current(1, 0) + kGate + 1}) {
+    Memory memory(1, 1);
+    auto writer = memory.writer();
+    publish(writer);
+    auto reader = memory.reader();
+    memory.table[0].pin.store(garbage);
+    CHECK(publish(writer) == 2);
+    CHECK(memory.table[0].owner.load() == 0);
+    CHECK(reader.try_enter() == Enter::evicted);
+  }
+}
+
+void an_ack_from_the_future_counts_for_nothing() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  auto rows = writer.claimed_rows();
+  CHECK(rows.size() == 1);
+  memory.table[0].acked.store(1000);
+  CHECK(!writer.wait_acks(1, rows, std::chrono::milliseconds(1)));
+  CHECK(reader.try_enter() == Enter::moved);
+  reader.applied();
+  CHECK(writer.wait_acks(1, rows, std::chrono::milliseconds(1)));
+  CHECK(!reader.leave());
+}
+
+void optimistic_sections_say_when_they_were_torn() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader(Consistency::optimistic);
+  CHECK(reader.try_enter() == Enter::moved);
+  CHECK(!reader.leave());
+  CHECK(reader.try_enter() == Enter::moved);
+  publish(writer);
+  CHECK(reader.torn_so_far());
+  CHECK(reader.leave());
+  CHECK(memory.table[0].torn.load() == 1);
+  CHECK(writer.begin() == Begin::ready);
+  CHECK(reader.try_enter() == Enter::gated);  // half written: there is nothing to read
+  writer.commit();
+}
+
+// The parity of a reused slot is even, but for another version.
+void a_reused_slot_is_not_mistaken_for_its_old_version() {
+  Memory memory(2, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  const auto old = memory.line.current.load();
+  publish(writer);
+  publish(writer);
+  CHECK(slot_of(memory.line.current.load()) == slot_of(old));
+  CHECK(!seqlock::complete(memory.slots[slot_of(old)].seq, version_of(old)));
+}
+
+void a_dead_writers_whole_version_is_served_and_its_half_one_never() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  CHECK(writer.begin() == Begin::ready);
+  CHECK(reader.try_enter() == Enter::gated);
+  CHECK(reader.final() == Enter::poisoned);
+  seqlock::end(memory.slots[0].seq, 2);  // it died after the last byte, before `current`
+  CHECK(reader.final() == Enter::moved && version_of(reader.held()) == 2);
+  CHECK(!reader.leave());
+}
+
+void a_stopped_reader_that_wants_in_gets_one_turn_only() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  memory.table[0].want.store(1);
+  publish(writer);  // gives it a turn of 5 ms, in vain
+  const auto start = monotonic_ns();
+  for (int i = 0; i < 100; ++i) publish(writer);
+  CHECK(monotonic_ns() - start < 100 * 5'000'000ull);
+}
+
+}  // namespace
+
+int main() {
+  publisher_never_reuses_a_pinned_slot();
+  the_oldest_free_slot_is_written();
+  no_free_slot_is_busy_and_writes_nothing();
+  a_closed_gate_refuses_readers_and_an_abort_opens_it();
+  poison_keeps_readers_out_until_a_commit_and_reuses_the_version();
+  garbage_in_a_pin_evicts_its_row_and_blocks_nobody();
+  an_ack_from_the_future_counts_for_nothing();
+  optimistic_sections_say_when_they_were_torn();
+  a_reused_slot_is_not_mistaken_for_its_old_version();
+  a_dead_writers_whole_version_is_served_and_its_half_one_never();
+  a_stopped_reader_that_wants_in_gets_one_turn_only();
+}

@@ -1,0 +1,75 @@
+#include <set>
+#include <thread>
+
+#include "fixture.hpp"
+
+using namespace shmsync;
+using namespace shmsync::test;
+
+namespace {
+
+void a_full_table_refuses() {
+  Memory memory(1, 2);
+  CHECK(memory.table.claim(reader_id(0), 5) == 0u);
+  CHECK(memory.table.claim(reader_id(1), kNoWorker) == 1u);
+  CHECK(!memory.table.claim(reader_id(2), 0).has_value());
+  CHECK(memory.table[0].worker.load() == 5);
+}
+
+void a_claim_shows_nothing_of_its_predecessor() {
+  Memory memory(1, 1);
+  CHECK(memory.table.claim(reader_id(0), 3).has_value());
+  memory.table[0].pin.store(257);
+  memory.table[0].acked.store(9);
+  memory.table[0].want.store(1);
+  memory.table.release(0);
+  CHECK(memory.table.claim(reader_id(1), kNoWorker) == 0u);
+  CHECK(memory.table[0].pin.load() == 0 && memory.table[0].acked.load() == 0 && memory.table[0].want.load() == 0);
+}
+
+void reaping_takes_only_the_dead_owners_row() {
+  Memory memory(1, 1);
+  CHECK(memory.table.claim(reader_id(0), kNoWorker).has_value());
+  memory.table[0].pin.store(257);
+  CHECK(!memory.table.reap(0, reader_id(1), kWriter));
+  CHECK(memory.table[0].pin.load() == 257);
+  CHECK(memory.table.reap(0, reader_id(0), kWriter));
+  CHECK(memory.table[0].pin.load() == 0 && memory.table[0].owner.load() == 0);
+  CHECK(!memory.table.reap(0, reader_id(0), kWriter));  // a second reaper comes too late
+}
+
+// Claimers, a reaper and take-overs at once: a row never has two owners that both think they got it.
+void one_winner_per_row() {
+  constexpr std::uint32_t kRows = 4, kThreads = 4, kRounds = 3000;
+  Memory memory(1, kRows);
+  std::vector<std::atomic<int>> holders(kRows);
+  std::vector<std::thread> threads;
+  for (std::uint32_t t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      ReaderTable table = memory.table;
+      for (std::uint32_t round = 0; round < kRounds; ++round) {
+        const auto row = table.claim(reader_id(t), kNoWorker);
+        if (!row) continue;
+        CHECK(holders[*row].fetch_add(1) == 0);
+        CHECK(table[*row].acked.load() == 0);
+        table[*row].acked.store(t + 1);
+        CHECK(holders[*row].fetch_sub(1) == 1);
+        if (round % 2)
+          table.release(*row);
+        else  // as if this process had died and another one found out
+          CHECK(table.take_over(*row, reader_id(t), reader_id(t + 50), kNoWorker) &&
+                table.reap(*row, reader_id(t + 50), kWriter));
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  for (std::uint32_t i = 0; i < kRows; ++i) CHECK(memory.table[i].owner.load() == 0);
+}
+
+}  // namespace
+
+int main() {
+  a_full_table_refuses();
+  a_claim_shows_nothing_of_its_predecessor();
+  reaping_takes_only_the_dead_owners_row();
+  one_winner_per_row();
+}
