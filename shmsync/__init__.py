@@ -1,0 +1,66 @@
+"""shmsync: shared-memory, zero-copy weight sync for multiprocess PyTorch on one machine.
+
+trainer:  pub = shmsync.Publisher(model);  pub.publish()  or  with pub.update() as weights: ...
+worker:   sub = shmsync.Subscriber(handle);  sub.bind(model)  or  with sub.read() as section: ...
+"""
+
+import sys as _sys
+
+if not _sys.platform.startswith("linux"):
+    raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
+
+from ._process import ProcessState
+from .errors import (
+    AckTimeout,
+    ArenaCorrupt,
+    ArenaExists,
+    ArenaNotFound,
+    ClosedError,
+    ForkedHandle,
+    ManifestMismatch,
+    NoSpace,
+    Poisoned,
+    ProtocolError,
+    PublishTimeout,
+    ReaderStalled,
+    ReaderTableFull,
+    ShmSyncError,
+    WorkerDied,
+    WriterBusy,
+    WriterDied,
+)
+from .publisher import Handle, Publisher
+from .stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
+from .subscriber import Snapshot, Subscriber, attach
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AckTimeout",
+    "ArenaCorrupt",
+    "ArenaExists",
+    "ArenaNotFound",
+    "ClosedError",
+    "ForkedHandle",
+    "Handle",
+    "Latency",
+    "ManifestMismatch",
+    "NoSpace",
+    "Poisoned",
+    "ProcessState",
+    "ProtocolError",
+    "PublishTimeout",
+    "Publisher",
+    "PublisherStats",
+    "ReaderInfo",
+    "ReaderStalled",
+    "ReaderTableFull",
+    "ShmSyncError",
+    "Snapshot",
+    "Subscriber",
+    "SubscriberStats",
+    "WorkerDied",
+    "WriterBusy",
+    "WriterDied",
+    "attach",
+]

@@ -1,0 +1,102 @@
+"""An arena: control segment + slab, with the slots as TensorDict views."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from . import _native, _slab
+from .manifest import Key, Manifest
+
+# Arenas mapped in this process, so that a publisher recognises its own slab under another mapping's addresses.
+_mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class Arena:
+    """Both parts of an arena as mapped in this process. Publisher and Subscriber each own one.
+
+    INV: views of one slot are made once; the same tensor object serves every caller, and tied leaves.
+    """
+
+    def __init__(self, control: _native.Control, slab: _slab.Slab, manifest: Manifest, *, slots: int, session: bytes):
+        self.control = control
+        self.slab = slab
+        self.manifest = manifest
+        self.slots = slots
+        self.session = session
+        self.reader: weakref.ref[_native.Reader] | None = None  # a subscriber's, so that a publisher here finds it
+        self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
+        self._weights: dict[tuple[int, bool], TensorDict] = {}
+        _mapped.add(self)
+
+    def views(self, slot: int, *, writable: bool = False) -> dict[Key, torch.Tensor]:
+        """Each leaf of a slot as a tensor over the slab."""
+        views = self._views.get((slot, writable))
+        if views is None:
+            storage = self.slab.writable if writable else self.slab.readonly
+            start = slot * self.manifest.slot_bytes
+            made: dict[tuple[Any, ...], torch.Tensor] = {}
+            views = {}
+            for leaf in self.manifest.leaves:
+                # Tied leaves share an offset, and stay one tensor.
+                identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
+                if identity not in made:
+                    made[identity] = _view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+                views[leaf.key] = made[identity]
+            self._views[slot, writable] = views
+        return views
+
+    def weights(self, slot: int, *, writable: bool = False) -> TensorDict:
+        """The same as a TensorDict. Locked: a key that is replaced, not written into, would reach nobody."""
+        weights = self._weights.get((slot, writable))
+        if weights is None:
+            nested: dict[str, Any] = {}
+            for key, view in self.views(slot, writable=writable).items():
+                level = nested
+                for part in key[:-1]:
+                    level = level.setdefault(part, {})
+                level[key[-1]] = view
+            weights = self._weights[slot, writable] = TensorDict(nested, batch_size=[]).lock_()
+        return weights
+
+    def slot_address(self, slot: int) -> int:
+        """Where a slot starts in the writable mapping."""
+        assert self.slab.writable is not None, "only a publisher writes"
+        return self.slab.writable.data_ptr() + slot * self.manifest.slot_bytes
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """[begin, end) of every mapping of this arena's slab in this process."""
+        size = _slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+        found = []
+        for arena in list(_mapped):
+            if arena.session == self.session:
+                for storage in (arena.slab.readonly, arena.slab.writable):
+                    if storage is not None:
+                        found.append((storage.data_ptr(), storage.data_ptr() + size))
+        return found
+
+    def rows_held_by_this_thread(self) -> set[int]:
+        """Rows of the reader table whose open sections belong to the calling thread."""
+        readers = [a.reader() for a in list(_mapped) if a.session == self.session and a.reader is not None]
+        return {reader._row for reader in readers if reader is not None and reader._mine}
+
+    def release(self) -> None:
+        """Drop what this object holds; the mappings live until the last tensor over them dies."""
+        _slab.release(self.slab)
+        self._views.clear()
+        self._weights.clear()
+
+
+def _view(
+    storage: torch.UntypedStorage | None, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype)
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tensor.set_(storage, offset // dtype.itemsize, shape, tuple(strides))  # type: ignore[call-overload,no-any-return]

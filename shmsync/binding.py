@@ -1,0 +1,216 @@
+"""Binding: a module whose parameters are the arena's, and the guard that keeps one version per forward.
+
+Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
+weights, hooks and parameter lists stay right.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from ._transfer import describe_problems, mismatches
+from ._weights import Filter, collect
+from .arena import Arena
+from .errors import ManifestMismatch, ProtocolError
+from .manifest import Key
+
+if TYPE_CHECKING:
+    from .subscriber import Subscriber
+
+_EVERYTHING = Filter.of(None, None)
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Binding:
+    """The tensors of one bound module, and the views they take in each slot.
+
+    Holds the module weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through native
+    objects would never be collected.
+    """
+
+    def __init__(self, module: nn.Module, arena: Arena, tensors: dict[Key, torch.Tensor], buffers: str) -> None:
+        self._module = weakref.ref(module)
+        self._arena = arena
+        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
+        viewed = [
+            (key, tensor) for key, tensor in unique.values() if isinstance(tensor, nn.Parameter) or buffers == "view"
+        ]
+        self._viewed_keys = [key for key, _ in viewed]
+        self._viewed = [tensor for _, tensor in viewed]
+        self._copied = [(key, tensor) for key, tensor in unique.values() if tensor not in _Identity(self._viewed)]
+        self._sets: dict[int, list[torch.Tensor]] = {}
+        self._slot = -1
+
+    def move(self, slot: int) -> bool:
+        """Show this slot. False when the module is gone. Inside a section only."""
+        if self._module() is None:
+            return False
+        if slot != self._slot:
+            views = self._sets.get(slot)
+            if views is None:
+                made = self._arena.views(slot)
+                views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+            deque(map(_set_data, self._viewed, views), 0)  # 0.12 µs a tensor
+            self._slot = slot
+        if self._copied:
+            made = self._arena.views(slot)
+            with torch.no_grad():
+                for key, buffer in self._copied:
+                    buffer.copy_(made[key])
+        return True
+
+
+class _Identity:
+    """Membership by identity; `in` on a list of tensors compares values."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._ids = {id(tensor) for tensor in tensors}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._ids
+
+
+def bind_module(
+    subscriber: Subscriber,
+    arena: Arena,
+    module: nn.Module,
+    *,
+    guard: bool,
+    buffers: Literal["copy", "view"],
+    clone_outputs: bool,
+) -> Binding:
+    """Check everything, then prepare the module. Its tensors move when the caller moves the binding."""
+    if buffers not in ("copy", "view"):
+        raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
+    original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
+    _refuse_unsafe(original)
+    tensors = collect(original, _EVERYTHING).tensors
+    if arena.manifest.filtered:
+        tensors = {key: tensor for key, tensor in tensors.items() if key in arena.manifest.by_key}
+    meta = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
+    problems = mismatches({**tensors, **meta}, arena, partial=False, any_device=False, source_is="module")
+    # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
+    problems += [
+        f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
+        for leaf in arena.manifest.leaves
+        if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
+    ]
+    if problems:
+        raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
+    # A private tensor, whatever it was before: buffers are written by forward passes, and meta has no memory.
+    for key, tensor in tensors.items():
+        if not isinstance(tensor, nn.Parameter) or tensor.device.type == "meta":
+            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype) if key in meta else tensor.data.clone()
+    binding = Binding(module, arena, tensors, buffers)
+    if guard:
+        module.forward = Guard(module, module.forward, subscriber, clone_outputs)
+    return binding
+
+
+def _refuse_unsafe(module: nn.Module) -> None:
+    inductor = sys.modules.get("torch._inductor.config")
+    if inductor is not None and inductor.freezing:
+        raise ProtocolError(
+            "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
+            "switch it off before bind()"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ProtocolError(
+                f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
+                "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"
+            )
+
+
+def _forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A frame of ours for Dynamo to compile: it passes over frames of torch.nn, such as Sequential's own forward."""
+    return inner(*args, **kwargs)
+
+
+class Guard:
+    """Stands in for an instance's `forward`: one read section around each call.
+
+    A copy (deepcopy, pickle) of a bound module is a plain private module: its guard has no subscriber and just calls
+    the copy's own forward.
+    """
+
+    def __init__(
+        self, module: nn.Module, inner: Callable[..., Any], subscriber: Subscriber | None, clone_outputs: bool
+    ) -> None:
+        self._module = module
+        self._inner = inner
+        self._subscriber = subscriber
+        self._clone_outputs = clone_outputs
+        self._warned = False
+        self._repeats = False
+        if subscriber is not None:
+            self._section = subscriber.read()
+            self._aliases = subscriber._aliases
+            self._repeats = subscriber._consistency == "optimistic"
+
+    # recursive=False marks this frame alone: Dynamo skips it and compiles the module's own forward below. A frame
+    # that Dynamo traced would break at the section, and leave everything below eager without a word.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, inside a section."""
+        subscriber = self._subscriber
+        if subscriber is None:
+            return self._inner(*args, **kwargs)
+        if torch.is_grad_enabled() and not self._warned:
+            self._warn()
+        if self._repeats:
+            return subscriber.run(self._call, args, kwargs)
+        with self._section:
+            out = _forward(self._inner, args, kwargs)
+            if not self._clone_outputs:
+                return out
+            if type(out) is torch.Tensor:
+                return out.clone() if self._aliases(out) else out
+            return self._unalias(out)
+
+    @torch.compiler.disable(recursive=False)
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        out = _forward(self._inner, args, kwargs)
+        return self._unalias(out) if self._clone_outputs else out
+
+    def _unalias(self, out: Any) -> Any:
+        """Clone every tensor in the output that lies in the slab."""
+        if isinstance(out, torch.Tensor):
+            return out.clone() if self._aliases(out) else out
+        if isinstance(out, TensorDictBase):
+            if any(self._aliases(t) for t in out.values(True, True) if isinstance(t, torch.Tensor)):
+                for key, value in list(out.items(True, True)):
+                    if isinstance(value, torch.Tensor) and self._aliases(value):
+                        out.set(key, value.clone())
+            return out
+        if out is None or isinstance(out, (bool, int, float, str)):
+            return out
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._unalias, out)
+
+    def _warn(self) -> None:
+        if self._subscriber is not None and self._subscriber._mine:
+            return  # the caller's section may well cover the backward pass
+        if not any(p.requires_grad for p in self._module.parameters()):
+            return
+        self._warned = True
+        warnings.warn(
+            "a bound module ran with gradients on: if the weights change before backward(), the gradients are wrong. "
+            "Put forward and backward in one `with sub.read():`, or use torch.no_grad()",
+            stacklevel=3,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
+        return Guard(copy.deepcopy(self._module, memo), copy.deepcopy(self._inner, memo), None, self._clone_outputs)
+
+    def __reduce__(self) -> Any:
+        return Guard, (self._module, self._inner, None, self._clone_outputs)

@@ -1,0 +1,108 @@
+"""The errors of shmsync: one tree, so that `except ShmSyncError` catches all of them.
+
+    ShmSyncError
+    ├── ArenaNotFound      no arena of that name (any more)
+    ├── ArenaExists        a live publisher has the name
+    ├── ArenaCorrupt       the segment is not what its header says
+    ├── NoSpace            not enough memory for the slots; nothing was created
+    ├── ManifestMismatch   keys, shapes, dtypes or devices differ; nothing was written          (ValueError)
+    ├── WriterBusy         a concurrent writer call, or a reader could not enter in time        (TimeoutError)
+    ├── WriterDied         the publisher is gone, and what was asked for needs it
+    ├── Poisoned           the last update failed half way; a full publish() repairs it
+    ├── ReaderStalled      readers hold every slot; nothing was written                         (TimeoutError)
+    ├── ReaderTableFull    more subscribers than max_readers
+    ├── PublishTimeout     the awaited version was not published                                (TimeoutError)
+    ├── WorkerDied         published, but these workers died before they applied it
+    ├── AckTimeout         published, but these workers have not applied it in time             (TimeoutError)
+    ├── ProtocolError      the call makes no sense here, for example a publish inside one's own read section
+    ├── ClosedError        the handle, or the publisher, is closed
+    └── ForkedHandle       the handle belongs to the parent process
+
+Every error carries `version` (the version it is about, or None) and `missing` (the workers it names: the index
+given as `worker=`, or "pid N" for a subscriber without one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ShmSyncError(Exception):
+    """Base of every error of this package."""
+
+    def __init__(self, message: str = "", *, version: int | None = None, missing: Iterable[int | str] = ()) -> None:
+        super().__init__(message)
+        self.version = version
+        self.missing = list(missing)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default would drop the keyword arguments, and errors travel between processes.
+        return _rebuild, (type(self), str(self), self.version, self.missing)
+
+
+def _rebuild(cls: type[ShmSyncError], message: str, version: int | None, missing: list[int | str]) -> ShmSyncError:
+    return cls(message, version=version, missing=missing)
+
+
+class ArenaNotFound(ShmSyncError):
+    """No arena of that name, or not any more."""
+
+
+class ArenaExists(ShmSyncError):
+    """A live publisher has the name."""
+
+
+class ArenaCorrupt(ShmSyncError):
+    """The segment is not what its header says."""
+
+
+class NoSpace(ShmSyncError):
+    """Not enough memory for the arena; nothing was created."""
+
+
+class ManifestMismatch(ShmSyncError, ValueError):
+    """Keys, shapes, dtypes or devices differ; the message lists every problem, and nothing was written."""
+
+
+class WriterBusy(ShmSyncError, TimeoutError):
+    """Another writer call is under way, or the writer kept a reader out until its deadline."""
+
+
+class WriterDied(ShmSyncError):
+    """The publisher's process is gone."""
+
+
+class Poisoned(ShmSyncError):
+    """The last in-place update failed half way; a full publish() repairs it."""
+
+
+class ReaderStalled(ShmSyncError, TimeoutError):
+    """Readers hold every slot that could be written; nothing was written."""
+
+
+class ReaderTableFull(ShmSyncError):
+    """The arena has as many subscribers as max_readers."""
+
+
+class PublishTimeout(ShmSyncError, TimeoutError):
+    """The awaited version was not published in time."""
+
+
+class WorkerDied(ShmSyncError):
+    """Published, but the named workers died before they applied it."""
+
+
+class AckTimeout(ShmSyncError, TimeoutError):
+    """Published, but the named workers have not applied it in time."""
+
+
+class ProtocolError(ShmSyncError):
+    """The call makes no sense in the state that this process is in."""
+
+
+class ClosedError(ShmSyncError):
+    """The handle, or the publisher behind it, is closed."""
+
+
+class ForkedHandle(ShmSyncError):
+    """The handle was made in the parent process; make a new one after the fork."""
