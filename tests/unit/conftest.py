@@ -1,0 +1,51 @@
+"""Arenas for tests that need one process only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import shmsync
+
+
+class Arenas:
+    """Makes publishers and subscribers, and closes them at the end of the test."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def publisher(self, weights: Any, **options: Any) -> shmsync.Publisher:
+        options.setdefault("timeout", 5.0)
+        pub = shmsync.Publisher(weights, **options)
+        self._open.append(pub)
+        return pub
+
+    def subscriber(self, source: Any, **options: Any) -> shmsync.Subscriber:
+        options.setdefault("timeout", 5.0)
+        handle = source.handle if isinstance(source, shmsync.Publisher) else source
+        sub = shmsync.Subscriber(handle, **options)
+        self._open.append(sub)
+        return sub
+
+    def close(self) -> None:
+        for handle in reversed(self._open):
+            handle.close()
+
+
+@pytest.fixture
+def arenas() -> Iterator[Arenas]:
+    made = Arenas()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher(arenas: Arenas) -> Callable[..., shmsync.Publisher]:
+    return arenas.publisher
+
+
+@pytest.fixture
+def subscriber(arenas: Arenas) -> Callable[..., shmsync.Subscriber]:
+    return arenas.subscriber

@@ -1,0 +1,20 @@
+"""What the README shows is what examples/ has, and it runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_readmes_first_example_is_the_quickstart():
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    assert block.group(1) == (ROOT / "examples" / "quickstart.py").read_text()
+
+
+def test_every_local_link_of_the_docs_resolves():
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,131 @@
+"""Slabs, limits and the segment's checks."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+import shmsync
+from shmsync import _memory, _segment, _slab
+
+
+def test_too_little_memory_is_refused_beforehand(monkeypatch):
+    monkeypatch.setattr(_slab, "available_bytes", lambda: 1 << 20)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(shmsync.NoSpace, match=r"need 2,101,248 bytes but 1,048,576 are available"):
+        shmsync.Publisher({"t": torch.ones(4)})
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_than_the_machine_has_is_refused():
+    with pytest.raises(shmsync.NoSpace):
+        shmsync.Publisher({"t": torch.empty(1).expand(1 << 40)})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_cgroup_counts(tmp_path, version):
+    root = tmp_path / "cgroup"
+    folder = (root / "memory" if version == 1 else root) / "outer" / "inner"
+    folder.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, usage, reclaimable = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
+    for level, room in ((folder, 500 << 20), (folder.parent, 300 << 20)):
+        (level / limit).write_text(f"{room + (10 << 20)}\n")
+        (level / usage).write_text(f"{30 << 20}\n")
+        (level / "memory.stat").write_text(f"anon 5\n{reclaimable} {20 << 20}\n")
+    proc = tmp_path / "self"
+    proc.write_text("7:cpu:/x\n4:memory:/outer/inner\n" if version == 1 else "0::/outer/inner\n")
+    assert _memory.available_bytes(proc=proc, root=root) == 300 << 20
+
+
+def test_no_limit_means_the_machine(tmp_path):
+    proc = tmp_path / "self"
+    proc.write_text("0::/\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _memory.available_bytes(proc=proc, root=tmp_path) > 1 << 20
+
+
+def test_the_slab_is_one_real_shared_storage_with_one_descriptor(publisher, subscriber):
+    """The internals of torch that _slab.py leans on."""
+    pub = publisher({str(i): torch.ones(4) for i in range(50)})
+    before = set(os.listdir("/proc/self/fd"))
+    sub = subscriber(pub)
+    storages = {value.untyped_storage().data_ptr() for value in sub.weights.values(True, True)}
+    assert len(storages) == 1
+    storage = sub.weights["0"].untyped_storage()
+    fd, size = storage._share_fd_cpu_()
+    assert os.fstat(fd).st_size == size
+    assert os.readlink(f"/proc/self/fd/{fd}") == "/memfd:shmsync (deleted)"
+    opened = set(os.listdir("/proc/self/fd")) - before
+    targets = [os.readlink(f"/proc/self/fd/{f}") for f in opened if os.path.lexists(f"/proc/self/fd/{f}")]
+    memfds = [target for target in targets if "memfd" in target]
+    assert len(memfds) == 1
+
+
+def test_a_torch_without_those_internals_gets_a_plain_mapping(publisher, subscriber, monkeypatch, caplog):
+    def refuse(*_):
+        raise RuntimeError("not in this torch")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_fd_cpu", refuse)
+    monkeypatch.setattr(_slab, "_fallback_logged", False)
+    with caplog.at_level(logging.WARNING, logger="shmsync"):
+        pub = publisher({"t": torch.ones(4)})
+        sub = subscriber(pub)
+    assert len(caplog.records) == 1
+    assert sub.weights["t"].tolist() == [1] * 4
+    pub.publish({"t": torch.zeros(4)})
+    assert sub.refresh()
+    assert sub.weights["t"].tolist() == [0] * 4
+
+
+def test_alignment(publisher):
+    pub = publisher({"a": torch.ones(1), "b": torch.ones(3)}, slots=2)
+    base = pub.weights["a"].untyped_storage().data_ptr()
+    assert (pub.weights["b"].data_ptr() - base) % 256 == 0
+    pub.publish()
+    assert (pub.weights["a"].data_ptr() - base) % (2 << 20) == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "error"),
+    [(0, shmsync.ArenaCorrupt), (8, shmsync.ArenaCorrupt), (24, shmsync.ArenaNotFound), (60, shmsync.ArenaCorrupt)],
+    ids=["magic", "abi", "session", "identity"],
+)
+def test_a_damaged_header_is_refused(publisher, offset, error):
+    pub = publisher({"t": torch.ones(4)})
+    fd = os.open(f"/dev/shm/shmsync.{pub.name}", os.O_RDWR)
+    try:
+        byte = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte[0] ^ 0xFF]), offset)
+        with pytest.raises(error):
+            shmsync.Subscriber(pub.handle, timeout=0.1)
+        os.pwrite(fd, byte, offset)
+    finally:
+        os.close(fd)
+    shmsync.Subscriber(pub.handle).close()
+
+
+def test_a_damaged_manifest_is_refused(publisher):
+    pub = publisher({"t": torch.ones(4)})
+    fd = os.open(f"/dev/shm/shmsync.{pub.name}", os.O_RDWR)
+    try:
+        at = os.pread(fd, 4096, 0).index(b'"leaves"')
+        os.pwrite(fd, b'"LEAVES"', at)
+    finally:
+        os.close(fd)
+    with pytest.raises(shmsync.ArenaCorrupt, match="fingerprint"):
+        shmsync.Subscriber(pub.handle)
+
+
+def test_gc_keeps_the_living(publisher, capsys):
+    from shmsync.cli import main
+
+    pub = publisher({"t": torch.ones(1)})
+    assert main(["gc"]) == 0
+    assert f"kept {pub.name}: process {os.getpid()} is alive" in capsys.readouterr().out
+    assert main(["list"]) == 0
+    assert f"{pub.name}\tpid {os.getpid()}" in capsys.readouterr().out
+    assert _segment.sweep(pub.name) == os.getpid()

@@ -1,0 +1,71 @@
+"""The shape of the project itself: layers, exports, and that the installed package is what is tested."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import shmsync
+
+PACKAGE = Path(shmsync.__file__).parent
+
+# DESIGN's layers, lowest first; a module may import from lower layers only. Helpers stand where they are used.
+LAYERS = [
+    {"errors"},
+    {"_native"},
+    {"_process", "_memory"},
+    {"_slab", "_segment"},
+    {"manifest"},
+    {"_weights", "stats"},
+    {"arena"},
+    {"_transfer", "_acks"},
+    {"_adopt", "binding"},
+    {"publisher", "subscriber"},
+    {"__init__"},
+    {"cli"},
+]
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules of this package that are imported at run time (not under TYPE_CHECKING)."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and id(node) not in typing_only:
+            names = [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+            found.update("__init__" if name == "__version__" else name for name in names)
+    return found - {"examples"}
+
+
+def test_imports_point_down():
+    modules = {path.stem: imports_of(path) for path in PACKAGE.glob("*.py")}
+    assert set(modules) | {"_native"} == set(LEVEL), "a new module needs a layer"
+    for module, imported in modules.items():
+        for other in imported:
+            assert LEVEL[other] < LEVEL[module], f"{module} imports {other}, which is not below it"
+
+
+def test_every_export_exists_and_errors_form_one_tree():
+    for name in shmsync.__all__:
+        assert getattr(shmsync, name).__module__.startswith("shmsync")
+    classes = [value for value in vars(shmsync.errors).values() if isinstance(value, type)]
+    errors = [value for value in classes if issubclass(value, Exception)]
+    assert len(errors) == 17
+    for error in errors:
+        assert issubclass(error, shmsync.ShmSyncError)
+        assert error.__name__ in shmsync.__all__
+    for name in ("WriterBusy", "ReaderStalled", "PublishTimeout", "AckTimeout"):
+        assert issubclass(getattr(shmsync, name), TimeoutError)
+
+
+def test_the_installed_package_is_tested_and_typed():
+    assert "site-packages" in str(PACKAGE)
+    assert (PACKAGE / "py.typed").exists()
+    assert "class Reader" in (PACKAGE / "_native.pyi").read_text()

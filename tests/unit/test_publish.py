@@ -1,0 +1,338 @@
+"""publish(), update() and adopt() in one process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+
+
+def weights_of(sub):
+    return {key: value.clone() for key, value in sub.weights.items(True, True)}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_versions_count_up_and_readers_see_them(publisher, subscriber, slots):
+    source = {"t": torch.zeros(4)}
+    pub = publisher(source, slots=slots)
+    sub = subscriber(pub)
+    assert pub.version == sub.version == 1
+    for version in range(2, 9):
+        source["t"].fill_(version)
+        assert pub.publish() == version
+        assert sub.lag == 1
+        with sub.read() as section:
+            assert section.version == version
+            assert section.weights["t"].tolist() == [version] * 4
+        assert not section.torn
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_partial_publish_writes_only_its_leaves(publisher, subscriber, slots):
+    pub = publisher({"a": torch.zeros(3), "b": torch.zeros(1000)}, slots=slots)
+    sub = subscriber(pub)
+    before = pub.stats().bytes_copied
+    pub.publish({"a": torch.ones(3)})
+    if slots == 1:
+        assert pub.stats().bytes_copied - before == 12
+    sub.refresh()
+    assert sub.weights["a"].tolist() == [1, 1, 1]
+    assert sub.weights["b"].abs().sum() == 0
+    pub.publish({"b": torch.ones(1000)})
+    sub.refresh()
+    assert sub.weights["a"].tolist() == [1, 1, 1]
+    assert sub.weights["b"].sum() == 1000
+
+
+BAD = {
+    "shape": lambda good: {**good, "299": torch.zeros(3)},
+    "dtype": lambda good: {**good, "299": torch.zeros(2, dtype=torch.float64)},
+    "key": lambda good: {**good, "300": torch.zeros(2)},
+    "device": lambda good: {**good, "299": torch.zeros(2, device="meta")},
+    "type": lambda good: {**good, "299": 3},
+}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("kind", BAD)
+def test_one_wrong_leaf_of_300_changes_nothing(publisher, subscriber, slots, kind):
+    good = {str(i): torch.full((2,), float(i)) for i in range(300)}
+    pub = publisher(good, slots=slots)
+    sub = subscriber(pub)
+    before = weights_of(sub)
+    bad = BAD[kind]({key: value + 1 for key, value in good.items()})
+    with pytest.raises(shmsync.ManifestMismatch, match=r"1 difference.*nothing was written"):
+        pub.publish(bad)
+    assert pub.version == 1
+    assert not sub.refresh()
+    assert all(torch.equal(before[key], value) for key, value in sub.weights.items(True, True))
+
+
+def test_a_mismatch_lists_every_problem(publisher):
+    pub = publisher(nn.Linear(2, 3))
+    with pytest.raises(shmsync.ManifestMismatch) as error:
+        pub.publish(nn.Sequential(nn.Linear(2, 3)))
+    for said in (
+        "0.weight is not in the arena",
+        "0.bias is not in the arena",
+        "weight is missing",
+        "bias is missing",
+    ):
+        assert said in str(error.value)
+
+
+def test_every_change_to_a_cached_module_is_seen(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+
+    def check():
+        pub.publish()
+        sub.refresh()
+        assert torch.equal(sub.weights["0", "weight"], module[0].weight)
+        assert torch.equal(sub.weights["1", "weight"], module[1].weight)
+
+    check()
+    module[0].weight.data.add_(1)  # moves no autograd version counter
+    check()
+    module[0].weight.detach().numpy()[:] = 5
+    check()
+    module[0].weight.data = torch.full((2, 2), 9.0)  # another address
+    check()
+    module[1].weight = nn.Parameter(torch.full((2, 2), 4.0))  # another object
+    check()
+    module[1] = nn.Linear(2, 2)  # another submodule
+    check()
+    module[0].weight.data = torch.randn(2, 2).t()  # another memory order
+    check()
+    module.append(nn.Linear(2, 2))
+    with pytest.raises(shmsync.ManifestMismatch, match="2.weight is not in the arena"):
+        pub.publish()
+    del module[2]
+    check()
+    module[0].weight.data = torch.zeros(2, 2, dtype=torch.float64)
+    with pytest.raises(shmsync.ManifestMismatch, match="float64"):
+        pub.publish()
+
+
+def test_a_send_changes_no_trainer_tensor(publisher):
+    module = nn.Linear(3, 3)
+    addresses = [p.data_ptr() for p in module.parameters()]
+    values = [p.detach().clone() for p in module.parameters()]
+    pub = publisher(module)
+    pub.publish()
+    assert [p.data_ptr() for p in module.parameters()] == addresses
+    assert all(torch.equal(p, v) for p, v in zip(module.parameters(), values, strict=True))
+
+
+def test_publishing_the_arena_into_itself_is_refused_unless_it_is_in_place(publisher):
+    pub = publisher({"a": torch.ones(4), "b": torch.zeros(4)})
+    assert pub.publish(pub.weights) == 2
+    with pytest.raises(shmsync.ManifestMismatch, match="clone"):
+        pub.publish({"a": pub.weights["b"]})
+    assert pub.publish({"a": pub.weights["b"].clone()}) == 3
+    assert pub.weights["a"].sum() == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_update_publishes_on_leaving(publisher, subscriber, slots):
+    pub = publisher({"t": torch.zeros(4), "kept": torch.ones(2)}, slots=slots)
+    sub = subscriber(pub)
+    for version in range(2, 7):
+        with pub.update() as weights:
+            assert weights["t"].tolist() == [version - 2] * 4
+            weights["t"].fill_(version - 1)
+        assert pub.version == version
+        sub.refresh()
+        assert sub.weights["t"].tolist() == [version - 1] * 4
+        assert sub.weights["kept"].tolist() == [1, 1]
+
+
+def test_update_copies_nothing_with_one_slot(publisher):
+    pub = publisher({"t": torch.zeros(1000)})
+    before = pub.stats().bytes_copied
+    with pub.update() as weights:
+        weights["t"].fill_(1)
+    assert pub.stats().bytes_copied == before
+
+
+def test_replacing_a_key_in_update_is_refused_rather_than_lost(publisher):
+    pub = publisher({"t": torch.zeros(2)}, slots=2)
+    with pytest.raises(RuntimeError), pub.update() as weights:
+        weights["t"] = torch.ones(2)
+    assert pub.version == 1
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_failed_update_poisons_one_slot_until_a_whole_publish(publisher, subscriber, partial):
+    source = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    pub = publisher(source)
+    sub = subscriber(pub)
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["a"].fill_(1)
+        raise ZeroDivisionError
+    with pytest.raises(shmsync.Poisoned), sub.read():
+        pass
+    with pytest.raises(shmsync.Poisoned), pub.update():
+        pass
+    if partial:
+        with pytest.raises(shmsync.Poisoned):
+            pub.publish({"a": torch.ones(2)})
+    assert pub.publish() == 2
+    with sub.read() as section:
+        assert section.version == 2
+        assert section.weights["a"].tolist() == [0, 0]
+
+
+def test_a_failed_update_with_more_slots_is_abandoned(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(2)}, slots=2)
+    sub = subscriber(pub)
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["t"].fill_(1)
+        raise ZeroDivisionError
+    assert pub.version == 1
+    with sub.read() as section:
+        assert section.weights["t"].tolist() == [0, 0]
+    assert pub.publish({"t": torch.ones(2)}) == 2
+
+
+def test_nested_and_concurrent_writer_calls_are_refused_at_once(publisher):
+    pub = publisher({"t": torch.zeros(2)})
+    raised = []
+
+    def publish():
+        try:
+            pub.publish()
+        except shmsync.WriterBusy as error:
+            raised.append(error)
+
+    with pub.update():
+        with pytest.raises(shmsync.WriterBusy):
+            pub.publish()
+        with pytest.raises(shmsync.WriterBusy), pub.update():
+            pass
+        thread = threading.Thread(target=publish)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    assert pub.version == 2
+
+
+def test_adopted_parameters_are_the_slab(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    pub = publisher(module)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    pub.adopt(module, optimizer)
+    assert pub.version == 1
+    sub = subscriber(pub)
+    before = sub.weights["0", "weight"].clone()
+    for version in range(2, 5):
+        module(torch.randn(8, 3)).square().sum().backward()
+        optimizer.step()
+        assert pub.version == version
+        sub.refresh()
+        assert torch.equal(sub.weights["0", "weight"], module[0].weight)
+        assert torch.equal(sub.weights["1", "running_mean"], module[1].running_mean)
+    assert not torch.equal(before, module[0].weight)
+    with pub.update():
+        optimizer.step()  # inside update() already: joins it
+    assert pub.version == 5
+    pub.close()
+    module[0].weight.data.add_(1)  # private again
+    assert not torch.equal(sub.weights["0", "weight"], module[0].weight)
+
+
+def test_adopt_publishes_first_what_differs(publisher, subscriber):
+    pub = publisher(nn.Linear(2, 2))
+    other = nn.Linear(2, 2)
+    pub.adopt(other)
+    assert pub.version == 2
+    assert torch.equal(subscriber(pub).weights["weight"], other.weight)
+
+
+def test_adopt_needs_one_slot(publisher):
+    pub = publisher(nn.Linear(2, 2), slots=2)
+    with pytest.raises(ValueError, match="publish"):
+        pub.adopt(nn.Linear(2, 2))
+
+
+def test_names(publisher):
+    pub = publisher({"t": torch.ones(1)}, name="unit-test-name")
+    with pytest.raises(shmsync.ArenaExists, match="unit-test-name"):
+        shmsync.Publisher({"t": torch.ones(1)}, name="unit-test-name")
+    pub.close()
+    publisher({"t": torch.ones(1)}, name="unit-test-name")
+    with pytest.raises(ValueError, match="not '../x'"):
+        shmsync.Publisher({"t": torch.ones(1)}, name="../x")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 0},
+        {"slots": 128},
+        {"max_readers": 0},
+        {"device": "cuda"},
+        {"dtype": torch.int8},
+        {"timeout": -1},
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range_are_refused(options):
+    with pytest.raises((ValueError, RuntimeError)):
+        shmsync.Publisher({"t": torch.ones(1)}, **options)
+
+
+def test_wait_argument_is_checked_before_anything_is_written(publisher):
+    pub = publisher({"t": torch.ones(1)})
+    with pytest.raises(ValueError, match="wait is None"):
+        pub.publish(wait="everyone")
+    assert pub.version == 1
+
+
+def test_wait_all_with_nobody_there_returns(publisher):
+    assert publisher({"t": torch.ones(1)}).publish(wait="all") == 2
+
+
+def test_a_named_worker_that_never_attached_times_out(publisher):
+    with pytest.raises(shmsync.AckTimeout) as error:
+        publisher({"t": torch.ones(1)}).publish(wait=[3], timeout=0.05)
+    assert error.value.missing == [3]
+    assert error.value.version == 2
+    assert isinstance(error.value, TimeoutError)
+
+
+def test_a_subscriber_that_does_not_refresh_is_named(publisher, subscriber):
+    pub = publisher({"t": torch.ones(1)})
+    subscriber(pub, worker=7)
+    with pytest.raises(shmsync.AckTimeout) as error:
+        pub.publish(wait="all", timeout=0.05)
+    assert error.value.missing == [7]
+    assert pub.version == 2
+
+
+def test_stats_count_what_happened(publisher, subscriber):
+    pub = publisher({"t": torch.ones(10)})
+    sub = subscriber(pub, worker=1)
+    with pub.update():
+        pass
+    with sub.read():
+        (info,) = pub.readers()
+        assert info.pinned == 2 and info.worker == 1 and info.lag == 0
+        assert info.state == "live"
+    stats = pub.stats()
+    assert (stats.version, stats.publishes, stats.updates, stats.bytes_copied) == (2, 1, 1, 40)
+    assert stats.publish.count == 2 and stats.publish.max >= stats.publish.p50 > 0
+    with pytest.raises(AttributeError):
+        stats.version = 3
+    assert sub.stats().reads >= 2 and sub.stats().moves == 2
+
+
+def test_an_unclosed_publisher_is_loud():
+    pub = shmsync.Publisher({"t": torch.ones(1)})
+    with pytest.warns(ResourceWarning, match="not closed"):
+        del pub

@@ -1,0 +1,141 @@
+"""What can be published, and how it looks on the other side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_arrives_bit_for_bit(publisher, subscriber, dtype):
+    raw = torch.randint(0, 2, (3, 5, dtype.itemsize), dtype=torch.uint8)
+    source = raw.view(dtype).view(3, 5) if dtype is not torch.bool else raw.view(3, 5).bool()
+    sub = subscriber(publisher({"t": source}))
+    assert same(sub.weights["t"], source)
+    assert sub.weights["t"].is_shared()
+
+
+def test_scalars_and_empty_tensors_keep_their_shape(publisher, subscriber):
+    sub = subscriber(publisher({"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4), "t": torch.ones(2)}))
+    assert sub.weights["scalar"].shape == () and sub.weights["scalar"].item() == 3.5
+    assert sub.weights["empty"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(24.0)[::2],
+        torch.arange(3.0).expand(4, 3),
+        (torch.randn(4, dtype=torch.complex64)).conj(),
+        torch.view_as_real(torch.randn(3, dtype=torch.complex64).conj().resolve_conj())[..., 1],
+        torch.randn(4, dtype=torch.complex64).conj().imag,
+    ],
+    ids=["transposed", "strided", "expanded", "conjugated", "imaginary part", "negated"],
+)
+def test_sources_that_are_not_plain_bytes_arrive_by_value(publisher, subscriber, source):
+    pub = publisher({"t": torch.zeros(source.shape, dtype=source.dtype)})
+    pub.publish({"t": source})
+    sub = subscriber(pub)
+    assert torch.equal(sub.weights["t"], source.resolve_conj().resolve_neg().contiguous())
+
+
+def test_a_lazy_conjugate_put_into_a_cached_source_is_seen(publisher, subscriber):
+    source = {"t": torch.randn(4, dtype=torch.complex64)}
+    pub = publisher(source)
+    pub.publish()
+    source["t"].data = source["t"].data.conj()  # same object, same address, other values
+    pub.publish()
+    assert torch.equal(subscriber(pub).weights["t"], source["t"].resolve_conj())
+
+
+def test_module_keys_nest_as_the_module_does(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3)))
+    sub = subscriber(publisher(module))
+    assert torch.equal(sub.weights["0", "weight"], module[0].weight)
+    assert torch.equal(sub.weights["1", "0", "running_mean"], module[1][0].running_mean)
+    assert sub.weights["1", "0", "num_batches_tracked"].dtype == torch.int64
+
+
+def test_dotted_keys_of_mappings_nest_and_those_of_tensordicts_stay(publisher, subscriber):
+    assert subscriber(publisher({"a.b": torch.ones(1), "a.c": torch.ones(1)})).weights["a", "b"].item() == 1
+    pub = publisher(TensorDict({"a.b": torch.ones(2), "n": {"m": torch.zeros(2)}}, batch_size=[]))
+    pub.publish({"a.b": torch.full((2,), 7.0)})  # a dotted key finds the leaf of that name
+    sub = subscriber(pub)
+    assert sub.weights["a.b"].tolist() == [7, 7]
+    assert sub.weights["n", "m"].tolist() == [0, 0]
+
+
+def test_tied_parameters_share_one_place_and_stay_tied(publisher, subscriber):
+    module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    module["b"].weight = module["a"].weight
+    pub = publisher(module)
+    sub = subscriber(pub)
+    assert sub.weights["a", "weight"].data_ptr() == sub.weights["b", "weight"].data_ptr()
+    copy = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    copy["b"].weight = copy["a"].weight
+    sub.bind(copy, guard=False)
+    assert copy["b"].weight is copy["a"].weight
+    assert torch.equal(copy["a"].weight, module["a"].weight)
+
+
+def test_dtype_casts_floating_leaves_only(publisher, subscriber):
+    module = nn.BatchNorm1d(3)
+    pub = publisher(module, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.fill_(1.0 + 2**-12)
+    pub.publish()
+    sub = subscriber(pub)
+    assert sub.weights["weight"].dtype == torch.bfloat16
+    assert torch.equal(sub.weights["weight"], module.weight.detach().bfloat16())
+    assert sub.weights["num_batches_tracked"].dtype == torch.int64
+
+
+def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    sub = subscriber(publisher(module, include="0.*", exclude=["*.bias"]))
+    assert set(sub.weights.keys(True, True)) == {("0", "weight")}
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    private = other[1].weight.clone()
+    sub.bind(other)
+    assert torch.equal(other[0].weight, module[0].weight)
+    assert torch.equal(other[1].weight, private)
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"a": torch.ones(1), "a.b": torch.ones(1)}, "both a tensor and the parent"),
+        ({"a": "text"}, "not a tensor"),
+        ({"a": torch.ones(2).to_sparse()}, "to_dense"),
+        ({"a": torch.empty(2, device="meta")}, "meta"),
+        ({}, "no tensor to publish"),
+        (nn.LazyLinear(3), "not initialised"),
+    ],
+    ids=["tree", "type", "sparse", "meta", "nothing", "lazy"],
+)
+def test_what_cannot_be_published_is_refused_with_the_reason(weights, said):
+    with pytest.raises(shmsync.ManifestMismatch, match=said):
+        shmsync.Publisher(weights)
+
+
+def test_other_objects_are_a_type_error():
+    with pytest.raises(TypeError, match="mapping of dotted keys"):
+        shmsync.Publisher([torch.ones(1)])
