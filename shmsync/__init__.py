@@ -9,7 +9,9 @@ import sys as _sys
 if not _sys.platform.startswith("linux"):
     raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
 
+from ._native import ReadSection
 from ._process import ProcessState
+from ._segment import Handle
 from .errors import (
     AckTimeout,
     ArenaCorrupt,
@@ -29,7 +31,7 @@ from .errors import (
     WriterBusy,
     WriterDied,
 )
-from .publisher import Handle, Publisher
+from .publisher import Publisher
 from .stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
 from .subscriber import Snapshot, Subscriber, attach
 
@@ -52,6 +54,7 @@ __all__ = [
     "PublishTimeout",
     "Publisher",
     "PublisherStats",
+    "ReadSection",
     "ReaderInfo",
     "ReaderStalled",
     "ReaderTableFull",

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 
-from . import _native
-from ._process import Peers, ProcessState, pid_of
+from . import _native, _rows
+from ._process import Peers, ProcessState
+from ._rows import RowId
 from .errors import AckTimeout, WorkerDied
 
 _SLICE_NS = 50_000_000
-
-Row = tuple[int, int]  # (row, owner)
 
 
 def wait_for_acks(
@@ -18,82 +17,89 @@ def wait_for_acks(
     control: _native.Control,
     peers: Peers,
     version: int,
-    workers: list[int] | tuple[()],
+    workers: list[int] | None,
     deadline: float,
     me: int,
 ) -> None:
-    """Return when all have acked `version`. `workers`: () means the rows claimed now, a list those indices, attached
+    """Return when all have acked `version`. `workers`: None means the rows claimed now, a list those indices, attached
     or not. Those who leave cleanly meanwhile are dropped, unless they were named and nobody took their index over.
 
     Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
     """
-    everybody = not workers and isinstance(workers, tuple)
-    rows: list[Row] = [(row, owner) for row, owner in writer.claimed_rows()]
-    dead: dict[Row, int | str] = {}
-    done: set[int | str] = set()  # workers seen to ack, or to leave
+    rows: list[RowId] = writer.claimed_rows() if workers is None else []
+    dead: dict[RowId, int | str] = {}
+    settled: set[int | str] = set()  # workers seen to ack, or to leave
     while True:
-        pending = rows if everybody else _rows_of(control, set(workers), version)
-        names = {row: _name(control, row) for row in pending}
+        names: dict[RowId, int | str] = {}
+        if workers is not None:
+            rows = _late_rows(control, workers, version)
+            names = {row: _rows.name_of(control, row) for row in rows}
         remaining = max(0, int(min(deadline - time.monotonic(), 1.0) * 1e9))
-        rows = [tuple(row) for row in writer.wait_acks(version, pending, min(remaining, _SLICE_NS))]
-        done.update(name for row, name in names.items() if row not in rows)
+        rows = writer.wait_acks(version, rows, min(remaining, _SLICE_NS))
+        settled |= {name for row, name in names.items() if row not in rows}
         for row in [row for row in rows if not peers.alive(row[1])]:
+            rows.remove(row)
             # It may have acked between our look and its death.
             if writer.wait_acks(version, [row], 0):
-                dead[row] = names[row]
+                name = _rows.name_of(control, row)
+                if not _has_heir(control, peers, row, name):
+                    dead[row] = name
                 control.reap(*row, me)  # the next publish does not wait for it
-            rows.remove(row)
-        absent = [] if everybody else _not_acked(control, workers, version, done | set(dead.values()))
+        absent = _absent(control, workers or [], version, settled | set(dead.values()))
         if not rows and not absent:
             break
         if time.monotonic() >= deadline:
-            late: list[int | str] = [_name(control, row) for row in rows]
-            late += [worker for worker in absent if worker not in late]
-            states = [peers.state(owner) for _, owner in rows]
-            stopped = (
-                f" ({states.count(ProcessState.STOPPED)} of them stopped)" if ProcessState.STOPPED in states else ""
-            )
-            raise AckTimeout(
-                f"version {version} is published, but {_listed(late)} did not apply it in time{stopped}; a worker "
-                "applies at its next read section or refresh()"
-                + (f"; dead: {_listed(list(dead.values()))}" if dead else ""),
-                version=version,
-                missing=[*late, *dead.values()],
-            )
+            raise _late(control, peers, version, rows, absent, list(dead.values()))
         if not rows:
             time.sleep(0.0005)  # a named worker that has not attached yet
     if dead:
+        names_of_dead = list(dead.values())
         raise WorkerDied(
-            f"version {version} is published, but {_listed(list(dead.values()))} died before applying it; all others "
+            f"version {version} is published, but {_rows.listed(names_of_dead)} died before applying it; all others "
             "have it, and the next publish does not wait for the dead",
             version=version,
-            missing=list(dead.values()),
+            missing=names_of_dead,
         )
 
 
-def _rows_of(control: _native.Control, workers: set[int], version: int) -> list[Row]:
-    return [
-        (row, owner)
-        for row, owner in control.owners()
-        if control.row(row)[3] in workers and control.row(row)[2] < version
-    ]
+def _applied(row: _rows.Row, version: int) -> bool:
+    # Nothing later is published while we wait for this one, so an ack of more is garbage.
+    return row.acked == version
 
 
-def _not_acked(
-    control: _native.Control, workers: list[int] | tuple[()], version: int, settled: set[int | str]
-) -> list[int]:
-    acked = set(settled)
-    for row, _ in control.owners():
-        _, _, ack, worker, *_ = control.row(row)
-        if ack >= version:
-            acked.add(worker)
-    return [worker for worker in workers if worker not in acked]
+def _late_rows(control: _native.Control, workers: list[int], version: int) -> list[RowId]:
+    return [row.id for row in _rows.claimed(control) if row.worker in workers and not _applied(row, version)]
 
 
-def _name(control: _native.Control, row: Row) -> int | str:
-    worker = control.row(row[0])[3]
-    return worker if worker >= 0 else f"pid {pid_of(row[1])}"
+def _absent(control: _native.Control, workers: list[int], version: int, settled: set[int | str]) -> list[int]:
+    """Named workers that have no row, or one that owes an ack."""
+    if not workers:
+        return []
+    done = settled | {row.worker for row in _rows.claimed(control) if _applied(row, version)}
+    return [worker for worker in workers if worker not in done]
 
 
-def _listed(missing: list[int | str]) -> str:
-    return ", ".join(f"worker {name}" if isinstance(name, int) else name for name in missing)
+def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | str) -> bool:
+    """Has a live subscriber taken the dead one's index? Then it acks for it."""
+    return any(row.worker == name and row.id != dead and peers.alive(row.owner) for row in _rows.claimed(control))
+
+
+def _late(
+    control: _native.Control,
+    peers: Peers,
+    version: int,
+    rows: list[RowId],
+    absent: list[int],
+    dead: list[int | str],
+) -> AckTimeout:
+    late = [_rows.name_of(control, row) for row in rows]
+    late += [worker for worker in absent if worker not in late]
+    stopped = sum(peers.state(owner) is ProcessState.STOPPED for _, owner in rows)
+    return AckTimeout(
+        f"version {version} is published, but {_rows.listed(late)} did not apply it in time"
+        + (f" ({stopped} of them stopped)" if stopped else "")
+        + "; a worker applies at its next read section or refresh()"
+        + (f"; dead: {_rows.listed(dead)}" if dead else ""),
+        version=version,
+        missing=[*late, *dead],
+    )

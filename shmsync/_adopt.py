@@ -54,7 +54,7 @@ def step_inside_update(optimizer: torch.optim.Optimizer, publisher: Publisher) -
     step = optimizer.step
 
     def step_in_update(*args: Any, **kwargs: Any) -> Any:
-        if publisher._closed or publisher._updating_thread == threading.get_ident():
+        if publisher._closed or publisher._side.updating_thread == threading.get_ident():
             return step(*args, **kwargs)
         with publisher.update():
             return step(*args, **kwargs)

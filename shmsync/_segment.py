@@ -27,6 +27,39 @@ _FOLDER = "/dev/shm"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
+class Handle(NamedTuple):
+    """What a worker needs to attach; pickles, so it goes into Process(args=...)."""
+
+    name: str
+    session: bytes
+
+
+class Identity(NamedTuple):
+    """The header of a segment as it was read, checked or not; see Identity in native/include/shmsync/layout.hpp."""
+
+    ready: bool
+    magic: int
+    abi: int
+    endian: int
+    segment_bytes: int
+    file_bytes: int  # of the file behind it, which should be the same
+    session: bytes
+    owner: int
+    boot_id: bytes
+    pid_namespace: int
+    slots: int
+    readers: int
+    slot_bytes: int
+    slab_kind: int
+    slab_fd: int
+    slab_inode: int
+    manifest_offset: int
+    manifest_bytes: int
+    fingerprint: int
+    crc: int
+    covered: bytes  # what the crc is of
+
+
 class Created(NamedTuple):
     """A segment whose creator still holds its lock; nobody attaches until make_ready()."""
 
@@ -90,22 +123,22 @@ def make_ready(created: Created) -> None:
     fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 
-def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, dict[str, Any]]:
+def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Identity]:
     """Map the segment of a live arena, after checking all of its header. `session`: the one a handle was made for."""
     check_name(name)
     while True:
         with _opened(name) as fd:
-            identity = None if fd is None else _native.read_identity(fd)
-            if fd is None or (identity is not None and identity["ready"]):
+            identity = None if fd is None else _read(fd)
+            if fd is None or (identity is not None and identity.ready):
                 if fd is None or identity is None:
                     raise ArenaNotFound(f"there is no arena {name!r}; start its publisher first, or check the name")
-                if session is not None and identity["session"] != session:
+                if session is not None and identity.session != session:
                     raise ArenaNotFound(
-                        f"arena {name!r} is session {identity['session'].hex()} but the handle is of session "
+                        f"arena {name!r} is session {identity.session.hex()} but the handle is of session "
                         f"{session.hex()}; the publisher was restarted, pass the new handle"
                     )
                 _check_identity(name, identity)
-                control = _native.Control.attach(fd, identity["slots"], identity["readers"], identity["manifest_bytes"])
+                control = _native.Control.attach(fd, identity.slots, identity.readers, identity.manifest_bytes)
                 return control, identity
         if time.monotonic() > deadline:
             raise ArenaNotFound(f"arena {name!r} is not ready; its publisher is still creating it, or died doing so")
@@ -126,16 +159,16 @@ def sweep(name: str) -> int | None:
     with _opened(name) as fd:
         if fd is None:
             return None
-        identity = _native.read_identity(fd)
-        if identity is not None and identity["ready"] and _may_live(identity):
-            return pid_of(identity["owner"])
+        identity = _read(fd)
+        if identity is not None and identity.ready and _may_live(identity):
+            return pid_of(identity.owner)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work
-            return pid_of(identity["owner"]) if identity else 0
-        identity = _native.read_identity(fd)
-        if identity is not None and identity["ready"] and _may_live(identity):
-            return pid_of(identity["owner"])
+            return pid_of(identity.owner) if identity else 0
+        identity = _read(fd)
+        if identity is not None and identity.ready and _may_live(identity):
+            return pid_of(identity.owner)
         unlink(name, fd)
         return None
 
@@ -153,53 +186,56 @@ def owner_of(name: str) -> str:
     """One line about the process behind a name."""
     try:
         with _opened(name) as fd:
-            identity = None if fd is None else _native.read_identity(fd)
+            identity = None if fd is None else _read(fd)
     except ArenaNotFound:
         return "another user's"
-    if identity is None or not identity["ready"]:
+    if identity is None or not identity.ready:
         return "not ready"
-    pid = pid_of(identity["owner"])
+    pid = pid_of(identity.owner)
     return f"pid {pid}" if _may_live(identity) else f"pid {pid}, dead: `shmsync gc` removes it"
 
 
-def _may_live(identity: dict[str, Any]) -> bool:
+def _read(fd: int) -> Identity | None:
+    fields: dict[str, Any] | None = _native.read_identity(fd)
+    return None if fields is None else Identity(**fields)
+
+
+def _may_live(identity: Identity) -> bool:
     """Could the owner be alive? Across pid namespaces we cannot see, so we leave it alone."""
     here = me()
-    if identity["magic"] != _native.MAGIC or identity["boot_id"] != here.boot_id:
+    if identity.magic != _native.MAGIC or identity.boot_id != here.boot_id:
         return False
-    if identity["pid_namespace"] != here.pid_namespace:
+    if identity.pid_namespace != here.pid_namespace:
         return True
     peers = Peers()
     try:
-        return peers.alive(identity["owner"])
+        return peers.alive(identity.owner)
     finally:
         peers.close()
 
 
-def _check_identity(name: str, identity: dict[str, Any]) -> None:
+def _check_identity(name: str, identity: Identity) -> None:
     def need(what: str, found: object, expected: object, error: type[Exception] = ArenaCorrupt) -> None:
         if found != expected:
             raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")
 
     here = me()
-    need("magic", identity["magic"], _native.MAGIC)
-    need("abi", identity["abi"], _native.ABI)
-    need("endian tag", identity["endian"], _native.ENDIAN_TAG)
-    need("crc", identity["crc"], zlib.crc32(identity["covered"]))
-    if not (0 < identity["slots"] <= _native.MAX_SLOTS and 0 < identity["readers"] <= _native.MAX_READERS):
-        raise ArenaCorrupt(f"arena {name!r} has {identity['slots']} slots and {identity['readers']} reader rows")
-    size = _native.segment_bytes(identity["slots"], identity["readers"], identity["manifest_bytes"])
-    need("segment size", identity["segment_bytes"], size)
-    need("file size", identity["file_bytes"], size)
-    need("manifest offset", identity["manifest_offset"], _native.manifest_offset(identity["slots"]))
-    need("boot id", identity["boot_id"], here.boot_id, ArenaNotFound)
-    need("pid namespace", identity["pid_namespace"], here.pid_namespace, ArenaNotFound)
+    need("magic", identity.magic, _native.MAGIC)
+    need("abi", identity.abi, _native.ABI)
+    need("endian tag", identity.endian, _native.ENDIAN_TAG)
+    need("crc", identity.crc, zlib.crc32(identity.covered))
+    if not (0 < identity.slots <= _native.MAX_SLOTS and 0 < identity.readers <= _native.MAX_READERS):
+        raise ArenaCorrupt(f"arena {name!r} has {identity.slots} slots and {identity.readers} reader rows")
+    size = _native.segment_bytes(identity.slots, identity.readers, identity.manifest_bytes)
+    need("segment size", identity.segment_bytes, size)
+    need("file size", identity.file_bytes, size)
+    need("manifest offset", identity.manifest_offset, _native.manifest_offset(identity.slots))
+    need("boot id", identity.boot_id, here.boot_id, ArenaNotFound)
+    need("pid namespace", identity.pid_namespace, here.pid_namespace, ArenaNotFound)
     peers = Peers()
     try:
-        if not peers.alive(identity["owner"]):
-            raise WriterDied(
-                f"the publisher of arena {name!r} (pid {pid_of(identity['owner'])}) is dead; start it again"
-            )
+        if not peers.alive(identity.owner):
+            raise WriterDied(f"the publisher of arena {name!r} (pid {pid_of(identity.owner)}) is dead; start it again")
     finally:
         peers.close()
 

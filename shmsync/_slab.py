@@ -117,7 +117,7 @@ def release(slab: Slab) -> None:
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int]:
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)
+        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
         return storage, storage._share_fd_cpu_()[0]
     except (AttributeError, RuntimeError, TypeError) as error:
         _log_fallback(error)
@@ -131,7 +131,7 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
         dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(dummy, size)
-            storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)
+            storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)  # type: ignore[attr-defined]
         finally:
             os.close(dummy)
         kept, kept_size = storage._share_fd_cpu_()

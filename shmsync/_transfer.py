@@ -62,8 +62,8 @@ class Transfer:
         """Does it give every leaf?"""
         return not self.carried
 
-    def still_valid(self) -> bool:
-        """Is the source exactly as it was checked? Addresses may have moved."""
+    def still_valid(self, arena: Arena) -> bool:
+        """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
         return (
             self._reusable
             and all(
@@ -71,17 +71,18 @@ class Transfer:
                 for source, copy, dtype in self._staged
             )
             and self._sources.revalidate()
+            and not (self._sources.moved and self._overlaps(arena))
         )
 
-    def overlaps(self, arena: Arena) -> bool:
-        """Does a source tensor lie in the arena's own slab?"""
+    def _overlaps(self, arena: Arena) -> bool:
         return any(self._sources.overlaps(begin, end) for begin, end in arena.ranges())
 
     def stage(self) -> None:
         """Cast, gather or fetch what cannot be copied as plain bytes; done before readers are kept out."""
-        with torch.no_grad():
-            for source, copy, _ in self._staged:
-                copy.copy_(source)
+        if self._staged:
+            with torch.no_grad():
+                for source, copy, _ in self._staged:
+                    copy.copy_(source)
 
     def copy_to(self, address: int) -> None:
         """Write the given leaves into the slot that starts at `address`; one native call, without the GIL."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import weakref
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from . import _native, _slab
-from .manifest import Key, Manifest
+from . import _native, _segment, _slab
+from ._process import me
+from .errors import ClosedError
+from .manifest import Key, Manifest, fingerprint
 
 # Arenas mapped in this process, so that a publisher recognises its own slab under another mapping's addresses.
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -23,7 +26,7 @@ class Arena:
 
     def __init__(self, control: _native.Control, slab: _slab.Slab, manifest: Manifest, *, slots: int, session: bytes):
         self.control = control
-        self.slab = slab
+        self._slab: _slab.Slab | None = slab
         self.manifest = manifest
         self.slots = slots
         self.session = session
@@ -32,11 +35,19 @@ class Arena:
         self._weights: dict[tuple[int, bool], TensorDict] = {}
         _mapped.add(self)
 
+    @property
+    def slab(self) -> _slab.Slab:
+        """The mapped slab; gone after release()."""
+        if self._slab is None:
+            raise ClosedError("this arena was closed in this process; attach again")
+        return self._slab
+
     def views(self, slot: int, *, writable: bool = False) -> dict[Key, torch.Tensor]:
         """Each leaf of a slot as a tensor over the slab."""
         views = self._views.get((slot, writable))
         if views is None:
             storage = self.slab.writable if writable else self.slab.readonly
+            assert storage is not None, "only a publisher writes"
             start = slot * self.manifest.slot_bytes
             made: dict[tuple[Any, ...], torch.Tensor] = {}
             views = {}
@@ -65,14 +76,19 @@ class Arena:
     def slot_address(self, slot: int) -> int:
         """Where a slot starts in the writable mapping."""
         assert self.slab.writable is not None, "only a publisher writes"
-        return self.slab.writable.data_ptr() + slot * self.manifest.slot_bytes
+        return int(self.slab.writable.data_ptr()) + slot * self.manifest.slot_bytes
+
+    def readonly_range(self) -> tuple[int, int]:
+        """[begin, end) of the read-only mapping."""
+        begin = int(self.slab.readonly.data_ptr())
+        return begin, begin + _slab.slab_bytes(self.slots, self.manifest.slot_bytes)
 
     def ranges(self) -> list[tuple[int, int]]:
         """[begin, end) of every mapping of this arena's slab in this process."""
         size = _slab.slab_bytes(self.slots, self.manifest.slot_bytes)
         found = []
         for arena in list(_mapped):
-            if arena.session == self.session:
+            if arena.session == self.session and arena._slab is not None:
                 for storage in (arena.slab.readonly, arena.slab.writable):
                     if storage is not None:
                         found.append((storage.data_ptr(), storage.data_ptr() + size))
@@ -85,18 +101,46 @@ class Arena:
 
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
-        _slab.release(self.slab)
+        if self._slab is not None:
+            _slab.release(self._slab)
+        self._slab = None
         self._views.clear()
         self._weights.clear()
 
 
-def _view(
-    storage: torch.UntypedStorage | None, dtype: torch.dtype, shape: tuple[int, ...], offset: int
-) -> torch.Tensor:
+def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tuple[Arena, _segment.Created]:
+    """A new arena, which nobody can attach to until _segment.make_ready(). Raises NoSpace, ArenaExists."""
+    session = secrets.token_bytes(16)
+    text = manifest.to_json()
+    slab = _slab.create(slots, manifest.slot_bytes, session)
+    here = me()
+    try:
+        segment = _segment.create(
+            name,
+            _native.segment_bytes(slots, max_readers, len(text)),
+            session=session,
+            owner=here.owner,
+            boot_id=here.boot_id,
+            pid_namespace=here.pid_namespace,
+            slots=slots,
+            readers=max_readers,
+            slot_bytes=manifest.slot_bytes,
+            slab_fd=slab.fd,
+            slab_inode=slab.inode,
+            fingerprint=fingerprint(text),
+            manifest=text,
+        )
+    except BaseException:
+        _slab.release(slab)
+        raise
+    return Arena(segment.control, slab, manifest, slots=slots, session=session), segment
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype)
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
         strides.insert(0, step)
         step *= max(size, 1)
-    return tensor.set_(storage, offset // dtype.itemsize, shape, tuple(strides))  # type: ignore[call-overload,no-any-return]
+    return tensor.set_(storage, offset // dtype.itemsize, shape, tuple(strides))

@@ -39,9 +39,7 @@ class Learner:
         self.settings = Settings()
         self.model = ActorCritic()
         # Fused: a step is one pass over the weights, so actors wait at the door for a third of the time.
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), self.settings.learning_rate, eps=1e-5, fused=True
-        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), self.settings.learning_rate, eps=1e-5, fused=True)
         self.pub = shmsync.Publisher(self.model, slots=options.slots, max_readers=options.workers, timeout=TIMEOUT)
         self.in_place = options.slots == 1
         if self.in_place:

@@ -149,7 +149,7 @@ void bind_memory(nb::module_& m) {
         "Replace the mapping at address by a read-only one of fd.");
   m.def("make_readonly", &make_readonly, "address"_a, "bytes"_a, "mprotect(PROT_READ).");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
-  m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict[str, int | bytes] | None"),
+  m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict | None"),
         "The identity of a control segment, unchecked; None when the file is too short to hold one.");
 
   nb::class_<Control>(m, "Control", "A mapped control segment.")
@@ -227,8 +227,9 @@ void bind_memory(nb::module_& m) {
             if (i >= table.size()) throw nb::index_error("row out of range");
             const ReaderRow& row = table[i];
             const auto relaxed = std::memory_order_relaxed;
-            return nb::make_tuple(row.owner.load(std::memory_order_acquire), row.pin.load(relaxed),
-                                  row.acked.load(relaxed), row.worker.load(relaxed), row.pinned_at.load(relaxed),
+            const auto acquire = std::memory_order_acquire;  // SYNC ack.scan, pin.scan: callers act on these words
+            return nb::make_tuple(row.owner.load(acquire), row.pin.load(acquire), row.acked.load(acquire),
+                                  row.worker.load(relaxed), row.pinned_at.load(relaxed),
                                   row.reads.load(relaxed), row.torn.load(relaxed), row.retries.load(relaxed));
           },
           "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),

@@ -96,7 +96,6 @@ class Reader {
   }
 
   std::uint32_t row() const { return row_; }
-  void release_row() { table_.release(row_); }
   bool in_parent() const { return generation_ != fork_generation(); }
 
  private:
@@ -213,7 +212,6 @@ void bind_reader(nb::module_& m) {
           "version"_a, "timeout_ns"_a)
       .def("_check", &Reader::check)
       .def("_count_retry", [](Reader& r) { r.side.count_retry(); })
-      .def("_release_row", &Reader::release_row)
       .def("_aliases", &Reader::aliases, "tensor"_a)
       .def(
           "_set_slab",

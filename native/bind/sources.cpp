@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -79,13 +81,15 @@ Sources::Sources(nb::list guards, nb::list leaves) {
   }
   for (nb::handle item : leaves) {
     Leaf leaf{
-        nb::object(item[0]), nullptr, nb::cast<std::size_t>(item[1]), nb::cast<std::size_t>(item[2]), 0, 0, false, {}};
+        nb::object(item[0]), nullptr, nb::cast<std::size_t>(item[1]), nb::cast<std::size_t>(item[2]), 0, 0, false, 0, 0};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;
       leaf.bits = t.bits;
       leaf.check_flags = t.code == kComplex || elements(t) == 1;
-      leaf.shape.assign(t.shape, t.shape + t.ndim);
+      leaf.first_size = static_cast<std::uint32_t>(sizes_.size());
+      leaf.dimensions = static_cast<std::uint32_t>(t.ndim);
+      sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
       leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
     } else {
       leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
@@ -96,27 +100,41 @@ Sources::Sources(nb::list guards, nb::list leaves) {
   ops_.resize(leaves_.size());
 }
 
-bool Sources::revalidate() {
-  for (const Guard& guard : guards_) {
-    PyObject* dict = guard.dict.ptr();
-    if (guard.whole && static_cast<std::size_t>(PyDict_Size(dict)) != guard.entries.size()) return false;
+bool Sources::unchanged(const Guard& guard) {
+  PyObject* dict = guard.dict.ptr();
+  if (!guard.whole) {
     for (const Entry& entry : guard.entries)
       if (PyDict_GetItem(dict, entry.key.ptr()) != entry.value.ptr()) return false;
+    return true;
   }
-  for (Leaf& leaf : leaves_) {
-    DLTensor t;
-    if (!describe(leaf.tensor.ptr(), t)) return false;
-    if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
-        static_cast<std::size_t>(t.ndim) != leaf.shape.size() ||
-        !std::equal(leaf.shape.begin(), leaf.shape.end(), t.shape) || !contiguous(t))
-      return false;
-    const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-    // Only `p.data = x` can set the bits of a tensor already checked; x lies elsewhere unless it is a lazy view of
-    // the same memory, which for real dtypes needs a stride of 2 and so at most one element.
-    if ((leaf.check_flags || address != leaf.address) && lazy_flags(leaf.tensor)) return false;
-    leaf.address = address;
-  }
+  // Walking is several times cheaper than looking up. An order that changed means planning anew, no more.
+  PyObject *key, *value;
+  Py_ssize_t at = 0;
+  for (const Entry& entry : guard.entries)
+    if (!PyDict_Next(dict, &at, &key, &value) || key != entry.key.ptr() || value != entry.value.ptr()) return false;
+  return !PyDict_Next(dict, &at, &key, &value);
+}
+
+bool Sources::unchanged(Leaf& leaf) {
+  DLTensor t;
+  if (!describe(leaf.tensor.ptr(), t)) return false;
+  if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
+      static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
+      !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) || !contiguous(t))
+    return false;
+  const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+  // Only `p.data = x` can set the bits of a tensor already checked; x lies elsewhere unless it is a lazy view of
+  // the same memory, which for real dtypes needs a stride of 2 and so at most one element.
+  if ((leaf.check_flags || address != leaf.address) && lazy_flags(leaf.tensor)) return false;
+  if (address != leaf.address) moved_ = true;
+  leaf.address = address;
   return true;
+}
+
+bool Sources::revalidate() {
+  moved_ = false;
+  return std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); }) &&
+         std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
 
 bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
@@ -152,6 +170,7 @@ void bind_sources(nb::module_& m) {
       .def(nb::init<nb::list, nb::list>(), "guards"_a, "leaves"_a,
            nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
       .def("revalidate", &Sources::revalidate)
+      .def_prop_ro("moved", &Sources::moved)
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
       .def_prop_ro("bytes", &Sources::bytes);

@@ -35,9 +35,10 @@ class Sources {
   // leaves: [(tensor, offset in the slot, bytes), ...], contiguous, plain bytes.
   Sources(nanobind::list guards, nanobind::list leaves);
 
-  // True when every dict still holds the same objects and every tensor still has the dtype, shape and memory
-  // order that it was checked with. Addresses may have moved: they are read again.
+  // True when every dict still holds the same objects in the same order and every tensor still has the dtype, shape
+  // and memory order that it was checked with. Addresses may have moved: they are read again, and moved() says so.
   bool revalidate();
+  bool moved() const { return moved_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
   std::uint64_t bytes() const { return bytes_; }
@@ -50,7 +51,7 @@ class Sources {
     std::size_t bytes;
     std::uint8_t code, bits;
     bool check_flags;  // complex, or a single element: the conj or neg bit can change and leave no other trace
-    std::vector<std::int64_t> shape;
+    std::uint32_t first_size, dimensions;  // its shape, in sizes_
   };
   struct Entry {
     nanobind::object key, value;
@@ -60,10 +61,14 @@ class Sources {
     std::vector<Entry> entries;
     bool whole;
   };
+  static bool unchanged(const Guard& guard);
+  bool unchanged(Leaf& leaf);
 
   std::vector<Guard> guards_;
   std::vector<Leaf> leaves_;
+  std::vector<std::int64_t> sizes_;  // of all leaves in one run: a cold cache line less for each
   std::vector<CopyOp> ops_;
+  bool moved_ = false;
   std::uint64_t bytes_ = 0;
 };
 

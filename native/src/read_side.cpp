@@ -120,6 +120,7 @@ bool ReadSide::leave() {
 }
 
 void ReadSide::unpin() {
+  if (row_.owner.load(std::memory_order_relaxed) != me_) return;  // evicted: the pin there is our successor's
   // SYNC pin.release: release; pairs with pin.scan. Our loads of the slot happened before the writer's stores.
   row_.pin.store(0, std::memory_order_release);
   wake_writer(line_, reply_);

@@ -244,7 +244,7 @@ def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(start, slots):
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
         call = Call(pub.publish, stamped(slots + 1))
-        until(lambda: pub._lock.locked())
+        until(lambda: pub._side._lock.locked())
         call.join(0.2)
         assert call.is_alive()
         reader.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,5 +14,5 @@ def test_the_quickstart_runs():
     script = Path(shmsync.__file__).parent / "examples" / "quickstart.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(line.split(":")[0] for line in done.stdout.splitlines()) == ["worker 0", "worker 1"]
-    assert done.stdout.count("at version 102") == 2
+    # Two processes write to one pipe: their lines may run together.
+    assert sorted(re.findall(r"worker (\d): -?\d+\.\d\d at version 102", done.stdout)) == ["0", "1"]

@@ -16,8 +16,8 @@ struct CopyOp {
   std::size_t bytes;
 };
 
-// Measured on 2 cores: streaming is slower at 4 MB and faster at 16 MB (docs/adr/0003-copy.md).
-inline constexpr std::size_t kStreamAbove = std::size_t{8} << 20;
+// Where copy plus the first read by another core are faster with streaming (docs/adr/0003-copy.md).
+inline constexpr std::size_t kStreamAbove = std::size_t{32} << 20;
 
 enum class CopyPath { automatic, plain, streaming };
 
