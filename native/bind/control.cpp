@@ -74,7 +74,7 @@ std::string Control::identity_bytes() const { return {reinterpret_cast<const cha
 
 void Control::make_ready(std::uint32_t crc) {
   identity().crc = crc;
-  // SYNC ready: release; pairs with the acquire in read_identity(). Who sees it sees a complete segment.
+  // SYNC ready: release; pairs with read_identity(). Who sees it sees a complete segment.
   identity().ready.store(1, std::memory_order_release);
 }
 

@@ -94,7 +94,7 @@ nb::object read_identity(int fd) {
   if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the identity");
   const auto& id = *static_cast<const Identity*>(at);
   nb::dict d;
-  d["ready"] = id.ready.load(std::memory_order_acquire) != 0;  // SYNC ready
+  d["ready"] = id.ready.load(std::memory_order_acquire) != 0;  // SYNC ready: acquire; pairs with make_ready()
   d["magic"] = id.magic;
   d["abi"] = id.abi;
   d["endian"] = id.endian;
@@ -227,10 +227,10 @@ void bind_memory(nb::module_& m) {
             if (i >= table.size()) throw nb::index_error("row out of range");
             const ReaderRow& row = table[i];
             const auto relaxed = std::memory_order_relaxed;
-            const auto acquire = std::memory_order_acquire;  // SYNC ack.scan, pin.scan: callers act on these words
+            const auto acquire = std::memory_order_acquire;  // SYNC ack, pin.store: callers act on these words
             return nb::make_tuple(row.owner.load(acquire), row.pin.load(acquire), row.acked.load(acquire),
-                                  row.worker.load(relaxed), row.pinned_at.load(relaxed),
-                                  row.reads.load(relaxed), row.torn.load(relaxed), row.retries.load(relaxed));
+                                  row.worker.load(relaxed), row.pinned_at.load(relaxed), row.reads.load(relaxed),
+                                  row.torn.load(relaxed), row.retries.load(relaxed));
           },
           "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
           "(owner, pin, acked, worker, pinned_at ns, reads, torn, retries) of one row; each word on its own, not a "

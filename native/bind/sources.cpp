@@ -80,8 +80,15 @@ Sources::Sources(nb::list guards, nb::list leaves) {
     guards_.push_back(std::move(guard));
   }
   for (nb::handle item : leaves) {
-    Leaf leaf{
-        nb::object(item[0]), nullptr, nb::cast<std::size_t>(item[1]), nb::cast<std::size_t>(item[2]), 0, 0, false, 0, 0};
+    Leaf leaf{nb::object(item[0]),
+              nullptr,
+              nb::cast<std::size_t>(item[1]),
+              nb::cast<std::size_t>(item[2]),
+              0,
+              0,
+              false,
+              0,
+              0};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;

@@ -73,7 +73,7 @@ void copy(const CopyOp* ops, std::size_t count, CopyPath path) {
   if (path == CopyPath::streaming && streaming_available()) {
     for (std::size_t i = 0; i < count; ++i)
       if (ops[i].bytes != 0) stream(ops[i].destination, ops[i].source, ops[i].bytes);
-    _mm_sfence();  // SYNC copy.sfence: streaming stores are weakly ordered; seq.end alone does not order them
+    _mm_sfence();  // SYNC seq.end: streaming stores are weakly ordered; the release store alone does not order them
     return;
   }
 #endif

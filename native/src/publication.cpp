@@ -52,7 +52,7 @@ bool PublicationWriter::slot_is_free() {
   std::array<bool, kMaxSlots> pinned{};
   bool any = false;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
-    // SYNC pin.scan: acquire; pairs with pin.release: the reader's loads happened before our overwrite.
+    // SYNC pin.release, pin.store: acquire; pairs with unpin(): the reader's loads happened before our overwrite.
     const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);
     if (pin == 0) continue;
     if (garbage(pin)) {
@@ -86,7 +86,7 @@ bool PublicationWriter::garbage(std::uint64_t pin) const {
 std::vector<Blocker> PublicationWriter::blockers() const {
   std::vector<Blocker> found;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
-    const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);
+    const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);  // SYNC pin.store: its owner, below
     if (pin == 0 || (slot_count_ > 1 && slot_of(pin - 1) == current_slot_)) continue;
     found.push_back({i, readers_[i].owner.load(std::memory_order_acquire), version_of(pin - 1)});
   }
@@ -99,11 +99,12 @@ std::uint64_t PublicationWriter::commit() {
   slot_version_[slot_] = version_;
   current_slot_ = slot_;
   if (poisoned_) {
-    // Before the gate opens: a reader looks at the state only while it finds the gate closed.
+    // SYNC state: release; pairs with ReadSide::state(). Before the gate opens: a reader looks at the state only while
+    // it finds the gate closed.
     line_.state.store(static_cast<std::uint32_t>(State::open), std::memory_order_release);
     poisoned_ = false;
   }
-  // SYNC current.commit: release; pairs with the acquire loads of `current`. Who sees the version sees its bytes.
+  // SYNC current.commit: release; pairs with ReadSide::current(). Who sees the version sees its bytes.
   line_.current.store(pack_current(version_, slot_), std::memory_order_release);
   gate_closed_ = false;
   writing_ = false;
@@ -126,18 +127,20 @@ void PublicationWriter::abort() {
 void PublicationWriter::poison() {
   writing_ = false;
   poisoned_ = true;
+  // SYNC state: release; before `notify`, so whoever it wakes sees it.
   line_.state.store(static_cast<std::uint32_t>(State::poisoned), std::memory_order_release);
   announce();
 }
 
 void PublicationWriter::close() {
+  // SYNC state: release; as in poison().
   line_.state.store(static_cast<std::uint32_t>(State::closed), std::memory_order_release);
   announce();
 }
 
 void PublicationWriter::announce() {
-  // SYNC notify.bump: release, after `current`; pairs with the acquire load of notify that readers make before
-  // they load `current`. A reader that saw the old `current` sleeps on the old number, and wakes.
+  // SYNC notify.bump: release, after `current`; pairs with ReadSide::notify(), which readers load before
+  // `current`. A reader that saw the old `current` sleeps on the old number, and wakes.
   line_.notify.store(++notify_, std::memory_order_release);
   futex_wake_all(line_.notify);
 }
@@ -208,7 +211,7 @@ bool PublicationWriter::wait_acks(std::uint64_t version, std::vector<Awaited>& r
   const auto done = [&] {
     std::erase_if(rows, [&](Awaited& awaited) {
       const ReaderRow& row = readers_[awaited.row];
-      // SYNC ack.scan: acquire; pairs with the release of acked. The owner is loaded after it: an ack under a
+      // SYNC ack: acquire; pairs with applied(). The owner is loaded after it: an ack under a
       // new owner is not this reader's.
       const std::uint64_t acked = row.acked.load(std::memory_order_acquire);
       if (row.owner.load(std::memory_order_acquire) != awaited.owner) return true;

@@ -32,16 +32,17 @@ Enter ReadSide::try_enter(Consistency consistency) {
 
 Enter ReadSide::enter_pinned() {
   for (;;) {
-    // Before `current`: if the writer bumps it after this load, wait() returns at once. See notify.bump.
-    seen_notify_ = line_.notify.load(std::memory_order_acquire);
-    const std::uint64_t current = line_.current.load(std::memory_order_acquire);
+    // Before `current`: if the writer bumps it after this load, wait() returns at once.
+    seen_notify_ = notify();
+    const std::uint64_t current = this->current();
     if (gated(current)) return refused();
-    // SYNC pin.store: release, so that a writer that sees this pin also sees who owns the row.
+    // SYNC pin.store: relaxed would do, the fence orders it; release, so that a writer that sees this pin also sees
+    // who owns the row.
     row_.pin.store(current + 1, std::memory_order_release);
     // SYNC pin.fence: seq_cst; pairs with gate.fence. With release the reload could pass the pin store: the
     // writer would find no pin while we find the old `current`, and both would use the slot.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (line_.current.load(std::memory_order_acquire) == current) {
+    if (this->current() == current) {
       if (wants_) {
         wants_ = false;
         row_.want.store(0, std::memory_order_relaxed);
@@ -60,16 +61,16 @@ Enter ReadSide::enter_pinned() {
 
 // A version mismatch means that the slot is being written again: the newer `current` is about to appear.
 Enter ReadSide::enter_optimistic() {
-  seen_notify_ = line_.notify.load(std::memory_order_acquire);
+  seen_notify_ = notify();
   for (int attempt = 0; attempt < 4; ++attempt) {
-    const std::uint64_t current = line_.current.load(std::memory_order_acquire) & ~kGate;
+    const std::uint64_t current = this->current() & ~kGate;
     if (seqlock::complete(slots_[slot_of(current)].seq, version_of(current))) return entered(current);
     count_retry();
   }
   return refused();
 }
 
-Enter ReadSide::enter_live() { return entered(line_.current.load(std::memory_order_acquire) & ~kGate); }
+Enter ReadSide::enter_live() { return entered(current() & ~kGate); }
 
 Enter ReadSide::entered(std::uint64_t current) {
   held_ = current;
@@ -79,8 +80,7 @@ Enter ReadSide::entered(std::uint64_t current) {
 
 Enter ReadSide::refused() {
   // Poisoned and then closed stays poisoned for readers: nothing will repair it.
-  const bool half_written = seqlock::writing(
-      slots_[slot_of(line_.current.load(std::memory_order_acquire))].seq.load(std::memory_order_acquire));
+  const bool half_written = seqlock::writing(slots_[slot_of(current())].seq.load(std::memory_order_relaxed));
   if (half_written && state() != State::open) return Enter::poisoned;
   if (entered_as_ == Consistency::pinned && !wants_) {
     wants_ = true;
@@ -91,7 +91,7 @@ Enter ReadSide::refused() {
 
 Enter ReadSide::final() {
   if (slot_count_ > 1) return try_enter(Consistency::pinned);
-  const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);
+  const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
   if (seqlock::writing(seq)) return Enter::poisoned;
   entered_as_ = Consistency::pinned;
   return entered(pack_current(seq / 2, 0));
@@ -99,7 +99,7 @@ Enter ReadSide::final() {
 
 void ReadSide::applied() {
   applied_ = held_;
-  row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack.store: pairs with ack.scan
+  row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
   wake_writer(line_, reply_);
 }
 
@@ -121,7 +121,7 @@ bool ReadSide::leave() {
 
 void ReadSide::unpin() {
   if (row_.owner.load(std::memory_order_relaxed) != me_) return;  // evicted: the pin there is our successor's
-  // SYNC pin.release: release; pairs with pin.scan. Our loads of the slot happened before the writer's stores.
+  // SYNC pin.release: release; pairs with slot_is_free(). Our loads of the slot happened before the writer's stores.
   row_.pin.store(0, std::memory_order_release);
   wake_writer(line_, reply_);
 }
@@ -137,14 +137,14 @@ void wake_writer(const PublicationLine& line, ReplyLine& reply) {
 
 bool ReadSide::wait(Nanoseconds timeout) {
   futex_wait(line_.notify, seen_notify_, timeout);
-  return line_.notify.load(std::memory_order_acquire) != seen_notify_;
+  return notify() != seen_notify_;
 }
 
 bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout) {
   timeout = std::min(timeout, kSlice);
   const std::uint64_t start = monotonic_ns();
   for (;;) {
-    const std::uint32_t seen = line_.notify.load(std::memory_order_acquire);
+    const std::uint32_t seen = notify();
     if (latest() >= version) return true;
     const auto waited = Nanoseconds(monotonic_ns() - start);
     if (waited >= timeout || state() == State::closed) return false;

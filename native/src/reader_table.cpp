@@ -22,7 +22,7 @@ void ReaderTable::clear(ReaderRow& row) {
 std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t worker) {
   for (std::uint32_t i = 0; i < count_; ++i) {
     std::uint64_t free = 0;
-    // SYNC row.claim: acquire; pairs with the release of owner 0, so the cleared fields are seen.
+    // SYNC row.free: acquire; pairs with release(), so the cleared fields are seen.
     if (rows_[i].owner.load(std::memory_order_relaxed) == 0 &&
         rows_[i].owner.compare_exchange_strong(free, me, std::memory_order_acq_rel)) {
       rows_[i].worker.store(worker, std::memory_order_relaxed);
@@ -49,7 +49,7 @@ bool ReaderTable::reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me) 
 
 void ReaderTable::release(std::uint32_t row) {
   clear(rows_[row]);
-  rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with row.claim
+  rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with claim()
 }
 
 }  // namespace shmsync

@@ -23,7 +23,7 @@ enum class CopyPath { automatic, plain, streaming };
 
 bool streaming_available();
 
-// Ends with the fence that orders streaming stores before a later release store (SYNC seq.end).
+// Ends with the fence that orders streaming stores before a later release store (SYNC seq.end in copy.cpp).
 void copy(const CopyOp* ops, std::size_t count, CopyPath path = CopyPath::automatic);
 
 }  // namespace shmsync

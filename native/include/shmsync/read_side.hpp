@@ -45,13 +45,14 @@ class ReadSide {
 
   std::uint64_t held() const { return held_; }  // packed `current` of the section
   std::uint64_t applied_current() const { return applied_; }
-  std::uint64_t latest() const { return version_of(line_.current.load(std::memory_order_acquire)); }
+  std::uint64_t latest() const { return version_of(current()); }
+  // SYNC state: acquire; pairs with the publication's stores of it.
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
   // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
-  bool unchanged() const { return (line_.current.load(std::memory_order_acquire) & ~kGate) == applied_; }
+  bool unchanged() const { return (current() & ~kGate) == applied_; }
   // Slots = 1, writer dead: the version of the bytes, 0 when they are half written.
   std::uint64_t last_words() const {
-    const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);
+    const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
     return seq % 2 == 0 ? seq / 2 : 0;
   }
   Consistency consistency() const { return consistency_; }  // as asked for
@@ -67,6 +68,10 @@ class ReadSide {
   Enter entered(std::uint64_t current);
   Enter refused();
   void unpin();
+  // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
+  std::uint64_t current() const { return line_.current.load(std::memory_order_acquire); }
+  // SYNC notify.bump: acquire; pairs with announce(). A later load of `current` finds what was announced.
+  std::uint32_t notify() const { return line_.notify.load(std::memory_order_acquire); }
 
   const PublicationLine& line_;
   const SlotLine* slots_;
