@@ -5,18 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-process lint types native-test sanitize model litmus bench clean
+.PHONY: demo test lint types native-test sanitize model litmus bench clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
 
 # From /: the tests run against the installed package, and a top-level shmsync/ would shadow it.
+# All of them, or some: make test ARGS="-k adopt"
 test: $(STAMP)
-	cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .) $(abspath tests/unit) $(ARGS)
-
-# Real processes, real SIGKILL, the README's example; many process starts, so minutes on a slow machine.
-test-process: $(STAMP)
-	cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .) $(abspath tests/process) $(ARGS)
+	cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .) $(abspath tests) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
