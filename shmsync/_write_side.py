@@ -43,6 +43,7 @@ class WriteSide:
         self.counts = Counts()
         self.updating_thread: int | None = None
         self._me = owner
+        self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
         self._lock = threading.Lock()
 
     def __enter__(self) -> WriteSide:
@@ -76,18 +77,18 @@ class WriteSide:
 
     def address(self) -> int:
         """Where the slot to write starts."""
-        return self.arena.slot_address(self.writer.slot)
+        return self._addresses[self.writer.slot]
 
     def carry(self, leaves: list[Leaf]) -> None:
         """Copy the current values of these leaves into the slot being written."""
-        to, source = self.address(), self.arena.slot_address(self.writer.current_slot)
+        to, source = self.address(), self._addresses[self.writer.current_slot]
         if leaves:
             _native.copy([(to + leaf.offset, source + leaf.offset, leaf.nbytes) for leaf in leaves])
             self.counts.bytes_copied += sum(leaf.nbytes for leaf in leaves)
 
     def carry_all(self) -> None:
         """The same for the whole slot."""
-        to, source = self.address(), self.arena.slot_address(self.writer.current_slot)
+        to, source = self.address(), self._addresses[self.writer.current_slot]
         _native.copy([(to, source, self.arena.manifest.used_bytes)])
         self.counts.bytes_copied += self.arena.manifest.used_bytes
 

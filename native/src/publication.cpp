@@ -9,8 +9,9 @@ namespace shmsync {
 namespace {
 
 constexpr Nanoseconds kSpin = std::chrono::microseconds(50);  // three times faster than going to sleep at once
-constexpr Nanoseconds kGrace = std::chrono::milliseconds(5);  // longest turn given to waiting readers
-constexpr Nanoseconds kGraceNap = std::chrono::microseconds(200);
+constexpr Nanoseconds kTurn = std::chrono::milliseconds(2);   // how long the gate stays open for waiting readers
+constexpr Nanoseconds kTurnNap = std::chrono::microseconds(200);
+constexpr Nanoseconds kNextTurn = std::chrono::milliseconds(100);  // for a reader that let its turn pass
 
 }  // namespace
 
@@ -23,7 +24,7 @@ PublicationWriter::PublicationWriter(PublicationLine& line, SlotLine* slots, std
       reply_(reply),
       me_(me),
       slot_version_(slot_count, 0),
-      patience_spent_(readers.size(), 0) {}
+      no_turn_before_(readers.size(), 0) {}
 
 Begin PublicationWriter::begin() {
   if (slot_count_ == 1 && !gate_closed_) {
@@ -142,34 +143,47 @@ void PublicationWriter::announce() {
   // SYNC notify.bump: release, after `current`; pairs with ReadSide::notify(), which readers load before
   // `current`. A reader that saw the old `current` sleeps on the old number, and wakes.
   line_.notify.store(++notify_, std::memory_order_release);
+  if (slot_count_ == 1) opened_at_ = monotonic_ns();
   futex_wake_all(line_.notify);
 }
 
-// Without this a writer that publishes without pause closes the gate again before a woken reader has run.
+// Without this a writer that publishes without pause closes the gate again before a woken reader has run. A writer
+// that had the gate open long enough while it computed something else waits for nobody.
 void PublicationWriter::let_waiting_readers_in() {
-  const std::uint64_t start = monotonic_ns();
-  for (;;) {
-    bool somebody = false;
-    for (std::uint32_t i = 0; i < readers_.size(); ++i) {
-      if (readers_[i].want.load(std::memory_order_relaxed) == 0) {
-        patience_spent_[i] = 0;
-        continue;
-      }
-      const std::uint64_t owner = readers_[i].owner.load(std::memory_order_relaxed);
-      // A row that used up its turn (its process is dead or stopped) gets no second one until it clears.
-      if (owner != 0 && patience_spent_[i] != owner) somebody = true;
+  while (somebody_has_a_turn()) {
+    const auto open_for = Nanoseconds(monotonic_ns() - opened_at_);
+    if (open_for >= kTurn) {
+      end_turns();
+      return;
     }
-    if (!somebody) return;
-    const auto waited = Nanoseconds(monotonic_ns() - start);
-    if (waited >= kGrace) break;
-    if (waited < kSpin)
+    if (open_for < kSpin)
       yield_processor();
     else
-      futex_wait(reply_.reply, reply_.reply.load(std::memory_order_relaxed), kGraceNap);
+      futex_wait(reply_.reply, reply_.reply.load(std::memory_order_relaxed), kTurnNap);
   }
+}
+
+bool PublicationWriter::somebody_has_a_turn() {
+  bool somebody = false;
+  std::uint64_t now = 0;
+  for (std::uint32_t i = 0; i < readers_.size(); ++i) {
+    if (readers_[i].want.load(std::memory_order_relaxed) == 0) {
+      no_turn_before_[i] = 0;
+      continue;
+    }
+    if (readers_[i].owner.load(std::memory_order_relaxed) == 0) continue;
+    if (now == 0) now = monotonic_ns();
+    if (no_turn_before_[i] <= now) somebody = true;
+  }
+  return somebody;
+}
+
+// Who let a turn pass is dead, stopped, or gets no processor: it may have another, but not with every version.
+void PublicationWriter::end_turns() {
+  const std::uint64_t now = monotonic_ns();
   for (std::uint32_t i = 0; i < readers_.size(); ++i)
-    if (readers_[i].want.load(std::memory_order_relaxed) != 0)
-      patience_spent_[i] = readers_[i].owner.load(std::memory_order_relaxed);
+    if (no_turn_before_[i] <= now && readers_[i].want.load(std::memory_order_relaxed) != 0)
+      no_turn_before_[i] = now + static_cast<std::uint64_t>(kNextTurn.count());
 }
 
 template <class Done>

@@ -5,6 +5,13 @@
 #include "shmsync/seqlock.hpp"
 
 namespace shmsync {
+namespace {
+
+// An optimiser step in place takes about this long. Sleeping through it would have the writer wake us, and be thrown
+// off its processor by those whom it wakes (docs/adr/0008-readers-yield.md).
+constexpr Nanoseconds kYield = std::chrono::microseconds(300);
+
+}  // namespace
 
 ReadSide::ReadSide(const PublicationLine& line, const SlotLine* slots, std::uint32_t slot_count, ReaderRow& row,
                    ReplyLine& reply, std::uint64_t me, Consistency consistency)
@@ -136,6 +143,11 @@ void wake_writer(const PublicationLine& line, ReplyLine& reply) {
 }
 
 bool ReadSide::wait(Nanoseconds timeout) {
+  const std::uint64_t start = monotonic_ns();
+  while (Nanoseconds(monotonic_ns() - start) < std::min(timeout, kYield)) {
+    if (notify() != seen_notify_) return true;
+    yield_processor();
+  }
   futex_wait(line_.notify, seen_notify_, timeout);
   return notify() != seen_notify_;
 }

@@ -64,7 +64,9 @@ class PublicationWriter {
   bool slot_is_free();  // scan the pins, choose slot_
   bool garbage(std::uint64_t pin) const;
   void let_waiting_readers_in();  // fairness, slots = 1
-  void announce();                // notify++ and wake
+  bool somebody_has_a_turn();
+  void end_turns();
+  void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout);
 
@@ -83,7 +85,8 @@ class PublicationWriter {
   bool poisoned_ = false;
   bool writing_ = false;
   std::vector<std::uint64_t> slot_version_;    // 0: never written, or aborted
-  std::vector<std::uint64_t> patience_spent_;  // owner that kept `want` up through a whole grace period
+  std::uint64_t opened_at_ = 0;                // when the gate was opened last
+  std::vector<std::uint64_t> no_turn_before_;  // per row, CLOCK_MONOTONIC ns; 0: it has one
 };
 
 }  // namespace shmsync

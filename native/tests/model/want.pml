@@ -5,8 +5,8 @@
    A liveness property under weak fairness: whoever can go on, goes on at some time. That is what a futex
    wake and a scheduler promise; without it no rule helps.
 
-   The real writer waits at most 5 ms for `want`, and only for live rows: a reader that died or went away
-   with want = 1 costs 5 ms once. Here nobody dies, so the wait has no bound. */
+   The real writer waits until the gate has been open for 2 ms at most; a reader that let such a turn pass (it died,
+   is stopped, or gets no processor) has its next one 100 ms later. Here nobody dies, so the wait has no bound. */
 
 bit gate, pinned[2], want[2];
 bit entered = 0;                    /* ghost: reader 0 is in a section */
