@@ -22,21 +22,17 @@ def wait_for_acks(
     me: int,
 ) -> None:
     """Return when all have acked `version`. `workers`: None means the rows claimed now, a list those indices, attached
-    or not. Those who leave cleanly meanwhile are dropped, unless they were named and nobody took their index over.
+    or not. Those who leave cleanly meanwhile are dropped, unless they were named and had not acked.
 
     Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
     """
     rows: list[RowId] = writer.claimed_rows() if workers is None else []
     dead: dict[RowId, int | str] = {}
-    settled: set[int | str] = set()  # workers seen to ack, or to leave
     while True:
-        names: dict[RowId, int | str] = {}
         if workers is not None:
             rows = _late_rows(control, workers, version)
-            names = {row: _rows.name_of(control, row) for row in rows}
         remaining = max(0, int(min(deadline - time.monotonic(), 1.0) * 1e9))
         rows = writer.wait_acks(version, rows, min(remaining, _SLICE_NS))
-        settled |= {name for row, name in names.items() if row not in rows}
         for row in [row for row in rows if not peers.alive(row[1])]:
             rows.remove(row)
             # It may have acked between our look and its death.
@@ -45,12 +41,12 @@ def wait_for_acks(
                 if not _has_heir(control, peers, row, name):
                     dead[row] = name
                 control.reap(*row, me)  # the next publish does not wait for it
-        absent = _absent(control, workers or [], version, settled | set(dead.values()))
+        absent = [] if workers is None else _absent(control, workers, version, dead)
         if not rows and not absent:
             break
         if time.monotonic() >= deadline:
             raise _late(control, peers, version, rows, absent, list(dead.values()))
-        if not rows:
+        if absent and not rows:
             time.sleep(0.0005)  # a named worker that has not attached yet
     if dead:
         names_of_dead = list(dead.values())
@@ -71,11 +67,9 @@ def _late_rows(control: _native.Control, workers: list[int], version: int) -> li
     return [row.id for row in _rows.claimed(control) if row.worker in workers and not _applied(row, version)]
 
 
-def _absent(control: _native.Control, workers: list[int], version: int, settled: set[int | str]) -> list[int]:
-    """Named workers that have no row, or one that owes an ack."""
-    if not workers:
-        return []
-    done = settled | {row.worker for row in _rows.claimed(control) if _applied(row, version)}
+def _absent(control: _native.Control, workers: list[int], version: int, dead: dict[RowId, int | str]) -> list[int]:
+    """Named workers of whom no ack is there: not attached yet, late, or gone without one."""
+    done = {*control.workers_at(version), *dead.values()}
     return [worker for worker in workers if worker not in done]
 
 

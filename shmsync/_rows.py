@@ -13,7 +13,7 @@ RowId = tuple[int, int]  # (number, owner): the row while it is this process's
 
 
 class Row(NamedTuple):
-    """One row. Each word is read on its own, so it is no snapshot."""
+    """One row. `acked` belongs to `worker` or is 0; the other words are each on their own."""
 
     number: int
     owner: int

@@ -6,7 +6,7 @@ INV: after create() nobody can map the slab writable, unprotect a mapping of it,
 The mapping belongs to a torch shared-memory storage, so the tensors over it are real shared tensors, and it lives
 exactly as long as the last of them. For the read-only one torch is given a dummy of equal size to map; the slab is
 then mapped over it and its descriptor put in the dummy's place. This leans on two internals of torch
-(`_new_shared_fd_cpu`, `_share_fd_cpu_`); tests/unit/test_slab.py holds them. Where they fail, a plain mmap serves:
+(`_new_shared_fd_cpu`, `_share_fd_cpu_`); tests/unit/test_memory.py holds them. Where they fail, a plain mmap serves:
 equally zero-copy and read-only, but torch does not know the tensors to be shared.
 """
 
@@ -45,6 +45,7 @@ class Slab(NamedTuple):
     writable: torch.UntypedStorage | None
     fd: int  # of the publisher's storage; -1 in a subscriber
     inode: int
+    owns_fd: bool = False  # on the fallback path nothing else closes it
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
@@ -69,11 +70,11 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
             raise NoSpace(f"the system refused {needed:,} bytes for the slab: {error.strerror}") from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
-        writable, kept_fd = _map_writable(fd, needed)
+        writable, kept_fd, owns_fd = _map_writable(fd, needed)
         _native.populate(writable.data_ptr(), needed)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
         _native.protect_in_children(writable.data_ptr(), needed, kept_fd)
-        return Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino)
+        return Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
     finally:
         os.close(fd)
 
@@ -113,16 +114,18 @@ def release(slab: Slab) -> None:
     """Forget the fork protection of a publisher's slab; the memory goes with its last tensor."""
     if slab.writable is not None:
         _native.unprotect_in_children(slab.writable.data_ptr())
+    if slab.owns_fd:
+        os.close(slab.fd)
 
 
-def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int]:
+def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
         storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
-        return storage, storage._share_fd_cpu_()[0]
+        return storage, storage._share_fd_cpu_()[0], False
     except (AttributeError, RuntimeError, TypeError) as error:
         _log_fallback(error)
         mapping = mmap.mmap(fd, size)
-        return _over(mapping), os.dup(fd)  # the descriptor lives until the process ends, as the log line says
+        return _over(mapping), os.dup(fd), True
 
 
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
@@ -157,7 +160,7 @@ def _log_fallback(error: BaseException) -> None:
         _fallback_logged = True
         _log.warning(
             "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "
-            "but is_shared() is False and each arena keeps a descriptor until the process ends",
+            "but is_shared() is False",
             torch.__version__,
             error,
         )

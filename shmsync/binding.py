@@ -108,14 +108,22 @@ def bind_module(
     ]
     if problems:
         raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
-    # A private tensor, whatever it was before: buffers are written by forward passes, and meta has no memory.
     for key, tensor in tensors.items():
-        if not isinstance(tensor, nn.Parameter) or tensor.device.type == "meta":
-            tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype) if key in meta else tensor.data.clone()
+        if tensor.device.type == "meta":  # a tied one was swapped with its first key
+            _materialise(tensor, meta[key])
+        elif not isinstance(tensor, nn.Parameter):
+            tensor.data = tensor.data.clone()  # private, whatever it was before: forward passes write buffers
     binding = Binding(module, arena, tensors, buffers)
     if guard:
         module.forward = Guard(module, module.forward, subscriber, clone_outputs)
     return binding
+
+
+def _materialise(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor of the meta device memory; the Python object stays. `.data` cannot change its device."""
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, memory)
 
 
 def _refuse_unsafe(module: nn.Module) -> None:

@@ -176,7 +176,11 @@ class Subscriber(ReadPath):
             return fn(*args, **kwargs)
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
-        """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes)."""
+        """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
+
+        With "live" it is whatever was there, perhaps of two versions. Raises ValueError for an `out` that does not fit,
+        before anything is written; otherwise as read().
+        """
         if out is None:
             tensors = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self._arena.manifest.leaves}
             targets = {leaf.key: tensors[leaf.name] for leaf in self._arena.manifest.leaves}

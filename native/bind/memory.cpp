@@ -1,6 +1,7 @@
 // Memory services for Python: sealing, populating, mapping the slab read-only, and what a fork must change.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -225,16 +226,24 @@ void bind_memory(nb::module_& m) {
           [](const Control& c, std::uint32_t i) {
             const auto table = c.readers();
             if (i >= table.size()) throw nb::index_error("row out of range");
-            const ReaderRow& row = table[i];
-            const auto relaxed = std::memory_order_relaxed;
-            const auto acquire = std::memory_order_acquire;  // SYNC ack, pin.store: callers act on these words
-            return nb::make_tuple(row.owner.load(acquire), row.pin.load(acquire), row.acked.load(acquire),
-                                  row.worker.load(relaxed), row.pinned_at.load(relaxed), row.reads.load(relaxed),
-                                  row.torn.load(relaxed), row.retries.load(relaxed));
+            const auto row = table.look(i);
+            return nb::make_tuple(row.owner, row.pin, row.acked, row.worker, row.pinned_at, row.reads, row.torn,
+                                  row.retries);
           },
           "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
-          "(owner, pin, acked, worker, pinned_at ns, reads, torn, retries) of one row; each word on its own, not a "
-          "snapshot.");
+          "(owner, pin, acked, worker, pinned_at ns, reads, torn, retries) of one row; acked belongs to worker or is "
+          "0, "
+          "the other words are each on their own.")
+      .def(
+          "workers_at",
+          [](const Control& c, std::uint64_t version) {
+            std::vector<std::int32_t> workers;
+            const auto table = c.readers();
+            for (std::uint32_t i = 0; i < table.size(); ++i)
+              if (const auto row = table.look(i); row.acked == version) workers.push_back(row.worker);
+            return workers;
+          },
+          "version"_a, "The workers whose last ack is `version`, those that have left meanwhile included.");
 }
 
 }  // namespace shmsync::bind

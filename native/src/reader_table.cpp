@@ -5,14 +5,16 @@
 namespace shmsync {
 
 void ReaderTable::format() {
-  for (std::uint32_t i = 0; i < count_; ++i) clear(*new (&rows_[i]) ReaderRow{});
+  for (std::uint32_t i = 0; i < count_; ++i) {
+    clear(*new (&rows_[i]) ReaderRow{});
+    rows_[i].worker.store(kNoWorker, std::memory_order_relaxed);
+  }
 }
 
 void ReaderTable::clear(ReaderRow& row) {
   row.pin.store(0, std::memory_order_relaxed);
   row.acked.store(0, std::memory_order_relaxed);
   row.want.store(0, std::memory_order_relaxed);
-  row.worker.store(kNoWorker, std::memory_order_relaxed);
   row.pinned_at.store(0, std::memory_order_relaxed);
   row.reads.store(0, std::memory_order_relaxed);
   row.torn.store(0, std::memory_order_relaxed);
@@ -22,10 +24,11 @@ void ReaderTable::clear(ReaderRow& row) {
 std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t worker) {
   for (std::uint32_t i = 0; i < count_; ++i) {
     std::uint64_t free = 0;
-    // SYNC row.free: acquire; pairs with release(), so the cleared fields are seen.
+    // SYNC row.free: acquire; pairs with release(), so the pin and want that it cleared are seen.
     if (rows_[i].owner.load(std::memory_order_relaxed) == 0 &&
         rows_[i].owner.compare_exchange_strong(free, me, std::memory_order_acq_rel)) {
-      rows_[i].worker.store(worker, std::memory_order_relaxed);
+      clear(rows_[i]);
+      rows_[i].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
       return i;
     }
   }
@@ -37,7 +40,7 @@ bool ReaderTable::take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t
   // may be taking it at this moment. In between, the dead owner's pin only delays reuse.
   if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
   clear(rows_[row]);
-  rows_[row].worker.store(worker, std::memory_order_relaxed);
+  rows_[row].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
   return true;
 }
 
@@ -47,8 +50,27 @@ bool ReaderTable::reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me) 
   return true;
 }
 
+ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
+  const ReaderRow& r = rows_[row];
+  const auto acquire = std::memory_order_acquire, relaxed = std::memory_order_relaxed;
+  Look look{};
+  look.owner = r.owner.load(acquire);
+  look.pin = r.pin.load(acquire);  // SYNC pin.store: callers act on it
+  // SYNC worker: acquire; pairs with claim(). Who sees the new worker sees acked = 0 or its own ack.
+  look.worker = r.worker.load(acquire);
+  look.acked = r.acked.load(acquire);  // SYNC ack: callers act on it
+  // If that was the ack of a later owner, this sees that owner's worker, which was stored before the ack.
+  if (r.worker.load(relaxed) != look.worker || r.owner.load(relaxed) != look.owner) look.acked = 0;
+  look.pinned_at = r.pinned_at.load(relaxed);
+  look.reads = r.reads.load(relaxed);
+  look.torn = r.torn.load(relaxed);
+  look.retries = r.retries.load(relaxed);
+  return look;
+}
+
 void ReaderTable::release(std::uint32_t row) {
-  clear(rows_[row]);
+  rows_[row].pin.store(0, std::memory_order_relaxed);
+  rows_[row].want.store(0, std::memory_order_relaxed);
   rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with claim()
 }
 

@@ -27,6 +27,39 @@ void a_claim_shows_nothing_of_its_predecessor() {
   CHECK(memory.table[0].pin.load() == 0 && memory.table[0].acked.load() == 0 && memory.table[0].want.load() == 0);
 }
 
+void an_ack_outlives_its_reader_until_the_next_claim() {
+  Memory memory(1, 1);
+  CHECK(memory.table.claim(reader_id(0), 3).has_value());
+  memory.table[0].acked.store(9);
+  memory.table.release(0);
+  const auto left = memory.table.look(0);
+  CHECK(left.owner == 0 && left.worker == 3 && left.acked == 9 && left.pin == 0);
+  CHECK(memory.table.claim(reader_id(1), 4) == 0u);
+  const auto next = memory.table.look(0);
+  CHECK(next.worker == 4 && next.acked == 0);
+}
+
+// Owners come and go while another thread looks: it never takes one worker's ack for another's.
+void an_ack_is_never_taken_for_another_workers() {
+  constexpr int kRounds = 20000;
+  Memory memory(1, 1);
+  std::atomic<bool> done{false};
+  std::thread looker([&] {
+    while (!done.load()) {
+      const auto look = memory.table.look(0);
+      CHECK(look.acked == 0 || look.acked == static_cast<std::uint64_t>(look.worker));
+    }
+  });
+  for (int round = 1; round <= kRounds; ++round) {
+    ReaderTable table = memory.table;
+    CHECK(table.claim(reader_id(1), round) == 0u);
+    table[0].acked.store(static_cast<std::uint64_t>(round), std::memory_order_release);
+    table.release(0);
+  }
+  done = true;
+  looker.join();
+}
+
 void reaping_takes_only_the_dead_owners_row() {
   Memory memory(1, 1);
   CHECK(memory.table.claim(reader_id(0), kNoWorker).has_value());
@@ -70,6 +103,8 @@ void one_winner_per_row() {
 int main() {
   a_full_table_refuses();
   a_claim_shows_nothing_of_its_predecessor();
+  an_ack_outlives_its_reader_until_the_next_claim();
+  an_ack_is_never_taken_for_another_workers();
   reaping_takes_only_the_dead_owners_row();
   one_winner_per_row();
 }

@@ -44,6 +44,7 @@ from workers import (
 
 import shmsync
 from shmsync import _native, cli
+from shmsync._acks import wait_for_acks
 
 for_ever = math.inf
 
@@ -359,6 +360,32 @@ def test_named_worker_may_attach_after_the_publish(start):
         until(lambda: pub.version == 2)
         assert late.call(attach, pub.handle, worker=4) == 2
         assert call.result() == 2
+
+
+def test_named_worker_that_acked_and_left_at_once_has_applied(start):
+    """However late the publisher looks."""
+    worker = start()
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        worker.call(attach, pub.handle, worker=4)
+        worker.call(detach)
+        worker.call(attach, pub.handle, worker=4)
+        version = pub.publish(stamped(2))
+        assert worker.call(look) == (2, 2, 2)
+        worker.call(detach)
+        side = pub._side
+        wait_for_acks(side.writer, pub._arena.control, side.peers, version, [4], for_ever, side._me)
+
+
+def test_named_worker_that_left_without_an_ack_is_late(start):
+    leaver = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        leaver.call(attach, pub.handle, worker=4)
+        call = Call(pub.publish, stamped(2), wait=[4], timeout=1)
+        until(lambda: pub.version == 2)
+        leaver.call(detach)
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            call.result()
+        assert caught.value.missing == [4]
 
 
 def test_clean_leaver_is_not_waited_for(start):

@@ -15,4 +15,4 @@ def test_the_quickstart_runs():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     # Two processes write to one pipe: their lines may run together.
-    assert sorted(re.findall(r"worker (\d): -?\d+\.\d\d at version 102", done.stdout)) == ["0", "1"]
+    assert sorted(re.findall(r"worker (\d): -?\d+\.\d\d at version 101", done.stdout)) == ["0", "1"]

@@ -249,6 +249,10 @@ def bytes_of(weights):
 # ---- a worker as publisher
 
 
+def run_source(state, source):
+    exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
+
+
 def open_arena(state, version=1, *, words=4096, **kwargs):
     """A publisher whose weights are stamped with the version they are published as."""
     state.pub = shmsync.Publisher(stamped(1, words=words), **kwargs)

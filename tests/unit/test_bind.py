@@ -253,3 +253,22 @@ def test_frozen_compilation_is_refused(publisher, subscriber, monkeypatch):
     sub = subscriber(publisher(nn.Linear(2, 2)))
     with inductor.patch(freezing=True), pytest.raises(shmsync.ProtocolError, match="freezing"):
         sub.bind(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_a_module_on_the_meta_device_gets_its_weights_from_the_arena(publisher, subscriber):
+    def make():
+        net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+        net[2].weight = net[0].weight
+        return net.eval()
+
+    trainer = make()
+    with torch.device("meta"):
+        worker = make()
+    weight = worker[0].weight
+    sub = subscriber(publisher(trainer))
+    sub.bind(worker)
+    x = torch.randn(2, 3)
+    assert torch.equal(worker(x), trainer(x))
+    assert worker[0].weight is worker[2].weight is weight
+    assert weight.data_ptr() == sub.weights["0", "weight"].data_ptr()

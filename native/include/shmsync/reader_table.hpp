@@ -2,7 +2,8 @@
 //
 // INV: nobody writes a row that it does not own. Ownership moves by one CAS on `owner`: from 0 (claim), from
 //      a dead owner (take_over, reap), never from a live one except to evict a row that holds garbage.
-// INV: a free row (owner 0) has pin 0, acked 0, want 0, worker −1, so a claim shows nothing of its predecessor.
+// INV: a free row (owner 0) has pin 0 and want 0. Its last `acked` and `worker` stay until the next claim: the writer
+//      may look for an ack only after the reader that gave it has left.
 //
 // Whether an owner is dead is for the caller to establish, with a pidfd; the table only acts on it.
 #pragma once
@@ -19,6 +20,14 @@ class ReaderTable {
  public:
   // `rows` points at `count` rows that outlive the table; fresh memory is all zero and needs format().
   ReaderTable(std::byte* rows, std::uint32_t count) : rows_(reinterpret_cast<ReaderRow*>(rows)), count_(count) {}
+
+  // One row as others see it. `acked` belongs to `worker`, or is 0; the other words are each on their own.
+  struct Look {
+    std::uint64_t owner, pin, acked;
+    std::int32_t worker;
+    std::uint64_t pinned_at, reads, torn, retries;
+  };
+  Look look(std::uint32_t row) const;
 
   void format();  // once, by the creator, before anyone else can see the memory
 
