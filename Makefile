@@ -41,7 +41,7 @@ litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
 bench: $(STAMP)
-	cd / && $(abspath $(BIN))/python $(abspath bench/engine.py) $(ARGS)
+	cd / && $(abspath $(BIN))/python $(abspath bench/engine.py) --out $(abspath bench-results) $(ARGS)
 
 $(VENV)/.tools: constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -2,7 +2,7 @@
 
     make bench                     every row
     make bench ARGS="copy calls"   some of them
-    make bench ARGS="--out DIR"    where results.json goes (default ./bench-results)
+    make bench ARGS="--out DIR"    where engine.json and engine.md go (default ./bench-results)
 
 Prints p50 and p99. Each row checks the bytes that arrived before it prints. Machines are noisy: rows alternate with
 their floor, and only ratios mean anything.
@@ -19,7 +19,7 @@ import torch
 from call_rows import attach_rows, call_rows, move_rows, update_rows
 from copy_rows import copy_rows
 from learner_rows import learner_rows
-from measure import RESULTS, WIDTH
+from measure import RESULTS, WIDTH, markdown
 from reader_rows import ack_rows, sleeper_rows
 
 torch.set_num_threads(1)
@@ -41,6 +41,7 @@ def main() -> None:
         ROWS[name]()
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "engine.json").write_text(json.dumps(RESULTS, indent=2))
+    (arguments.out / "engine.md").write_text(markdown())
 
 
 if __name__ == "__main__":

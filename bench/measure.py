@@ -6,9 +6,10 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 CONTEXT = multiprocessing.get_context("fork")  # cheap to start; every child makes its own Subscriber
-RESULTS: list[dict[str, object]] = []
+RESULTS: list[dict[str, Any]] = []
 WIDTH = 76
 
 
@@ -33,7 +34,7 @@ def side_by_side(row: str, ours: Callable[[], object], floor: Callable[[], objec
 
 def report(row: str, ours: list[float], floor: list[float] | None, limit: str) -> None:
     p50, p99 = percentiles(ours)
-    result: dict[str, object] = {"row": row, "p50_us": p50 * 1e6, "p99_us": p99 * 1e6, "limit": limit}
+    result: dict[str, Any] = {"row": row, "p50_us": p50 * 1e6, "p99_us": p99 * 1e6, "limit": limit}
     text = f"{row:{WIDTH}} {p50 * 1e6:11.2f} {p99 * 1e6:11.2f}"
     if floor is not None:
         f50, f99 = percentiles(floor)
@@ -45,13 +46,37 @@ def report(row: str, ours: list[float], floor: list[float] | None, limit: str) -
     print(f"{text}   {limit}", flush=True)
 
 
-def per_call(row: str, fn: Callable[[int], None], limit: str, calls: int = 20000) -> None:
+Loop = Callable[[int], None]  # makes that many calls
+
+
+def per_call(row: str, loop: Loop, limit: str, floor: Loop | None = None, calls: int = 20000) -> None:
     """The cost of one call, from batches; the loop around it is measured too and taken off."""
 
     def empty(n: int) -> None:
         for _ in range(n):
             pass
 
-    fn(1000)
-    loop = min(timed(lambda: empty(calls)) for _ in range(5))
-    report(row, [max(0.0, timed(lambda: fn(calls)) - loop) / calls for _ in range(15)], None, limit)
+    def cost(fn: Loop) -> float:
+        return max(0.0, timed(lambda: fn(calls)) - overhead) / calls
+
+    loop(1000)
+    overhead = min(timed(lambda: empty(calls)) for _ in range(5))
+    pairs = [(cost(loop), cost(floor or empty)) for _ in range(15)]
+    report(row, [ours for ours, _ in pairs], [theirs for _, theirs in pairs] if floor else None, limit)
+
+
+def markdown() -> str:
+    """The results as a table for docs/performance.md."""
+    lines = ["| what | shmsync | floor | ratio | at most |", "|---|---|---|---|---|"]
+    for result in RESULTS:
+        what, _, floor_name = str(result["row"]).partition(" / ")
+        cells = [what, _pair(result, "p50_us", "p99_us"), "", "", str(result["limit"])]
+        if "floor_p50_us" in result:
+            cells[2] = f"{floor_name}: {_pair(result, 'floor_p50_us', 'floor_p99_us')}"
+            cells[3] = _pair(result, "ratio_p50", "ratio_p99")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _pair(result: dict[str, Any], first: str, second: str) -> str:
+    return " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (result[first], result[second]))
