@@ -223,6 +223,7 @@ def _check_identity(name: str, identity: Identity) -> None:
     need("magic", identity.magic, _native.MAGIC)
     need("abi", identity.abi, _native.ABI)
     need("endian tag", identity.endian, _native.ENDIAN_TAG)
+    need("slab kind", identity.slab_kind, _native.SLAB_MEMFD)
     need("crc", identity.crc, zlib.crc32(identity.covered))
     if not (0 < identity.slots <= _native.MAX_SLOTS and 0 < identity.readers <= _native.MAX_READERS):
         raise ArenaCorrupt(f"arena {name!r} has {identity.slots} slots and {identity.readers} reader rows")

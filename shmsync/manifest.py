@@ -73,11 +73,6 @@ class Manifest:
         """Bytes from one slot to the next."""
         return max(SLOT_ALIGNMENT, round_up(self.used_bytes, SLOT_ALIGNMENT))
 
-    @cached_property
-    def payload_bytes(self) -> int:
-        """Bytes of the tensors themselves, tied ones counted once."""
-        return sum({leaf.offset: leaf.nbytes for leaf in self.leaves if leaf.nbytes}.values())
-
     @classmethod
     def of(
         cls,

@@ -130,6 +130,7 @@ void bind_memory(nb::module_& m) {
   m.attr("MAGIC") = kMagic;
   m.attr("ABI") = kAbi;
   m.attr("ENDIAN_TAG") = kEndianTag;
+  m.attr("SLAB_MEMFD") = static_cast<std::uint32_t>(SlabKind::memfd);
   m.attr("MAX_SLOTS") = kMaxSlots;
   m.attr("MAX_READERS") = kMaxReaders;
   m.def(

@@ -224,7 +224,6 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("_depth", [](const Reader& r) { return r.depth; })
       .def_prop_ro("_mine", [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id(); })
       .def_prop_ro("_held", [](const Reader& r) { return r.side.held(); })
-      .def_prop_ro("_applied_current", [](const Reader& r) { return r.side.applied_current(); })
       .def_prop_ro("_latest", [](const Reader& r) { return r.side.latest(); })
       .def_prop_ro("_last_words", [](const Reader& r) { return r.side.last_words(); })
       .def_prop_ro("_state", [](const Reader& r) { return static_cast<int>(r.side.state()); })

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import shmsync
@@ -98,3 +100,9 @@ def test_every_ordering_in_the_native_code_names_its_partner():
     assert set(code) - UNTESTED == set(litmus)
     documented = (NATIVE.parent / "docs" / "guarantees.md").read_text()
     assert [name for name in code if f"`{name}`" not in documented] == []
+
+
+def test_another_system_is_refused_in_one_sentence():
+    program = "import sys; sys.platform = 'darwin'; import shmsync"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: shmsync runs on Linux only")

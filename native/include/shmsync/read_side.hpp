@@ -44,7 +44,6 @@ class ReadSide {
   bool wait_version(std::uint64_t version, Nanoseconds timeout);
 
   std::uint64_t held() const { return held_; }  // packed `current` of the section
-  std::uint64_t applied_current() const { return applied_; }
   std::uint64_t latest() const { return version_of(current()); }
   // SYNC state: acquire; pairs with the publication's stores of it.
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
