@@ -20,14 +20,21 @@ def wait_for_acks(
     workers: list[int] | None,
     deadline: float,
     me: int,
+    died: dict[RowId, int | str],
 ) -> None:
     """Return when all have acked `version`. `workers`: None means the rows claimed now, a list those indices, attached
     or not. Those who leave cleanly meanwhile are dropped, unless they were named and had not acked.
 
+    `died`: rows already reaped in this call, while it waited for their pins.
+
     Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
     """
     rows: list[RowId] = writer.claimed_rows() if workers is None else []
-    dead: dict[RowId, int | str] = {}
+    dead: dict[RowId, int | str] = {
+        row: name
+        for row, name in died.items()
+        if workers is not None and name in workers and not _has_heir(control, peers, row, name)
+    }
     while True:
         if workers is not None:
             rows = _late_rows(control, workers, version)
@@ -52,7 +59,7 @@ def wait_for_acks(
         names_of_dead = list(dead.values())
         raise WorkerDied(
             f"version {version} is published, but {_rows.listed(names_of_dead)} died before applying it; all others "
-            "have it, and the next publish does not wait for the dead",
+            'have it. Start them again, or go on without: wait="all" leaves them out, a list must not name them',
             version=version,
             missing=names_of_dead,
         )
@@ -87,12 +94,14 @@ def _late(
     dead: list[int | str],
 ) -> AckTimeout:
     late = [_rows.name_of(control, row) for row in rows]
-    late += [worker for worker in absent if worker not in late]
+    gone = [worker for worker in absent if worker not in late]
+    late += gone
     stopped = sum(peers.state(owner) is ProcessState.STOPPED for _, owner in rows)
     return AckTimeout(
         f"version {version} is published, but {_rows.listed(late)} did not apply it in time"
         + (f" ({stopped} of them stopped)" if stopped else "")
         + "; a worker applies at its next read section or refresh()"
+        + (f"; not attached: {_rows.listed(list(gone))}" if gone else "")
         + (f"; dead: {_rows.listed(dead)}" if dead else ""),
         version=version,
         missing=[*late, *dead],

@@ -37,7 +37,9 @@ def attach(name: str, session: bytes | None, worker: int | None, timeout: float,
     slab = _slab.attach(identity.owner, identity.slab_fd, identity.slab_inode, size, identity.session)
     arena = Arena(control, slab, manifest, slots=identity.slots, session=identity.session)
     owner = me().owner
-    return Attached(arena, identity.owner, _claim(control, peers, owner, -1 if worker is None else worker, name), owner)
+    row = _claim(control, peers, owner, -1 if worker is None else worker, name)
+    peers.keep_only({identity.owner})  # the other readers' were only looked at
+    return Attached(arena, identity.owner, row, owner)
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
@@ -58,8 +60,12 @@ class Release:
 
     def __init__(self, attached: Attached, peers: Peers) -> None:
         self._attached, self._peers = attached, peers
+        self._done = False
 
     def __call__(self) -> None:
+        if self._done:
+            return
+        self._done = True
         arena, _, row, owner = self._attached
         arena.control.reap(row, owner, owner)  # ours: CAS from us to us, clear, free
         arena.release()

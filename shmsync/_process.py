@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -46,7 +47,7 @@ def start_ticks(pid: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _identity(pid: int) -> Identity:
+def _identity(pid: int, forks: int) -> Identity:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = bytes.fromhex(file.read().strip().replace("-", ""))
     owner = _native.pack_owner(pid, start_ticks(pid))
@@ -55,7 +56,7 @@ def _identity(pid: int) -> Identity:
 
 def me() -> Identity:
     """Identity of the calling process; right after a fork too."""
-    return _identity(os.getpid())
+    return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
 
 
 def pid_of(owner: int) -> int:
@@ -64,13 +65,18 @@ def pid_of(owner: int) -> int:
 
 
 class Peers:
-    """Liveness of other processes; keeps one pidfd for each, so that asking again costs one poll."""
+    """Liveness of other processes; keeps one pidfd for each, so that asking again costs one poll. Thread-safe."""
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
+        self._lock = threading.RLock()  # a finaliser may close in the middle of a question
 
     def alive(self, owner: int) -> bool:
         """Does the process behind this owner word still run? A stopped one does."""
+        with self._lock:
+            return self._alive(owner)
+
+    def _alive(self, owner: int) -> bool:
         pidfd = self._pidfds.get(owner)
         if pidfd is None:
             try:
@@ -85,7 +91,8 @@ class Peers:
             self._pidfds[owner] = pidfd
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
-        if not poller.poll(0):
+        # POLLIN alone means dead; a descriptor that is closed shows POLLNVAL.
+        if not any(events & select.POLLIN for _, events in poller.poll(0)):
             return True
         self._forget(owner)
         return False
@@ -102,16 +109,22 @@ class Peers:
 
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of everybody else."""
-        for owner in list(self._pidfds):
-            if owner not in owners:
-                self._forget(owner)
+        with self._lock:
+            for owner in list(self._pidfds):
+                if owner not in owners:
+                    self._forget(owner)
+
+    def __len__(self) -> int:
+        return len(self._pidfds)
 
     def close(self) -> None:
         """Close every pidfd."""
         self.keep_only(set())
 
     def _forget(self, owner: int) -> None:
-        os.close(self._pidfds.pop(owner))
+        pidfd = self._pidfds.pop(owner, None)
+        if pidfd is not None:
+            os.close(pidfd)
 
     @staticmethod
     def _same_ticks(owner: int) -> bool:

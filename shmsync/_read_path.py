@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from . import _native
+from ._arguments import check_version, deadline_after
 from ._attach import Attached
 from ._process import Peers, pid_of
 from .binding import Binding
@@ -42,45 +43,29 @@ class ReadPath(_native.Reader):
         self._moves = 0
         self._waits = Samples()
 
-    def _exclusive(self) -> _Exclusive:
-        return _Exclusive(self)
-
-    # Hooks that the native Reader calls.
-
-    def _lock_slow(self, timeout: float | None) -> None:
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        while not self._lock_for(max(0.0, min(0.05, deadline - time.monotonic()))):
-            if time.monotonic() >= deadline:
-                raise WriterBusy(
-                    "another thread kept this Subscriber in a read section; make one Subscriber per thread that reads "
-                    "in parallel"
-                )
+    # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise.
 
     def _enter_slow(self, outcome: int, version: int | None, timeout: float | None) -> None:
-        """Enter, or raise with nothing entered. Called with the lock held."""
+        """Enter, or raise."""
         started = time.perf_counter()
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        deadline = deadline_after(timeout, self._timeout)
         pinned = isinstance(timeout, Pinned)
         if version is not None:
-            self._wait_for(version, deadline)
+            self._wait_for(check_version(version), deadline)
         if version is not None or pinned:
             outcome = self._leave_if_entered(outcome, pinned)
         waited = False
         while outcome not in (_SAME, _MOVED):
             waited = True
             outcome = self._try_again(outcome, deadline, pinned)
-        try:
-            if version is not None and self._held >> 8 != version:
-                raise ProtocolError(
-                    f"version {version} is gone, the arena is at {self._held >> 8}; read without version=, or make the "
-                    "publisher wait for acks",
-                    version=version,
-                )
-            if outcome == _MOVED:
-                self._move()
-        except BaseException:
-            self._abandon()
-            raise
+        if version is not None and self._held >> 8 != version:
+            raise ProtocolError(
+                f"version {version} is gone, the arena is at {self._held >> 8}; read without version=, or make the "
+                "publisher wait for acks",
+                version=version,
+            )
+        if outcome == _MOVED:
+            self._move()
         if waited:
             self._waits.add(time.perf_counter() - started)
 
@@ -133,17 +118,14 @@ class ReadPath(_native.Reader):
         self._applied()
 
     def _refresh_slow(self) -> bool:
-        with self._exclusive():
-            if self._depth > 0:
-                return False
-            before = self._version
-            outcome = self._try_enter(False)
-            if outcome != _SAME:
-                self._enter_slow(outcome, None, None)
-            while self._abandon() and self._optimistic:  # torn while buffers were copied
-                self._forget()
-                self._enter_slow(_GATED, None, Pinned(self._timeout))
-            return self._version != before
+        before = self._version
+        outcome = self._try_enter(False)
+        if outcome != _SAME:
+            self._enter_slow(outcome, None, None)
+        while self._abandon() and self._optimistic:  # torn while buffers were copied
+            self._forget()
+            self._enter_slow(_GATED, None, Pinned(self._timeout))
+        return self._version != before
 
     def _wait_for(self, version: int, deadline: float) -> int:
         while True:
@@ -172,17 +154,3 @@ class ReadPath(_native.Reader):
                     "slow or stuck?",
                     version=version,
                 )
-
-
-class _Exclusive:
-    """Holds the subscriber's re-entrant lock."""
-
-    def __init__(self, path: ReadPath) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        self._path._check()
-        self._path._lock_slow(None)
-
-    def __exit__(self, *_: object) -> None:
-        self._path._unlock()

@@ -126,12 +126,15 @@ def make_ready(created: Created) -> None:
 def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Identity]:
     """Map the segment of a live arena, after checking all of its header. `session`: the one a handle was made for."""
     check_name(name)
+    unlocked_since: float | None = None
     while True:
         with _opened(name) as fd:
             identity = None if fd is None else _read(fd)
             if fd is None or (identity is not None and identity.ready):
                 if fd is None or identity is None:
-                    raise ArenaNotFound(f"there is no arena {name!r}; start its publisher first, or check the name")
+                    raise ArenaNotFound(
+                        f"there is no arena {name!r} (any more); start its publisher first, or check the name"
+                    )
                 if session is not None and identity.session != session:
                     raise ArenaNotFound(
                         f"arena {name!r} is session {identity.session.hex()} but the handle is of session "
@@ -140,9 +143,24 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
                 _check_identity(name, identity)
                 control = _native.Control.attach(fd, identity.slots, identity.readers, identity.manifest_bytes)
                 return control, identity
+            unlocked_since = None if _locked(fd) else unlocked_since or time.monotonic()
+            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # not just about to lock it
+                raise WriterDied(
+                    f"the publisher of arena {name!r} died while it was creating the arena; start it again"
+                )
         if time.monotonic() > deadline:
             raise ArenaNotFound(f"arena {name!r} is not ready; its publisher is still creating it, or died doing so")
         time.sleep(0.001)
+
+
+def _locked(fd: int) -> bool:
+    """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def unlink(name: str, fd: int) -> None:

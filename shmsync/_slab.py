@@ -17,13 +17,14 @@ import logging
 import mmap
 import os
 import warnings
+import weakref
 from typing import NamedTuple
 
 import torch
 
 from . import _native
 from ._memory import available_bytes
-from ._process import pid_of
+from ._process import Peers, pid_of
 from .errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
@@ -73,8 +74,9 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
         _native.populate(writable.data_ptr(), needed)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
-        _native.protect_in_children(writable.data_ptr(), needed, kept_fd)
-        return Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+        slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+        _protect_in_children(slab, needed)
+        return slab
     finally:
         os.close(fd)
 
@@ -83,19 +85,21 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
     """Map the slab of a live publisher read-only, after checking that it is the one its header describes."""
     path = f"/proc/{pid_of(owner)}/fd/{fd}"
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        raise WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it") from error
+        raise _gone(owner) from error
     except PermissionError as error:
         raise ArenaNotFound(
             f"{path} may not be opened by uid {os.getuid()}; run the worker as the user of pid {pid_of(owner)}"
         ) from error
     try:
         status = os.fstat(opened)
-        if status.st_ino != inode or status.st_size != expected_bytes:
+        if status.st_ino != inode:  # the number stands for something else by now
+            raise _gone(owner)
+        if status.st_size != expected_bytes:
             raise ArenaCorrupt(
-                f"descriptor {fd} of pid {pid_of(owner)} has inode {status.st_ino} and {status.st_size:,} bytes but "
-                f"the arena says inode {inode} and {expected_bytes:,} bytes; its publisher is gone, attach again"
+                f"the slab of pid {pid_of(owner)} has {status.st_size:,} bytes but its header says {expected_bytes:,}; "
+                "both sides must run the same shmsync version"
             )
         if status.st_uid != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
@@ -110,12 +114,30 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
         os.close(opened)
 
 
+def _gone(owner: int) -> WriterDied | ArenaNotFound:
+    peers = Peers()
+    try:
+        alive = peers.alive(owner)
+    finally:
+        peers.close()
+    if alive:
+        return ArenaNotFound(f"the publisher (pid {pid_of(owner)}) has closed this arena; attach to its new one")
+    return WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it")
+
+
 def release(slab: Slab) -> None:
-    """Forget the fork protection of a publisher's slab; the memory goes with its last tensor."""
-    if slab.writable is not None:
-        _native.unprotect_in_children(slab.writable.data_ptr())
+    """Let go of what is not memory; that goes with its last tensor."""
     if slab.owns_fd:
+        _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
         os.close(slab.fd)
+
+
+def _protect_in_children(slab: Slab, size: int) -> None:
+    """As long as the writable mapping lives: tensors kept from update() outlive close()."""
+    assert slab.writable is not None
+    address = slab.writable.data_ptr()
+    weakref.finalize(slab.writable, _native.unprotect_in_children, address).atexit = False
+    _native.protect_in_children(address, size, slab.fd)
 
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:

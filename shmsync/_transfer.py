@@ -16,7 +16,7 @@ from . import _native
 from ._weights import Collected, problem_with
 from .arena import Arena
 from .errors import ManifestMismatch
-from .manifest import Key, Leaf
+from .manifest import Key, Leaf, tie
 
 _native.set_exchange_table(torch.Tensor)
 
@@ -26,6 +26,14 @@ class Transfer:
 
     def __init__(self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool) -> None:
         problems = mismatches(collected.tensors, arena, partial=partial, any_device=any_device)
+        untied = [] if problems else _untied(collected.tensors, arena)
+        problems += [
+            f"{first.name} and {other.name} are one tensor in the arena but have different values in the source"
+            for first, other in untied
+            if not same_bytes(collected.tensors[first.key], collected.tensors[other.key])
+        ]
+        if partial and not collected.tensors:
+            problems.append("it gives none of the arena's leaves")
         if problems:
             raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
         # Leaf offsets: tied leaves are copied once, by whichever comes first.
@@ -48,7 +56,8 @@ class Transfer:
                 self._staged.append((tensor, copy, tensor.dtype))
                 rows.append((copy, leaf.offset, leaf.nbytes))
         self._sources = _native.Sources(list(collected.guards or ()), rows)
-        self._reusable = collected.guards is not None and not self.in_place
+        # Tied leaves given as two tensors of equal values may differ the next time.
+        self._reusable = collected.guards is not None and not self.in_place and not untied
         others = {leaf.offset: leaf for leaf in arena.manifest.leaves if leaf.nbytes and leaf.offset not in given}
         self.carried = sorted(others.values(), key=lambda leaf: leaf.offset)  # not given: keep the current value
 
@@ -143,8 +152,41 @@ def mismatches(
             if value.device.type != "cpu" and not any_device:
                 problems.append(f"{name} is on cpu in the arena but on {value.device} in the {source_is}")
     if not partial:
-        problems += [f"{leaf.name} is missing" for key, leaf in manifest.by_key.items() if key not in tensors]
+        absent = [leaf.name for key, leaf in manifest.by_key.items() if key not in tensors]
+        problems += [f"{name} is missing from the {source_is}" for name in absent]
     return problems
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit; NaN equals NaN, unlike with torch.equal."""
+    if a.numel() == 0:
+        return True
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _untied(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[tuple[Leaf, Leaf]]:
+    """Leaves that share a place in the arena but not in these tensors."""
+    found = []
+    first: dict[int, Leaf] = {}
+    for key in tensors:
+        leaf = arena.manifest.by_key[key]
+        if leaf.nbytes:
+            other = first.setdefault(leaf.offset, leaf)
+            if tie(tensors[key]) != tie(tensors[other.key]):
+                found.append((other, leaf))
+    return found
+
+
+def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str) -> list[str]:
+    """The other way round: tensors that are one, and could show only one of two places."""
+    first: dict[int, Leaf] = {}
+    leaves = ((tensors[leaf.key], leaf) for leaf in arena.manifest.leaves if leaf.key in tensors and leaf.nbytes)
+    return [
+        f"{first[id(tensor)].name} and {leaf.name} are separate in the arena but one tensor in the {source_is}"
+        for tensor, leaf in leaves
+        if first.setdefault(id(tensor), leaf).offset != leaf.offset
+    ]
 
 
 def describe_problems(problems: list[str], arena: str, source: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tensordict import TensorDictBase
 
 from . import _native
+from ._arguments import deadline_after
 from ._write_side import Wanted
 from .errors import ForkedHandle
 
@@ -16,57 +17,60 @@ if TYPE_CHECKING:
     from .publisher import Publisher
 
 
-class Update:
-    """What Publisher.update() returns. A class, not a generator: entry and exit cost a microsecond less."""
+class Update(_native.Scope):
+    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
 
-    def __init__(self, publisher: Publisher, wait: bool, wanted: Wanted, deadline: float) -> None:
+    def __init__(self, publisher: Publisher, waits: bool, wanted: Wanted, timeout: float | None) -> None:
+        super().__init__()
         self._publisher = publisher
         self._side = publisher._side
-        self._wait = wait
+        self._waits = waits
         self._wanted = wanted
-        self._deadline = deadline
+        self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
 
-    def __enter__(self) -> TensorDictBase:
-        side = self._side
+    def _enter(self) -> TensorDictBase:
+        pub, side = self._publisher, self._side
         started = time.perf_counter()
-        self._publisher._check()
-        side.__enter__()
-        try:
-            side.refuse_poisoned()
-            if self._wait:
-                side.refuse_own_section(self._wanted)
-            try:
-                side.begin(self._deadline)
-                if side.arena.slots > 1:
-                    side.carry_all()
-                elif self._publisher._adopted is not None:
-                    side.counts.bytes_copied += self._publisher._adopted.copy_buffers()
-                weights = side.arena.weights(side.writer.slot, writable=True)
-            except BaseException:  # an interrupt may land anywhere
-                side.undo()
-                raise
-        except BaseException:
-            side.__exit__()
-            raise
+        pub._check()
+        side.lock.acquire(self)
+        pub._check()  # close() may have come between
+        side.refuse_poisoned()
+        if self._waits:
+            side.refuse_own_section(self._wanted)
+        side.begin(deadline_after(self._timeout, pub._timeout))
+        if side.arena.slots > 1:
+            side.carry_all()
+        elif pub._adopted is not None:
+            side.counts.bytes_copied += pub._adopted.take_back()
+        weights = side.arena.weights(side.writer.slot, writable=True)
         side.updating_thread = threading.get_ident()
         self._seconds = time.perf_counter() - started
         return weights
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._publisher._generation != _native.fork_generation():
+    def _exit(self, failed: bool) -> None:
+        pub, side = self._publisher, self._side
+        if pub._generation != _native.fork_generation():
             raise ForkedHandle("this update() was begun in the parent process; only the parent can finish it")
-        side = self._side
+        if failed:
+            self._recover()
+            return
         started = time.perf_counter()
+        if pub._adopted is not None:
+            side.counts.bytes_copied += pub._adopted.copy_buffers()
+        version = side.writer.commit()
         side.updating_thread = None
-        try:
-            if kind is not None:
-                side.undo()
-                return
-            version = side.writer.commit()
-            side.counts.updates += 1
-            side.counts.publish.add(self._seconds + time.perf_counter() - started)
-            if self._wait:
-                side.wait_acks(version, self._wanted, self._deadline)
-        finally:
-            side.__exit__()
+        side.counts.updates += 1
+        side.counts.publish.add(self._seconds + time.perf_counter() - started)
+        if self._waits:
+            # The body took its own time; the workers get all of theirs.
+            side.wait_acks(version, self._wanted, deadline_after(self._timeout, pub._timeout))
+        side.lock.release(self)
+
+    def _recover(self) -> None:
+        """Nothing is published; the lock is given back. Safe at any moment, and twice."""
+        side = self._side
+        if side.lock.held_by(self) and self._publisher._generation == _native.fork_generation():
+            side.updating_thread = None
+            side.undo()
+            side.lock.release(self)

@@ -85,6 +85,9 @@ def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any
 
 
 def _from_module(module: nn.Module, filter: Filter) -> Collected:
+    if isinstance(module, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return Collected(_admitted(((tuple(name.split(".")), tensor) for name, tensor in named), filter), None)
     pairs: list[tuple[Key, Any]] = []
     guards: list[Guard] = []
     seen: set[int] = set()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, field
 
 from . import _native, _rows
 from ._acks import wait_for_acks
-from ._process import Peers
+from ._process import Peers, ProcessState
+from ._rows import RowId
 from .arena import Arena
-from .errors import Poisoned, ProtocolError, ReaderStalled, WriterBusy
+from .errors import Poisoned, ProtocolError, ReaderStalled
 from .manifest import Leaf
 from .stats import PublisherStats, Samples
 
@@ -34,7 +34,7 @@ class Counts:
 
 
 class WriteSide:
-    """The writer of one arena. Its lock refuses instead of waiting: an arena has one writer at a time."""
+    """The writer of one arena. Hold `lock` around everything else; it refuses instead of waiting."""
 
     def __init__(self, arena: Arena, owner: int) -> None:
         self.arena = arena
@@ -43,17 +43,9 @@ class WriteSide:
         self.counts = Counts()
         self.updating_thread: int | None = None
         self._me = owner
+        self._died: dict[RowId, int | str] = {}  # reaped in this call
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> WriteSide:
-        """Begin a writer call; raises WriterBusy when another is under way."""
-        if not self._lock.acquire(blocking=False):
-            raise WriterBusy("another publish() or update() of this Publisher is under way; let it finish first")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self.lock = _native.WriterLock()
 
     @property
     def next_version(self) -> int:
@@ -63,6 +55,8 @@ class WriteSide:
     def begin(self, deadline: float) -> None:
         """Get a slot to write, or raise with nothing written; the caller undoes."""
         writer = self.writer
+        if self._died:
+            self._died = {}
         if writer.begin():
             return
         started = time.perf_counter()
@@ -122,9 +116,11 @@ class WriteSide:
         """After the commit."""
         started = time.perf_counter()
         try:
-            wait_for_acks(self.writer, self.arena.control, self.peers, version, wanted, deadline, self._me)
+            wait_for_acks(self.writer, self.arena.control, self.peers, version, wanted, deadline, self._me, self._died)
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
+            if len(self.peers):  # somebody was late; those who left meanwhile need no watching
+                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
     def stats(self) -> PublisherStats:
         """Counts and latencies so far."""
@@ -143,8 +139,14 @@ class WriteSide:
 
     def _reap_dead(self) -> bool:
         """Free the rows of dead readers in the way; were there any?"""
-        dead = [(index, owner) for index, owner, _ in self.writer.blockers() if not self.peers.alive(owner)]
-        self.counts.reaped += sum(self.arena.control.reap(index, owner, self._me) for index, owner in dead)
+        control = self.arena.control
+        dead = [(number, owner) for number, owner, _ in self.writer.blockers() if not self.peers.alive(owner)]
+        for row in dead:
+            name = _rows.name_of(control, row)
+            # Owner 0 is no death: the row was given back between two looks, or its words are garbage.
+            if control.reap(*row, self._me) and row[1] != 0:
+                self._died[row] = name
+                self.counts.reaped += 1
         return bool(dead)
 
     def _refuse_own_pins(self) -> None:
@@ -157,10 +159,13 @@ class WriteSide:
 
     def _stalled(self) -> ReaderStalled:
         control = self.arena.control
-        missing = [_rows.name_of(control, (index, owner)) for index, owner, _ in self.writer.blockers()]
+        blockers = self.writer.blockers()
+        missing = [_rows.name_of(control, (index, owner)) for index, owner, _ in blockers]
+        stopped = sum(self.peers.state(owner) is ProcessState.STOPPED for _, owner, _ in blockers)
         return ReaderStalled(
-            f"version {self.next_version} was not written: {_rows.listed(missing) or 'a reader'} still hold(s) the "
-            "slot it needs; shorten their read sections, use more slots, or give more time with timeout=",
+            f"version {self.next_version} was not written: the slot it needs is held by "
+            f"{_rows.listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
+            "read sections, use more slots, or give more time with timeout=",
             version=self.next_version,
             missing=missing,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import weakref
 from typing import Any
 
@@ -16,6 +17,12 @@ from .manifest import Key, Manifest, fingerprint
 
 # Arenas mapped in this process, so that a publisher recognises its own slab under another mapping's addresses.
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
+_mapped_lock = threading.RLock()  # a collection in the middle of an addition may run finalisers
+
+
+def _all_mapped() -> list[Arena]:
+    with _mapped_lock:
+        return list(_mapped)
 
 
 class Arena:
@@ -33,7 +40,8 @@ class Arena:
         self.reader: weakref.ref[_native.Reader] | None = None  # a subscriber's, so that a publisher here finds it
         self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
         self._weights: dict[tuple[int, bool], TensorDict] = {}
-        _mapped.add(self)
+        with _mapped_lock:
+            _mapped.add(self)
 
     @property
     def slab(self) -> _slab.Slab:
@@ -87,16 +95,21 @@ class Arena:
         """[begin, end) of every mapping of this arena's slab in this process."""
         size = _slab.slab_bytes(self.slots, self.manifest.slot_bytes)
         found = []
-        for arena in list(_mapped):
+        for arena in _all_mapped():
             if arena.session == self.session and arena._slab is not None:
                 for storage in (arena.slab.readonly, arena.slab.writable):
                     if storage is not None:
                         found.append((storage.data_ptr(), storage.data_ptr() + size))
         return found
 
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Does a tensor start in the slab, under any mapping of it in this process?"""
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        return any(begin <= address < end for begin, end in self.ranges())
+
     def rows_held_by_this_thread(self) -> set[int]:
         """Rows of the reader table whose open sections belong to the calling thread."""
-        readers = [a.reader() for a in list(_mapped) if a.session == self.session and a.reader is not None]
+        readers = [a.reader() for a in _all_mapped() if a.session == self.session and a.reader is not None]
         return {reader._row for reader in readers if reader is not None and reader._mine}
 
     def release(self) -> None:
@@ -112,8 +125,8 @@ def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tu
     """A new arena, which nobody can attach to until _segment.make_ready(). Raises NoSpace, ArenaExists."""
     session = secrets.token_bytes(16)
     text = manifest.to_json()
-    slab = _slab.create(slots, manifest.slot_bytes, session)
     here = me()
+    slab = _slab.create(slots, manifest.slot_bytes, session)
     try:
         segment = _segment.create(
             name,

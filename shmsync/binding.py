@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch._dynamo.decorators import skip
 
-from ._transfer import describe_problems, mismatches
+from ._transfer import describe_problems, mismatches, tied_apart
 from ._weights import Filter, collect
 from .arena import Arena
 from .errors import ManifestMismatch, ProtocolError
@@ -29,20 +29,27 @@ if TYPE_CHECKING:
     from .subscriber import Subscriber
 
 _EVERYTHING = Filter.of(None, None)
+# Which Subscriber moves a submodule's tensors: the last one that bound it.
+_bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Subscriber]] = weakref.WeakKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Binding:
     """The tensors of one bound module, and the views they take in each slot.
 
-    Holds the module weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through native
+    It lives as long as any submodule that owns one of the tensors, not as long as the container that was passed to
+    bind(). It holds them weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through native
     objects would never be collected.
     """
 
     def __init__(self, module: nn.Module, arena: Arena, tensors: dict[Key, torch.Tensor], buffers: str) -> None:
-        self._module = weakref.ref(module)
         self._arena = arena
         unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
+        self._owners = [
+            weakref.ref(child)
+            for child in module.modules()
+            if any(id(tensor) in unique for tensor in (*child._parameters.values(), *child._buffers.values()))
+        ]
         viewed = [
             (key, tensor) for key, tensor in unique.values() if isinstance(tensor, nn.Parameter) or buffers == "view"
         ]
@@ -50,19 +57,21 @@ class Binding:
         self._viewed = [tensor for _, tensor in viewed]
         self._copied = [(key, tensor) for key, tensor in unique.values() if tensor not in _Identity(self._viewed)]
         self._sets: dict[int, list[torch.Tensor]] = {}
-        self._slot = -1
+
+    def owners(self) -> set[nn.Module]:
+        """The living submodules that own a bound tensor."""
+        return {owner for ref in self._owners if (owner := ref()) is not None}
 
     def move(self, slot: int) -> bool:
-        """Show this slot. False when the module is gone. Inside a section only."""
-        if self._module() is None:
+        """Show this slot. False when every owner is gone. Inside a section only."""
+        if not any(ref() is not None for ref in self._owners):
             return False
-        if slot != self._slot:
-            views = self._sets.get(slot)
-            if views is None:
-                made = self._arena.views(slot)
-                views = self._sets[slot] = [made[key] for key in self._viewed_keys]
-            deque(map(_set_data, self._viewed, views), 0)  # 0.12 µs a tensor
-            self._slot = slot
+        views = self._sets.get(slot)
+        if views is None:
+            made = self._arena.views(slot)
+            views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+        # Also when the slot is the same: `.to()` or `.data =` may have taken a parameter away meanwhile.
+        deque(map(_set_data, self._viewed, views), 0)  # 0.12 µs a tensor
         if self._copied:
             made = self._arena.views(slot)
             with torch.no_grad():
@@ -91,6 +100,8 @@ def bind_module(
     clone_outputs: bool,
 ) -> Binding:
     """Check everything, then prepare the module. Its tensors move when the caller moves the binding."""
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
     if buffers not in ("copy", "view"):
         raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
     original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
@@ -106,6 +117,7 @@ def bind_module(
         for leaf in arena.manifest.leaves
         if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
     ]
+    problems = problems or tied_apart(tensors, arena, "module")
     if problems:
         raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
     for key, tensor in tensors.items():
@@ -113,10 +125,33 @@ def bind_module(
             _materialise(tensor, meta[key])
         elif not isinstance(tensor, nn.Parameter):
             tensor.data = tensor.data.clone()  # private, whatever it was before: forward passes write buffers
-    binding = Binding(module, arena, tensors, buffers)
+    binding = Binding(original, arena, tensors, buffers)
+    _take_over(module, binding.owners())
     if guard:
         module.forward = Guard(module, module.forward, subscriber, clone_outputs)
+    for owner in binding.owners():
+        _bound_to[owner] = weakref.ref(subscriber)
     return binding
+
+
+def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
+    """Take submodules back from whoever bound them before: two would take turns in moving their tensors."""
+    previous = {ref() for owner in owners if (ref := _bound_to.get(owner)) is not None}
+    for subscriber in previous:
+        if subscriber is None:
+            continue
+        for old in list(subscriber._bindings):
+            if shared := old.owners() & owners:
+                if old.owners() - owners:
+                    raise ProtocolError(
+                        f"{len(shared)} submodule(s) of this module are bound already, as part of a larger one; bind "
+                        "the larger one again, or a fresh copy of this one"
+                    )
+                subscriber._bindings.remove(old)
+    for child in module.modules():
+        guard = child.__dict__.get("forward")
+        if isinstance(guard, Guard):
+            guard.remove()
 
 
 def _materialise(tensor: torch.Tensor, memory: torch.Tensor) -> None:
@@ -166,6 +201,13 @@ class Guard:
             self._section = subscriber.read()
             self._aliases = subscriber._aliases
             self._repeats = subscriber._consistency == "optimistic"
+
+    def remove(self) -> None:
+        """Give the module its own forward back."""
+        if getattr(self._inner, "__func__", None) is type(self._module).forward:
+            del self._module.forward
+        else:
+            self._module.forward = self._inner
 
     # Marks this frame alone: Dynamo skips it and compiles the module's own forward below. A frame that Dynamo traced
     # would break at the section, and leave everything below eager without a word. Not torch.compiler.disable(

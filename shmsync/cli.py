@@ -36,8 +36,11 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _list() -> int:
-    for name in _segment.names():
+    names = _segment.names()
+    for name in names:
         print(f"{name}\t{_segment.owner_of(name)}")
+    if not names:
+        print("no arenas")
     return 0
 
 

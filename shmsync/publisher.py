@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal
@@ -17,14 +16,15 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from . import _adopt, _native, _rows, _segment
+from ._arguments import check_timeout, check_worker, deadline_after
 from ._process import me
 from ._segment import Handle
-from ._transfer import Transfer
+from ._transfer import Transfer, same_bytes
 from ._update import Update
 from ._weights import Filter, Patterns, Weights, check_keys, collect, problem_with
-from ._write_side import WriteSide
+from ._write_side import Wanted, WriteSide
 from .arena import create
-from .errors import ClosedError, ForkedHandle, ManifestMismatch, ProtocolError
+from .errors import ClosedError, ForkedHandle, ManifestMismatch, ProtocolError, WriterBusy
 from .manifest import Manifest
 from .stats import PublisherStats, ReaderInfo
 
@@ -73,6 +73,7 @@ class Publisher:
         self._source = weights
         self._filter = Filter.of(include, exclude)
         self._generation = _native.fork_generation()
+        self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._adopted: _adopt.Adoption | None = None
         self._transfers: weakref.WeakKeyDictionary[nn.Module, Transfer] = weakref.WeakKeyDictionary()
         self._source_transfer: Transfer | None = None
@@ -81,7 +82,9 @@ class Publisher:
         self._arena, segment = create(self._name, manifest, slots=slots, max_readers=max_readers)
         self._side = WriteSide(self._arena, me().owner)
         self._closed = False
-        self._finalizer = util.Finalize(self, _clean_up, (self._name, segment.fd, self._side), exitpriority=20)
+        self._finalizer = util.Finalize(
+            self, _clean_up, (self._name, segment.fd, self._side, self._closing), exitpriority=20
+        )
         try:
             self.publish()
             _segment.make_ready(segment)
@@ -130,31 +133,38 @@ class Publisher:
             (this thread is inside a read section that is in the way): nothing was published.
             WorkerDied, AckTimeout: published, but not applied by all.
         """
-        deadline = self._deadline(timeout)
+        deadline = deadline_after(timeout, self._timeout)
         waits, wanted = _wanted(wait)
         self._check()
-        with self._side as side:
-            transfer = self._transfer(weights)
-            if not transfer.whole:
-                side.refuse_poisoned()
-            if waits:
-                side.refuse_own_section(wanted)
-            transfer.stage()
-            started = time.perf_counter()
-            try:
-                side.begin(deadline)
-                if self._arena.slots > 1:
-                    side.carry(transfer.carried + transfer.in_place)
-                transfer.copy_to(side.address())
-                version = side.writer.commit()
-            except BaseException:  # an interrupt may land anywhere
-                side.undo()
-                raise
-            side.counts.publish.add(time.perf_counter() - started)
-            side.counts.publishes += 1
-            side.counts.bytes_copied += transfer.nbytes
-            if waits:
-                side.wait_acks(version, wanted, deadline)
+        with self._side.lock:
+            return self._publish(weights, deadline, waits, wanted)
+
+    def _publish(self, weights: Weights | None, deadline: float, waits: bool, wanted: Wanted) -> int:
+        side = self._side
+        self._check()  # close() may have come between
+        transfer = self._transfer(weights)
+        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
+        if not transfer.whole or (transfer.in_place and self._adopted is None):
+            side.refuse_poisoned()
+        if waits:
+            side.refuse_own_section(wanted)
+        transfer.stage()
+        started = time.perf_counter()
+        try:
+            side.begin(deadline)
+            if self._arena.slots > 1:
+                side.carry(transfer.carried + transfer.in_place)
+            transfer.copy_to(side.address())
+            version = side.writer.commit()
+        except BaseException:  # an interrupt may land anywhere
+            side.undo()
+            raise
+        side.counts.publish.add(time.perf_counter() - started)
+        side.counts.publishes += 1
+        side.counts.bytes_copied += transfer.nbytes
+        if waits:
+            side.wait_acks(version, wanted, deadline)
+
         return int(version)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
@@ -166,43 +176,46 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, *_wanted(wait), self._deadline(timeout))
+        return Update(self, *_wanted(wait), None if timeout is None else check_timeout(timeout))
 
     def adopt(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
 
         From then on write parameters only inside update(); with an optimizer, its step() runs inside update() by
-        itself. Buffers stay private to the module, since forward passes write them, and are copied at each update().
-        The Parameter objects, and so the optimizer's state, keep their identity. close() makes them private again.
+        itself; a step inside your own `with pub.update(wait=...)` joins that one. Buffers stay private to the module,
+        since forward passes write them, and are copied when update() is left. The Parameter objects, and so the
+        optimizer's state, keep their identity. close() makes them private again.
 
-        Raises ValueError (slots > 1: use publish()), ManifestMismatch.
+        If the module's values differ from what is published they become a new version first.
+
+        Raises ValueError (slots > 1: use publish(); the optimizer steps nothing of the module), ManifestMismatch,
+        ProtocolError (a module is adopted already), and for the new version what publish() raises.
         """
         if self._arena.slots != 1:
             raise ValueError(
                 f"adopt() needs slots=1 but this arena has slots={self._arena.slots}; use publish() instead"
             )
-        self._check()
-        with self._side:
+        with self._side.lock:
+            self._check()
             if self._adopted is not None:
                 raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
             transfer = self._plan(module)
             if not transfer.whole:
                 raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in transfer.carried))
-        self._publish_if_different(module)
-        with self._side:
+            _adopt.check(module, self._arena, self._filter, optimizer)
+            if self._differs(module):
+                self._publish(module, deadline_after(None, self._timeout), False, None)
             self._adopted = _adopt.Adoption(module, self._arena, self._filter)
             self._source, self._source_transfer = module, None
         if optimizer is not None:
             _adopt.step_inside_update(optimizer, self)
 
-    def _publish_if_different(self, module: nn.Module) -> None:
+    def _differs(self, module: nn.Module) -> bool:
         tensors = collect(module, self._filter).tensors
         views = self._arena.views(0)
-        if self._side.writer.poisoned or any(
-            tensor.dtype != views[key].dtype or not _adopt.same_bytes(tensor.detach(), views[key])
-            for key, tensor in tensors.items()
-        ):
-            self.publish(module)
+        return self._side.writer.poisoned or any(
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
+        )
 
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, the dead ones not yet swept included."""
@@ -220,13 +233,16 @@ class Publisher:
         """
         if self._closed or self._generation != _native.fork_generation():
             return
-        with self._side:
-            self._closed = True
-            if self._adopted is not None:
-                self._adopted.give_back()
-            self._adopted = self._source_transfer = None
-            self._transfers.clear()
-            self._finalizer()
+        with self._side.lock:
+            try:
+                if self._adopted is not None:
+                    self._adopted.give_back()
+            finally:
+                self._closed = True
+                self._adopted = self._source_transfer = None
+                self._transfers.clear()
+                self._closing.append(True)
+                self._finalizer()
 
     def __enter__(self) -> Publisher:
         return self
@@ -234,7 +250,16 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except WriterBusy:
+            if error is None:
+                raise
+            # The caller's own error tells more; the arena ends with the process.
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self.version}"
+        return f"<shmsync.Publisher {self._name!r}, {state}, slots={self._arena.slots}>"
 
     def __del__(self) -> None:
         if not self._closed and self._generation == _native.fork_generation():
@@ -248,9 +273,6 @@ class Publisher:
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
         if self._closed:
             raise ClosedError(f"arena {self._name!r} is closed; make a new Publisher")
-
-    def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._timeout if timeout is None else timeout)
 
     def _transfer(self, weights: Weights | None) -> Transfer:
         """The plan for this source: the one made before if nothing about it changed."""
@@ -287,22 +309,23 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) ->
     return Manifest.of(tensors, dtype=dtype, filtered=filter.filters)
 
 
-def _clean_up(name: str, fd: int, side: WriteSide) -> None:
+def _clean_up(name: str, fd: int, side: WriteSide, closing: list[bool]) -> None:
     """Without the Publisher, so that it can run after it: at close(), at collection, at exit."""
     side.writer.close()
     _segment.unlink(name, fd)
     os.close(fd)
     side.peers.close()
-    side.arena.release()
+    if closing or not side.lock.locked():  # else a daemon thread still copies while the process exits
+        side.arena.release()
 
 
-def _wanted(wait: Wait) -> tuple[bool, list[int] | None]:
+def _wanted(wait: Wait) -> tuple[bool, Wanted]:
     """Does it wait at all, and for whom: None is everybody."""
     if wait is None or wait == "all":
         return wait == "all", None
-    if isinstance(wait, (str, bytes)) or not all(isinstance(worker, int) for worker in wait):
+    if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is None, "all" or a list of worker indices, not {wait!r}')
-    return True, list(wait)
+    return True, [check_worker(worker) for worker in wait]
 
 
 def _check_arguments(
@@ -316,5 +339,4 @@ def _check_arguments(
         raise ValueError(f"arenas hold their weights in CPU memory in this version, not on {device}; use device='cpu'")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {dtype}")
-    if not timeout >= 0 or math.isnan(timeout):
-        raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
+    check_timeout(timeout)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,11 +14,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from . import _attach, _native
+from ._arguments import check_timeout, check_version, check_worker, deadline_after
 from ._process import Peers
 from ._read_path import Pinned, ReadPath
 from ._segment import Handle
 from .binding import bind_module
-from .errors import Poisoned, ProtocolError
+from .errors import ClosedError, Poisoned, ProtocolError
 from .stats import SubscriberStats
 
 Consistency = Literal["pinned", "optimistic", "live"]
@@ -64,27 +63,33 @@ class Subscriber(ReadPath):
     ) -> None:
         if consistency not in _CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
-        if worker is not None and not 0 <= worker < 1 << 31:
-            raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker}")
-        if not timeout >= 0 or math.isnan(timeout):
-            raise ValueError(f"timeout must be 0 or more seconds, not {timeout}")
+        if worker is not None:
+            check_worker(worker)
+        check_timeout(timeout)
+        if not isinstance(handle_or_name, (str, tuple)):
+            raise TypeError(f"pass pub.handle or the arena's name, not a {type(handle_or_name).__name__}")
         name, session = (handle_or_name, None) if isinstance(handle_or_name, str) else handle_or_name
         peers = Peers()
-        attached = _attach.attach(name, session, worker, timeout, peers)
-        super().__init__(attached, peers, _CONSISTENCIES[consistency], name, timeout)
-        self._consistency = consistency
-        self._finalizer = util.Finalize(self, _attach.Release(attached, peers), exitpriority=30)
-        self._arena.reader = weakref.ref(self)
         try:
+            attached = _attach.attach(name, session, worker, timeout, peers)
+        except BaseException:
+            peers.close()
+            raise
+        release = _attach.Release(attached, peers)
+        try:
+            super().__init__(attached, peers, _CONSISTENCIES[consistency], name, timeout)
+            self._consistency = consistency
+            self._finalizer = util.Finalize(self, release, exitpriority=30)
+            self._arena.reader = weakref.ref(self)
             self._first_version()
         except BaseException:
-            self.close()
+            release()
             raise
 
     def _first_version(self) -> None:
         """Apply what is there. A poisoned or closed gate is no reason not to attach: the next section will tell."""
         try:
-            self._refresh_slow()
+            self.refresh()
         except Poisoned:
             pass
 
@@ -172,8 +177,10 @@ class Subscriber(ReadPath):
         return self._pinned(fn, args, kwargs)
 
     def _pinned(self, fn: Callable[..., T], args: Any, kwargs: Any) -> T:
-        with self._exclusive(), self.read(timeout=Pinned(self._timeout)):
-            return fn(*args, **kwargs)
+        with self._exclusive():
+            self._forget()  # so that entering takes the slow path, which knows about Pinned
+            with self.read(timeout=Pinned(self._timeout)):
+                return fn(*args, **kwargs)
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
         """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
@@ -187,6 +194,10 @@ class Subscriber(ReadPath):
             out = _nested(targets)
         for leaf in self._arena.manifest.leaves:
             target = out.get(leaf.key)
+            if target is not None and self._arena.overlaps(target):
+                raise ValueError(
+                    f"{leaf.name} of out lies in the arena itself; nothing was written, pass memory of yours"
+                )
             if target is None or target.shape != leaf.shape or target.dtype != leaf.dtype:
                 raise ValueError(
                     f"{leaf.name} is {leaf.dtype} {leaf.shape} in the arena but "
@@ -217,13 +228,13 @@ class Subscriber(ReadPath):
         publisher would wait for this process in turn.
         """
         self._check()
-        if self._arena.slots == 1 and self._mine and self._consistency == "pinned" and self._latest < version:
+        if self._arena.slots == 1 and self._mine_and_pinned and self._latest < version:
             raise ProtocolError(
                 "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
                 "leave the section first, or use more slots",
                 version=version,
             )
-        return self._wait_for(version, time.monotonic() + (self._timeout if timeout is None else timeout))
+        return self._wait_for(check_version(version), deadline_after(timeout, self._timeout))
 
     def stats(self) -> SubscriberStats:
         """Counts since this subscriber was attached."""
@@ -233,19 +244,23 @@ class Subscriber(ReadPath):
         )
 
     def close(self) -> None:
-        """Give the row back. Tensors and bound modules keep their mapping, but nothing protects them any more."""
+        """Give the row back. Tensors of the arena stay readable, but nothing protects them any more; a module that was
+        bound with a guard raises ClosedError when it is called. Bind it to another arena, or deepcopy() it."""
         if self._closed:
             return
         if self._in_parent:  # forked: the row is the parent's
-            self._closed = True
             return
         if self._mine:
             raise ProtocolError("close() inside a read section of this Subscriber; leave the section first")
-        self._lock_slow(None)
-        self._closed = True
-        self._bindings.clear()
-        self._finalizer()
-        self._unlock()
+        try:
+            with self._exclusive():
+                self._retire()
+                try:
+                    self._bindings.clear()
+                finally:
+                    self._finalizer()
+        except ClosedError:
+            pass  # another thread was quicker
 
     def __enter__(self) -> Subscriber:
         return self
@@ -254,6 +269,10 @@ class Subscriber(ReadPath):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version {self._version} of {self._latest}"
+        return f"<shmsync.Subscriber of {self._name!r}, {state}, {self._consistency}>"
 
     def __del__(self) -> None:
         if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:

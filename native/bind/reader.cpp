@@ -1,10 +1,15 @@
 // ReadSide for Python: the lock around sections, nesting, and the section object.
 //
 // The common path (nothing new, nobody in the way) runs here. All else goes to Python through hooks of the
-// subclass: _lock_slow(timeout), _enter_slow(outcome, version, timeout).
+// subclass: _enter_slow(outcome, version, timeout), _refresh_slow().
+//
+// INV: whatever a hook raises, and wherever a signal lands in it, a pin without a section is dropped and the lock is
+//      given back. That is why taking and giving both are C++: Python code can be interrupted between two lines.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -39,7 +44,22 @@ class Reader {
 
   // One outermost section (or refresh) at a time; the owner thread may come again.
   void lock(nb::handle self, nb::handle timeout) {
-    if (!mutex.try_lock()) self.attr("_lock_slow")(timeout);
+    if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("_timeout") : timeout));
+    try {
+      check();  // it may have been closed while we waited
+      if (depth == 0 && !entering) thread = std::this_thread::get_id();
+      if (entering && depth == 0)
+        raise("ProtocolError",
+              "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
+    } catch (...) {
+      mutex.unlock();
+      throw;
+    }
+  }
+
+  void unlock() {
+    if (depth == 0) side.drop();
+    mutex.unlock();
   }
 
   void enter(nb::handle self, nb::handle version, nb::handle timeout) {
@@ -47,16 +67,18 @@ class Reader {
     lock(self, timeout);
     try {
       if (depth > 0) {
-        if (!version.is_none() && nb::cast<std::uint64_t>(version) != version_of(side.held()))
+        if (!version.is_none() && !version.equal(nb::int_(version_of(side.held()))))
           raise("ProtocolError", "a section of this Subscriber is open at another version; leave it first");
       } else {
         const Enter outcome = version.is_none() ? side.try_enter() : Enter::gated;
-        if (outcome != Enter::same) self.attr("_enter_slow")(static_cast<int>(outcome), version, timeout);
-        thread = std::this_thread::get_id();
+        if (outcome != Enter::same) {
+          const Entering mark(entering);
+          self.attr("_enter_slow")(static_cast<int>(outcome), version, timeout);
+        }
       }
       ++depth;
     } catch (...) {
-      mutex.unlock();
+      unlock();
       throw;
     }
   }
@@ -78,8 +100,25 @@ class Reader {
 
   bool refresh(nb::handle self) {
     check();
-    if (side.unchanged()) return false;
-    return nb::cast<bool>(self.attr("_refresh_slow")());
+    if (side.unchanged() || inside()) return false;
+    lock(self, nb::none());
+    try {
+      const Entering mark(entering);
+      const bool moved = nb::cast<bool>(self.attr("_refresh_slow")());
+      unlock();
+      return moved;
+    } catch (...) {
+      unlock();
+      throw;
+    }
+  }
+
+  // Does the calling thread have a section open, or is it on its way into one?
+  bool inside() const { return (depth > 0 || entering) && thread == std::this_thread::get_id(); }
+
+  void close() {
+    closed = true;
+    side.retire();
   }
 
   bool aliases(nb::handle tensor) const {
@@ -88,9 +127,13 @@ class Reader {
     if (describe(tensor.ptr(), t))
       address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
     else if (nb::cast<bool>(tensor.attr("is_cpu")) &&
-             tensor.attr("layout").is(nb::module_::import_("torch").attr("strided")))
-      address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
-    else
+             tensor.attr("layout").is(nb::module_::import_("torch").attr("strided"))) {
+      try {
+        address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
+      } catch (nb::python_error&) {
+        return false;  // no storage of its own: a tensor under vmap, grad or functionalisation
+      }
+    } else
       return false;
     return address >= slab_begin && address < slab_end;
   }
@@ -99,6 +142,31 @@ class Reader {
   bool in_parent() const { return generation_ != fork_generation(); }
 
  private:
+  // Holds the lock when it returns: no Python code runs after the lock was taken.
+  void wait_for_lock(double seconds) {
+    if (!(seconds >= 0)) throw nb::value_error("timeout must be 0 or more seconds");
+    using Clock = std::chrono::steady_clock;
+    const auto start = Clock::now();
+    for (;;) {
+      const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
+      {
+        nb::gil_scoped_release release;
+        if (mutex.try_lock_for(std::chrono::duration<double>(std::clamp(left, 0.0, 0.05)))) return;
+      }
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      if (left <= 0)
+        raise("WriterBusy",
+              "another thread kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+              "parallel");
+    }
+  }
+
+  struct Entering {
+    explicit Entering(bool& flag) : flag(flag) { flag = true; }
+    ~Entering() { flag = false; }
+    bool& flag;
+  };
+
   ReaderTable table_;
   std::uint32_t row_;
   std::uint64_t generation_ = fork_generation();
@@ -106,10 +174,23 @@ class Reader {
  public:
   ReadSide side;
   std::recursive_timed_mutex mutex;
-  std::thread::id thread;
+  std::thread::id thread;  // that took the lock last
   int depth = 0;
+  bool entering = false;  // a hook is at work
   bool closed = false;
   std::uintptr_t slab_begin = 0, slab_end = 0;
+};
+
+// `with reader._exclusive():` the lock without a section.
+class Exclusive {
+ public:
+  explicit Exclusive(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
+  void enter() { reader_->lock(owner_, nb::none()); }
+  void exit() { reader_->unlock(); }
+
+ private:
+  nb::object owner_;
+  Reader* reader_;
 };
 
 class Section {
@@ -157,6 +238,12 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("weights", &Section::weights, nb::sig("def weights(self) -> tensordict.TensorDictBase"),
                    "The weights, zero-copy.");
 
+  nb::class_<Exclusive>(m, "Exclusive", "Holds a Subscriber's re-entrant lock.")
+      .def("__enter__", [](Exclusive& e) { e.enter(); })
+      .def(
+          "__exit__", [](Exclusive& e, nb::handle, nb::handle, nb::handle) { e.exit(); }, "exc_type"_a.none(),
+          "exc"_a.none(), "traceback"_a.none());
+
   nb::class_<Reader>(m, "Reader", "The reader's side of the protocol; base of Subscriber.", nb::is_weak_referenceable())
       .def(nb::init<Control&, std::uint32_t, std::uint64_t, std::uint32_t>(), "control"_a, "row"_a, "me"_a,
            "consistency"_a, nb::keep_alive<1, 2>())
@@ -179,13 +266,8 @@ void bind_reader(nb::module_& m) {
           nb::sig("def refresh(self) -> bool"),
           "Move to the newest version and ack it. False when nothing is new, and inside a section.")
       .def(
-          "_lock_for",
-          [](Reader& r, double seconds) {
-            nb::gil_scoped_release release;
-            return r.mutex.try_lock_for(std::chrono::duration<double>(seconds));
-          },
-          "seconds"_a)
-      .def("_unlock", [](Reader& r) { r.mutex.unlock(); })
+          "_exclusive", [](nb::handle self) { return Exclusive(nb::borrow(self)); },
+          nb::sig("def _exclusive(self) -> Exclusive"))
       .def(
           "_try_enter",
           [](Reader& r, bool pinned) {
@@ -221,8 +303,10 @@ void bind_reader(nb::module_& m) {
           },
           "begin"_a, "end"_a)
       .def_prop_ro("_row", &Reader::row)
-      .def_prop_ro("_depth", [](const Reader& r) { return r.depth; })
       .def_prop_ro("_mine", [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id(); })
+      .def_prop_ro(
+          "_mine_and_pinned",
+          [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id() && r.side.pinned(); })
       .def_prop_ro("_held", [](const Reader& r) { return r.side.held(); })
       .def_prop_ro("_latest", [](const Reader& r) { return r.side.latest(); })
       .def_prop_ro("_last_words", [](const Reader& r) { return r.side.last_words(); })
@@ -231,8 +315,8 @@ void bind_reader(nb::module_& m) {
           "_counts", [](const Reader& r) { return nb::make_tuple(r.side.reads(), r.side.torn(), r.side.retries()); },
           nb::sig("def _counts(self) -> tuple[int, int, int]"))
       .def_prop_ro("_in_parent", &Reader::in_parent)
-      .def_prop_rw(
-          "_closed", [](const Reader& r) { return r.closed; }, [](Reader& r, bool closed) { r.closed = closed; });
+      .def("_retire", &Reader::close)
+      .def_prop_ro("_closed", [](const Reader& r) { return r.closed; });
 }
 
 }  // namespace shmsync::bind

@@ -19,11 +19,53 @@ class Writer : public PublicationWriter {
                           control.reply(), me) {}
 };
 
-bool begin(Writer& writer) { return writer.begin() == Begin::ready; }
+bool begin(Writer& writer) {
+  if (!writer.may_wait_for_readers()) return writer.begin() == Begin::ready;
+  nb::gil_scoped_release release;  // a reader that waits for its turn may be a thread of this process
+  return writer.begin() == Begin::ready;
+}
 
 bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
   nb::gil_scoped_release release;
   return writer.wait_begin(Nanoseconds(timeout_ns)) == Begin::ready;
+}
+
+// The writer's lock: it refuses instead of waiting. In C++ because a signal may land between any two lines of Python,
+// and a lock that nobody knows to hold is held for ever.
+class WriterLock {
+ public:
+  void acquire(nb::handle holder) {
+    if (holder_.is_valid()) {
+      nb::object error = nb::module_::import_("shmsync.errors")
+                             .attr("WriterBusy")(
+                                 "another publish() or update() of this Publisher is under way; let it "
+                                 "finish first");
+      PyErr_SetObject(error.type().ptr(), error.ptr());
+      throw nb::python_error();
+    }
+    holder_ = nb::borrow(holder);
+  }
+  bool held_by(nb::handle holder) const { return holder_.is(holder); }
+  // Does nothing when somebody else holds it, so that cleaning up twice is safe.
+  void release(nb::handle holder) {
+    if (held_by(holder)) holder_ = nb::object();
+  }
+  bool locked() const { return holder_.is_valid(); }
+
+ private:
+  nb::object holder_;
+};
+
+// A context manager whose Python half may be interrupted anywhere: _recover() then puts things right.
+class Scope {};
+
+nb::object scope_call(nb::handle self, const char* half, nb::handle argument) {
+  try {
+    return argument.is_valid() ? self.attr(half)(argument) : self.attr(half)();
+  } catch (nb::python_error&) {
+    self.attr("_recover")();
+    throw;
+  }
 }
 
 using Rows = std::vector<std::tuple<std::uint32_t, std::uint64_t>>;
@@ -44,6 +86,31 @@ Rows wait_acks(Writer& writer, std::uint64_t version, const Rows& rows, std::int
 }  // namespace
 
 void bind_writer(nb::module_& m) {
+  nb::class_<WriterLock>(m, "WriterLock", "Refuses instead of waiting; knows its holder.")
+      .def(nb::init<>())
+      .def("acquire", &WriterLock::acquire, "holder"_a, "Raises WriterBusy when somebody holds it.")
+      .def("held_by", &WriterLock::held_by, "holder"_a)
+      .def("release", &WriterLock::release, "holder"_a, "Does nothing when somebody else holds it.")
+      .def("locked", &WriterLock::locked)
+      .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
+      .def(
+          "__exit__",
+          [](nb::handle self, nb::handle, nb::handle, nb::handle) { nb::inst_ptr<WriterLock>(self)->release(self); },
+          "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none());
+
+  nb::class_<Scope>(m, "Scope", "Calls _enter() and _exit(failed) of its subclass, and _recover() if they raise.")
+      .def(nb::init<>())
+      .def(
+          "__enter__", [](nb::handle self) { return scope_call(self, "_enter", nb::handle()); },
+          nb::sig("def __enter__(self) -> tensordict.TensorDictBase"))
+      .def(
+          "__exit__",
+          [](nb::handle self, nb::handle type, nb::handle, nb::handle) {
+            scope_call(self, "_exit", nb::bool_(!type.is_none()));
+          },
+          "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none(),
+          nb::sig("def __exit__(self, exc_type: object, exc: object, traceback: object) -> None"));
+
   nb::class_<Writer>(m, "Writer", "The writer's side of the protocol. Calls are not thread-safe: hold a lock.")
       .def(nb::init<Control&, std::uint64_t>(), "control"_a, "me"_a, nb::keep_alive<1, 2>())
       .def("begin", &begin, "Close the gate (slots = 1) and look for a slot once. True: write slot.")

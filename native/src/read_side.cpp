@@ -24,7 +24,7 @@ ReadSide::ReadSide(const PublicationLine& line, const SlotLine* slots, std::uint
       consistency_(consistency) {}
 
 Enter ReadSide::try_enter(Consistency consistency) {
-  if (row_.owner.load(std::memory_order_relaxed) != me_) return Enter::evicted;
+  if (!owns_row()) return Enter::evicted;
   entered_as_ = consistency;
   switch (consistency) {
     case Consistency::pinned:
@@ -126,8 +126,17 @@ bool ReadSide::leave() {
   return torn;
 }
 
+void ReadSide::drop() {
+  if (owns_row() && row_.pin.load(std::memory_order_relaxed) != 0) unpin();
+}
+
+void ReadSide::retire() {
+  drop();
+  retired_ = true;
+}
+
 void ReadSide::unpin() {
-  if (row_.owner.load(std::memory_order_relaxed) != me_) return;  // evicted: the pin there is our successor's
+  if (!owns_row()) return;  // evicted: the pin there is our successor's
   // SYNC pin.release: release; pairs with slot_is_free(). Our loads of the slot happened before the writer's stores.
   row_.pin.store(0, std::memory_order_release);
   wake_writer(line_, reply_);

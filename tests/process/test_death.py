@@ -20,6 +20,7 @@ from workers import (
     attach,
     begin_update,
     bytes_of,
+    create_and_stall,
     detach,
     enter,
     holders,
@@ -245,7 +246,7 @@ def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(start, slots):
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
         call = Call(pub.publish, stamped(slots + 1))
-        until(lambda: pub._side._lock.locked())
+        until(lambda: pub._side.lock.locked())
         call.join(0.2)
         assert call.is_alive()
         reader.kill()
@@ -373,7 +374,7 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(start):
         assert worker.call(look) == (2, 2, 2)
         worker.call(detach)
         side = pub._side
-        wait_for_acks(side.writer, pub._arena.control, side.peers, version, [4], for_ever, side._me)
+        wait_for_acks(side.writer, pub._arena.control, side.peers, version, [4], for_ever, side._me, {})
 
 
 def test_named_worker_that_left_without_an_ack_is_late(start):
@@ -828,3 +829,35 @@ def test_reader_table_layout_is_where_these_tests_think(start):
             owner, pin, acked, _want, worker = struct.unpack("<QQQIi", file.read(32))
         assert owner >> 42 == reader.pid
         assert (pin, acked, worker) == ((1 << 8) + 1, 1, 9)
+
+
+# ---- found by review
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_named_worker_killed_inside_its_section_is_reported(start, slots):
+    """The wait for its pin takes its row; the wait for its ack must still know of it."""
+    victim = start()
+    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+        victim.call(attach, pub.handle, worker=7)
+        victim.call(enter)
+        for v in range(2, slots + 1):
+            pub.publish(stamped(v))
+        call = Call(pub.publish, stamped(slots + 1), wait=[7])
+        until(lambda: pub._side.lock.locked())
+        victim.kill()
+        with pytest.raises(shmsync.WorkerDied) as caught:
+            call.result()
+        assert caught.value.missing == [7]
+        assert pub.version == slots + 1
+
+
+def test_attaching_to_an_arena_whose_creator_died_does_not_wait_for_ever(start, name):
+    victim = start()
+    victim.start(create_and_stall, name)
+    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
+    victim.kill()
+    with pytest.raises(shmsync.WriterDied):
+        shmsync.Subscriber(name, timeout=for_ever)
+    with shmsync.Publisher(stamped(1), name=name) as pub:  # sweeps it
+        assert shmsync.Subscriber(pub.handle).close() is None

@@ -249,6 +249,14 @@ def bytes_of(weights):
 # ---- a worker as publisher
 
 
+def create_and_stall(state, name):
+    """A publisher in the middle of its first copy."""
+    from shmsync import publisher
+
+    publisher.Publisher.publish = lambda self: time.sleep(10**6)
+    shmsync.Publisher(stamped(1), name=name)
+
+
 def run_source(state, source):
     exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
 

@@ -272,3 +272,78 @@ def test_a_module_on_the_meta_device_gets_its_weights_from_the_arena(publisher, 
     assert torch.equal(worker(x), trainer(x))
     assert worker[0].weight is worker[2].weight is weight
     assert weight.data_ptr() == sub.weights["0", "weight"].data_ptr()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_binding_outlives_the_container_that_was_passed(publisher, subscriber, guard):
+    pi, v = nn.Linear(2, 2), nn.Linear(2, 2)
+    trainer = nn.ModuleDict({"pi": nn.Linear(2, 2), "v": nn.Linear(2, 2)})
+    pub = publisher(trainer, slots=2)
+    sub = subscriber(pub)
+    sub.bind(nn.ModuleDict({"pi": pi, "v": v}), guard=guard)
+    gc.collect()
+    for _ in range(4):
+        step(trainer)
+        pub.publish()
+        with sub.read():
+            assert torch.equal(pi.weight, trainer["pi"].weight)
+
+
+@torch.no_grad()
+def test_binding_again_moves_the_module_to_the_new_arena(publisher, subscriber):
+    first, second, module = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    old, new = publisher(first, slots=2), publisher(second, slots=2)
+    x = torch.ones(1, 2)
+    with shmsync.Subscriber(old.handle) as sub:
+        sub.bind(module)
+        subscriber(new).bind(module)
+        step(first)
+        old.publish()
+        sub.refresh()  # the old arena moves it no more
+        assert torch.equal(module(x), second(x))
+    assert torch.equal(module(x), second(x))
+
+
+def test_a_part_of_a_bound_module_cannot_be_bound_elsewhere(publisher, subscriber):
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    subscriber(publisher(copy.deepcopy(whole))).bind(whole)
+    with pytest.raises(shmsync.ProtocolError, match="bound already"):
+        subscriber(publisher(nn.Linear(2, 2))).bind(whole[0])
+
+
+def test_tied_parameters_cannot_show_two_places(publisher, subscriber):
+    untied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(shmsync.ManifestMismatch, match="separate in the arena but one tensor in the module"):
+        subscriber(publisher(untied)).bind(tied)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [1, 2])
+def test_parameters_that_left_the_arena_come_back_with_the_next_version(publisher, subscriber, slots):
+    trainer, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    pub = publisher(trainer, slots=slots)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    worker.double().float()
+    step(trainer)
+    pub.publish()
+    x = torch.ones(1, 2)
+    assert torch.equal(worker(x), trainer(x))
+
+
+@torch.no_grad()
+def test_a_bound_module_under_vmap(publisher, subscriber):
+    trainer, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    subscriber(publisher(trainer)).bind(worker)
+    x = torch.randn(5, 2)
+    assert torch.allclose(torch.vmap(worker)(x), trainer(x))
+
+
+def test_what_is_no_eager_module_is_a_type_error(publisher, subscriber):
+    sub = subscriber(publisher(nn.Linear(2, 2)))
+    for wrong in (torch.jit.script(nn.Linear(2, 2)), {"weight": torch.zeros(2, 2)}):
+        with pytest.raises(TypeError, match="eager"):
+            sub.bind(wrong)

@@ -16,7 +16,7 @@ PACKAGE = Path(shmsync.__file__).parent
 LAYERS = [
     {"errors"},
     {"_native"},
-    {"_process", "_memory"},
+    {"_process", "_memory", "_arguments"},
     {"_slab", "_segment"},
     {"manifest"},
     {"_weights", "stats"},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 
 import pytest
 import torch
@@ -336,3 +338,164 @@ def test_an_unclosed_publisher_is_loud():
     pub = shmsync.Publisher({"t": torch.ones(1)})
     with pytest.warns(ResourceWarning, match="not closed"):
         del pub
+
+
+def test_tied_leaves_with_different_values_are_refused(publisher, subscriber):
+    shared = torch.zeros(3)
+    pub = publisher({"a": shared, "b": shared})
+    sub = subscriber(pub)
+    with pytest.raises(shmsync.ManifestMismatch, match="a and b are one tensor in the arena"):
+        pub.publish({"a": torch.ones(3), "b": torch.full((3,), 7.0)})
+    assert pub.version == 1
+    source = {"a": torch.ones(3), "b": torch.ones(3)}  # equal values are fine, each time anew
+    pub.publish(source)
+    source["b"][0] = 5
+    with pytest.raises(shmsync.ManifestMismatch):
+        pub.publish(source)
+    assert (sub.snapshot().weights["b"] == 1).all()
+
+
+def test_publishing_a_poisoned_arena_into_itself_repairs_nothing(publisher):
+    pub = publisher({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="half way"), pub.update() as weights:
+        weights["w"][0] = 1
+        raise ValueError("half way")
+    with pytest.raises(shmsync.Poisoned):
+        pub.publish(pub.weights)
+    assert pub.publish() == 2
+
+
+def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(3)})
+    subscriber(pub, worker=0)
+    with pytest.raises(shmsync.AckTimeout):
+        pub.publish(wait=(index for index in [0]), timeout=0.05)
+    for wrong in (5, "everybody", [-1], ["0"], [True]):
+        with pytest.raises(ValueError, match="wait is|worker is"):
+            pub.publish(wait=wrong)
+    for wrong in (-1, math.nan, "x"):
+        with pytest.raises(ValueError, match="timeout"):
+            pub.publish(timeout=wrong)
+        with pytest.raises(ValueError, match="timeout"):
+            pub.update(timeout=wrong)
+    assert pub.version == 2
+
+
+def test_the_body_of_update_does_not_eat_the_workers_time(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(3)}, slots=2)
+    sub = subscriber(pub, worker=0)
+
+    def apply():
+        sub.wait_version(2)
+        sub.refresh()
+
+    worker = threading.Thread(target=apply)
+    with pub.update(wait=[0], timeout=5.0):
+        pub._side.counts.publish.add(0.0)
+        time.sleep(0.2)
+        worker.start()
+    worker.join()
+    assert sub.version == 2
+
+
+def test_a_publish_that_gives_nothing_is_refused(publisher):
+    pub = publisher(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), exclude="1.*")
+    for nothing in ({}, {"1.bias": torch.zeros(2)}):
+        with pytest.raises(shmsync.ManifestMismatch, match="none of the arena's leaves"):
+            pub.publish(nothing)
+    assert pub.version == 1
+
+
+def test_a_scripted_module_can_be_published(publisher, subscriber):
+    module = torch.jit.script(nn.Linear(2, 2))
+    pub = publisher(module)
+    with torch.no_grad():
+        module.weight.fill_(4)
+    pub.publish()
+    assert (subscriber(pub).weights["weight"] == 4).all()
+
+
+def test_a_failing_close_still_ends_the_arena(publisher, monkeypatch):
+    module = nn.Linear(2, 2)
+    pub = publisher(module)
+    pub.adopt(module)
+
+    def no_memory():
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(pub._adopted, "give_back", no_memory)
+    with pytest.raises(RuntimeError, match="no memory"):
+        pub.close()
+    with pytest.raises(shmsync.ArenaNotFound):
+        shmsync.Subscriber(pub.handle)
+
+
+def test_an_error_in_the_body_is_not_hidden_by_a_busy_writer():
+    pub = shmsync.Publisher({"w": torch.zeros(3)})
+    update = pub.update()
+    with pytest.raises(ZeroDivisionError), pub:
+        update.__enter__()
+        raise ZeroDivisionError
+    update.__exit__(None, None, None)
+    pub.close()
+
+
+# ---- adopt
+
+
+def test_adopting_never_casts_the_trainers_parameters(publisher):
+    module = nn.Linear(2, 2)
+    pub = publisher(module, dtype=torch.bfloat16)
+    with pytest.raises(shmsync.ManifestMismatch, match="cast"):
+        pub.adopt(module)
+    assert module.weight.dtype == torch.float32
+
+
+def test_the_optimizer_of_another_module_is_refused(publisher):
+    module = nn.Linear(2, 2)
+    pub = publisher(module)
+    with pytest.raises(ValueError, match="none of them"):
+        pub.adopt(module, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    pub.adopt(module)
+
+
+def test_adopted_parameters_that_were_taken_out_go_in_again(publisher, subscriber):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module, optimizer)
+    module.half().float()
+    module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(sub.snapshot().weights["weight"], module.weight)
+    module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(sub.snapshot().weights["weight"], module.weight)
+    module.half()
+    with pytest.raises(shmsync.ManifestMismatch, match="another shape, dtype"), pub.update():
+        pass
+
+
+def test_buffers_of_an_adopted_module_belong_to_the_version_they_were_made_in(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+    with pub.update(), torch.no_grad():
+        module(torch.randn(8, 3))
+    assert torch.equal(sub.snapshot().weights["1", "running_mean"], module[1].running_mean)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_scheduler_made_after_adopting_sees_the_steps(publisher):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(2):
+        module.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        scheduler.step()
+    assert (pub.version, scheduler.get_last_lr()) == (3, [0.25])

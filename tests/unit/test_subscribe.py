@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -312,3 +313,47 @@ def test_errors_keep_their_fields_across_processes():
 
     error = pickle.loads(pickle.dumps(shmsync.AckTimeout("late", version=3, missing=[1])))
     assert (type(error), str(error), error.version, error.missing) == (shmsync.AckTimeout, "late", 3, [1])
+
+
+def test_a_snapshot_into_the_arena_itself_is_refused(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(4)})
+    sub = subscriber(pub)
+    for out in (pub.weights, sub.weights):
+        with pytest.raises(ValueError, match="lies in the arena itself"):
+            sub.snapshot(out)
+
+
+def test_versions_are_whole_numbers(publisher, subscriber):
+    sub = subscriber(publisher({"w": torch.zeros(4)}))
+    for wrong in (-1, 1.5, "2", True):
+        with pytest.raises(ValueError, match="version"):
+            sub.wait_version(wrong)
+        with pytest.raises(ValueError, match="version"), sub.read(version=wrong):
+            pass
+
+
+def test_refused_attaches_leave_no_descriptor(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(4)}, max_readers=1)
+    subscriber(pub)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(shmsync.ReaderTableFull):
+            shmsync.Subscriber(pub.handle)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_fourth_attempt_of_run_is_pinned(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(4)}, slots=2)
+    sub = subscriber(pub, consistency="optimistic")
+    pinned = []
+
+    def look():
+        sub_pinned = pub.readers()[0].pinned
+        pinned.append(sub_pinned)
+        if sub_pinned is None:
+            pub.publish()
+            pub.publish()  # tears this call's slot
+        return sub_pinned
+
+    assert sub.run(look) is not None
+    assert pinned[:3] == [None, None, None]

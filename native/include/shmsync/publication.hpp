@@ -31,6 +31,8 @@ class PublicationWriter {
 
   // Slots = 1: closes the gate. Then looks once whether a slot is free to write; marks it if so.
   Begin begin();
+  // Slots = 1: will begin() give waiting readers a turn first?
+  bool may_wait_for_readers() { return slot_count_ == 1 && !gate_closed_ && somebody_has_a_turn(); }
   // The same, and waits for a slot, at most `timeout` (capped at kSlice).
   Begin wait_begin(Nanoseconds timeout);
   // Who is in the way, after `busy`.

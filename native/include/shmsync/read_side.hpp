@@ -39,10 +39,13 @@ class ReadSide {
   void forget();                   // what was applied may be torn: the next entry moves again
   bool torn_so_far() const;        // inside a section: have the bytes changed since it began?
   bool leave();                    // true: the section was torn
+  void drop();                     // give up a pin that became no section
+  void retire();                   // the row goes back: never touch it again, another Subscriber may have it next
   bool wait(Nanoseconds timeout);  // for `current` or the state to change, at most one slice
   // Waits for `version` to be published, at most one slice. True when it is there.
   bool wait_version(std::uint64_t version, Nanoseconds timeout);
 
+  bool pinned() const { return entered_as_ == Consistency::pinned; }
   std::uint64_t held() const { return held_; }  // packed `current` of the section
   std::uint64_t latest() const { return version_of(current()); }
   // SYNC state: acquire; pairs with the publication's stores of it.
@@ -67,6 +70,7 @@ class ReadSide {
   Enter entered(std::uint64_t current);
   Enter refused();
   void unpin();
+  bool owns_row() const { return !retired_ && row_.owner.load(std::memory_order_relaxed) == me_; }
   // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
   std::uint64_t current() const { return line_.current.load(std::memory_order_acquire); }
   // SYNC notify.bump: acquire; pairs with announce(). A later load of `current` finds what was announced.
@@ -85,6 +89,7 @@ class ReadSide {
   std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0
   std::uint32_t seen_notify_ = 0;
   bool wants_ = false;
+  bool retired_ = false;
   std::uint64_t reads_ = 0;
   std::uint64_t torn_ = 0;
   std::uint64_t retries_ = 0;

@@ -1,0 +1,183 @@
+"""A signal handler that raises, at any moment: nothing stays locked, pinned or shut. And a close() beside a publish."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+
+
+class Interrupt(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupted(action, rounds):
+    """Run `action` that often, each time with an alarm that goes off somewhere in it, or soon after."""
+
+    def handler(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    chance = random.Random(0)
+    try:
+        for _ in range(rounds):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 60e-6))
+                action()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
+    source = {"w": torch.zeros(64)}
+    pub = publisher(source, slots=slots)
+    sub = subscriber(pub)
+
+    def update():
+        with pub.update() as weights:
+            weights["w"].add_(1)
+
+    def either():
+        if pub._side.writer.poisoned:
+            pub.publish(source)
+        else:
+            update()
+            pub.publish()
+
+    for _ in range(slots + 1):
+        either()  # makes the TensorDicts of each slot: tensordict turns an interrupt in there into an error of its own
+    with interrupted(either, 3000):
+        pub.publish(source)
+        with sub.read() as section:
+            assert (section.weights["w"] == 0).all()
+        assert not pub._side.lock.locked()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_interrupted_reader_holds_nobody_up(publisher, subscriber, slots):
+    pub = publisher({"w": torch.zeros(64)}, slots=slots, timeout=5.0)
+    sub = subscriber(pub)
+    module = sub.bind(nn.ParameterDict({"w": nn.Parameter(torch.ones(64), requires_grad=False)}), guard=False)
+
+    def use():
+        pub.publish()
+        with sub.read():
+            pass
+        pub.publish()
+        sub.refresh()
+
+    for _ in range(slots + 1):
+        use()
+        assert len(sub.weights.keys()) == 1  # as above
+    with interrupted(use, 3000):
+        for value in range(1, 6):
+            pub.publish({"w": torch.full((64,), float(value))})
+            assert pub.readers()[0].pinned is None
+            with sub.read() as section:
+                assert (section.weights["w"] == value).all()
+                assert (module["w"] == value).all()
+
+
+def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publisher, subscriber, monkeypatch):
+    pub = publisher({"w": torch.zeros(4)}, slots=2)
+    sub = subscriber(pub)
+    move = type(sub)._move
+    seen = []
+
+    def handler_lands_here(self):
+        seen.append(self.refresh())
+        with pytest.raises(shmsync.ProtocolError, match="middle of its own entry"), self.read():
+            pass
+        move(self)
+
+    monkeypatch.setattr(type(sub), "_move", handler_lands_here)
+    pub.publish()
+    with sub.read():
+        assert pub.readers()[0].pinned == 2
+    assert seen == [False]
+
+
+def test_a_reader_thread_beside_the_trainer_gets_its_turn(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(64)})
+    sub = subscriber(pub, timeout=60.0)
+    done = threading.Event()
+
+    def train():
+        while not done.is_set():
+            pub.publish()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        for _ in range(100):
+            sub.snapshot()
+    finally:
+        done.set()
+        trainer.join()
+
+
+def test_close_beside_a_publish_of_another_thread(publisher):
+    for _ in range(20):
+        pub = publisher({"w": torch.zeros(1 << 16)})
+        started = threading.Event()
+        ended = []
+
+        def train(pub=pub, started=started, ended=ended):
+            try:
+                while True:
+                    pub.publish()
+                    started.set()
+                    time.sleep(0)  # lets close() come between two publishes
+            except (shmsync.ClosedError, shmsync.WriterBusy) as error:
+                ended.append(error)
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        started.wait()
+        while True:
+            try:
+                pub.close()
+                break
+            except shmsync.WriterBusy:
+                time.sleep(1e-4)
+        trainer.join()
+        assert isinstance(ended[0], shmsync.ClosedError)
+
+
+def test_readers_may_be_asked_for_in_another_thread(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(4)})
+    subscriber(pub)
+    done = threading.Event()
+    failed = []
+
+    def watch():
+        while not done.is_set():
+            try:
+                pub.readers()
+            except Exception as error:
+                failed.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(300):
+        pub._side.peers.alive(pub._side._me)
+        pub._side.peers.keep_only(set())
+    done.set()
+    watcher.join()
+    assert failed == []
