@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import time
+from numbers import Integral, Real  # numpy's numbers are among them
 
 
 def check_timeout(timeout: float) -> float:
     """Seconds, 0 or more; math.inf waits for ever."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout) or timeout < 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real) or math.isnan(timeout) or timeout < 0:
         raise ValueError(f"timeout must be 0 or more seconds (math.inf waits for ever), not {timeout!r}")
-    return timeout
+    return float(timeout)
 
 
 def check_version(version: int) -> int:
     """Versions count from 1."""
-    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 55:
+    if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version < 1 << 55:
         raise ValueError(f"a version is a whole number, 0 or more, not {version!r}")
-    return version
+    return int(version)
 
 
 def check_worker(worker: int) -> int:
     """The index by which a publisher names a subscriber."""
-    if isinstance(worker, bool) or not isinstance(worker, int) or not 0 <= worker < 1 << 31:
+    if isinstance(worker, bool) or not isinstance(worker, Integral) or not 0 <= worker < 1 << 31:
         raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker!r}")
-    return worker
+    return int(worker)
 
 
 def deadline_after(timeout: float | None, default: float) -> float:

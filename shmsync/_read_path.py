@@ -51,7 +51,8 @@ class ReadPath(_native.Reader):
         deadline = deadline_after(timeout, self._timeout)
         pinned = isinstance(timeout, Pinned)
         if version is not None:
-            self._wait_for(check_version(version), deadline)
+            version = check_version(version)
+            self._wait_for(version, deadline)
         if version is not None or pinned:
             outcome = self._leave_if_entered(outcome, pinned)
         waited = False

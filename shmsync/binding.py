@@ -120,13 +120,13 @@ def bind_module(
     problems = problems or tied_apart(tensors, arena, "module")
     if problems:
         raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
+    binding = Binding(original, arena, tensors, buffers)
+    _take_over(module, binding.owners())  # the last that can refuse
     for key, tensor in tensors.items():
         if tensor.device.type == "meta":  # a tied one was swapped with its first key
             _materialise(tensor, meta[key])
         elif not isinstance(tensor, nn.Parameter):
             tensor.data = tensor.data.clone()  # private, whatever it was before: forward passes write buffers
-    binding = Binding(original, arena, tensors, buffers)
-    _take_over(module, binding.owners())
     if guard:
         module.forward = Guard(module, module.forward, subscriber, clone_outputs)
     for owner in binding.owners():
@@ -137,17 +137,21 @@ def bind_module(
 def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
     """Take submodules back from whoever bound them before: two would take turns in moving their tensors."""
     previous = {ref() for owner in owners if (ref := _bound_to.get(owner)) is not None}
-    for subscriber in previous:
-        if subscriber is None:
-            continue
-        for old in list(subscriber._bindings):
-            if shared := old.owners() & owners:
-                if old.owners() - owners:
-                    raise ProtocolError(
-                        f"{len(shared)} submodule(s) of this module are bound already, as part of a larger one; bind "
-                        "the larger one again, or a fresh copy of this one"
-                    )
-                subscriber._bindings.remove(old)
+    overlapping = [
+        (subscriber, old)
+        for subscriber in previous
+        if subscriber is not None
+        for old in subscriber._bindings
+        if old.owners() & owners
+    ]
+    for _, old in overlapping:
+        if old.owners() - owners:
+            raise ProtocolError(
+                f"{len(old.owners() & owners)} submodule(s) of this module are bound already, as part of a larger one; "
+                "bind the larger one again, or a fresh copy of this one"
+            )
+    for subscriber, old in overlapping:
+        subscriber._bindings.remove(old)
     for child in module.modules():
         guard = child.__dict__.get("forward")
         if isinstance(guard, Guard):

@@ -66,9 +66,9 @@ class Publisher:
         timeout: float = 10.0,
     ) -> None:
         self._closed = True  # until all of it is there; __del__ may run before
-        _check_arguments(slots, max_readers, device, dtype, timeout)
+        _check_arguments(slots, max_readers, device, dtype)
         self._name = _segment.new_name() if name is None else _segment.check_name(name)
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         self._any_device = device is not None
         self._source = weights
         self._filter = Filter.of(include, exclude)
@@ -321,15 +321,17 @@ def _clean_up(name: str, fd: int, side: WriteSide, closing: list[bool]) -> None:
 
 def _wanted(wait: Wait) -> tuple[bool, Wanted]:
     """Does it wait at all, and for whom: None is everybody."""
-    if wait is None or wait == "all":
-        return wait == "all", None
+    if wait is None:
+        return False, None
+    if isinstance(wait, str) and wait == "all":
+        return True, None
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is None, "all" or a list of worker indices, not {wait!r}')
     return True, [check_worker(worker) for worker in wait]
 
 
 def _check_arguments(
-    slots: int, max_readers: int, device: torch.device | str | None, dtype: torch.dtype | None, timeout: float
+    slots: int, max_readers: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> None:
     if not 1 <= slots <= _native.MAX_SLOTS:
         raise ValueError(f"slots must be 1 to {_native.MAX_SLOTS}, not {slots}")
@@ -339,4 +341,3 @@ def _check_arguments(
         raise ValueError(f"arenas hold their weights in CPU memory in this version, not on {device}; use device='cpu'")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {dtype}")
-    check_timeout(timeout)

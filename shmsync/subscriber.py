@@ -64,8 +64,8 @@ class Subscriber(ReadPath):
         if consistency not in _CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
         if worker is not None:
-            check_worker(worker)
-        check_timeout(timeout)
+            worker = check_worker(worker)
+        timeout = check_timeout(timeout)
         if not isinstance(handle_or_name, (str, tuple)):
             raise TypeError(f"pass pub.handle or the arena's name, not a {type(handle_or_name).__name__}")
         name, session = (handle_or_name, None) if isinstance(handle_or_name, str) else handle_or_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -357,3 +358,14 @@ def test_the_fourth_attempt_of_run_is_pinned(publisher, subscriber):
 
     assert sub.run(look) is not None
     assert pinned[:3] == [None, None, None]
+
+
+def test_numbers_of_numpy_are_numbers(publisher):
+    pub = publisher({"w": torch.zeros(4)}, timeout=np.float32(5))
+    with shmsync.Subscriber(pub.handle, worker=np.int64(3), timeout=np.float64(5)) as sub:
+        assert sub.wait_version(np.int64(1)) == 1
+        with sub.read(version=np.int64(1), timeout=np.float32(1)) as section:
+            assert section.version == 1
+        assert pub.readers()[0].worker == 3
+        with pytest.raises(shmsync.AckTimeout):
+            pub.publish(wait=np.array([3]), timeout=0.05)
