@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 
 from . import _native, _rows
+from ._arguments import slice_until
 from ._process import Peers, ProcessState
 from ._rows import RowId
 from .errors import AckTimeout, WorkerDied
-
-_SLICE_NS = 50_000_000
 
 
 def wait_for_acks(
@@ -38,8 +37,7 @@ def wait_for_acks(
     while True:
         if workers is not None:
             rows = _late_rows(control, workers, version)
-        remaining = max(0, int(min(deadline - time.monotonic(), 1.0) * 1e9))
-        rows = writer.wait_acks(version, rows, min(remaining, _SLICE_NS))
+        rows = writer.wait_acks(version, rows, slice_until(deadline))
         for row in [row for row in rows if not peers.alive(row[1])]:
             rows.remove(row)
             # It may have acked between our look and its death.

@@ -1,4 +1,4 @@
-"""Checks of arguments that publishers and subscribers share."""
+"""Arguments that publishers and subscribers share: checked, and turned into deadlines."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def check_worker(worker: int) -> int:
     if isinstance(worker, bool) or not isinstance(worker, Integral) or not 0 <= worker < 1 << 31:
         raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker!r}")
     return int(worker)
+
+
+def slice_until(deadline: float) -> int:
+    """How long to wait natively, in ns, before looking round for dead partners again: at most 50 ms."""
+    return int(max(0.0, min(deadline - time.monotonic(), 0.05)) * 1e9)
 
 
 def deadline_after(timeout: float | None, default: float) -> float:

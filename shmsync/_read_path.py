@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from . import _native
-from ._arguments import check_version, deadline_after
+from ._arguments import check_version, deadline_after, slice_until
 from ._attach import Attached
 from ._process import Peers, pid_of
 from .binding import Binding
@@ -17,7 +17,6 @@ from .stats import Samples
 
 _SAME, _MOVED, _GATED, _POISONED, _EVICTED = range(5)  # Enter in native/include/shmsync/read_side.hpp
 _CLOSED = 1  # State in layout.hpp
-_SLICE_NS = 50_000_000
 
 
 class Pinned(float):
@@ -98,14 +97,13 @@ class ReadPath(_native.Reader):
                     version=self._latest + 1,
                 )
             return outcome
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
+        if time.monotonic() >= deadline:
             raise WriterBusy(
                 f"the publisher of arena {self._name!r} kept readers out until the deadline; make its update() "
                 "sections shorter, use slots=2, or give more time",
                 version=self._latest,
             )
-        self._wait(min(_SLICE_NS, int(min(remaining, 1.0) * 1e9)))
+        self._wait(slice_until(deadline))
         return self._try_enter(pinned)
 
     def _move(self) -> None:
@@ -130,8 +128,7 @@ class ReadPath(_native.Reader):
 
     def _wait_for(self, version: int, deadline: float) -> int:
         while True:
-            remaining = int(max(0.0, min(deadline - time.monotonic(), 1.0)) * 1e9)
-            if self._wait_version(version, min(remaining, _SLICE_NS)):
+            if self._wait_version(version, slice_until(deadline)):
                 return self._latest
             if self._state == _CLOSED:
                 if self._latest >= version:

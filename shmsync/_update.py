@@ -62,10 +62,12 @@ class Update(_native.Scope):
         side.updating_thread = None
         side.counts.updates += 1
         side.counts.publish.add(self._seconds + time.perf_counter() - started)
-        if self._waits:
-            # The body took its own time; the workers get all of theirs.
-            side.wait_acks(version, self._wanted, deadline_after(self._timeout, pub._timeout))
-        side.lock.release(self)
+        try:
+            if self._waits:
+                # The body took its own time; the workers get all of theirs.
+                side.wait_acks(version, self._wanted, deadline_after(self._timeout, pub._timeout))
+        finally:
+            side.lock.release(self)  # published: there is nothing left to recover
 
     def _recover(self) -> None:
         """Nothing is published; the lock is given back. Safe at any moment, and twice."""

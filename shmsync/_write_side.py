@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 from . import _native, _rows
 from ._acks import wait_for_acks
+from ._arguments import slice_until
 from ._process import Peers, ProcessState
 from ._rows import RowId
 from .arena import Arena
 from .errors import Poisoned, ProtocolError, ReaderStalled
 from .manifest import Leaf
 from .stats import PublisherStats, Samples
-
-_SLICE_NS = 50_000_000
 
 Wanted = list[int] | None  # whose acks are waited for; None: everybody's
 
@@ -62,8 +61,7 @@ class WriteSide:
         started = time.perf_counter()
         while True:
             self._refuse_own_pins()
-            remaining = int(max(0.0, min(deadline - time.monotonic(), 1.0)) * 1e9)
-            if writer.wait_begin(min(remaining, _SLICE_NS)):
+            if writer.wait_begin(slice_until(deadline)):
                 break
             if not self._reap_dead() and time.monotonic() >= deadline:
                 raise self._stalled()

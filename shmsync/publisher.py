@@ -164,7 +164,6 @@ class Publisher:
         side.counts.bytes_copied += transfer.nbytes
         if waits:
             side.wait_acks(version, wanted, deadline)
-
         return int(version)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:

@@ -47,10 +47,12 @@ class Reader {
     if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("_timeout") : timeout));
     try {
       check();  // it may have been closed while we waited
-      if (depth == 0 && !entering) thread = std::this_thread::get_id();
-      if (entering && depth == 0)
-        raise("ProtocolError",
-              "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
+      if (depth == 0) {
+        if (entering)
+          raise("ProtocolError",
+                "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
+        thread = std::this_thread::get_id();
+      }
     } catch (...) {
       mutex.unlock();
       throw;

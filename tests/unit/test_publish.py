@@ -499,3 +499,13 @@ def test_a_scheduler_made_after_adopting_sees_the_steps(publisher):
         optimizer.step()
         scheduler.step()
     assert (pub.version, scheduler.get_last_lr()) == (3, [0.25])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_version_that_nobody_applied_in_time_is_no_aborted_call(publisher, subscriber, slots):
+    pub = publisher({"w": torch.zeros(3)}, slots=slots)
+    subscriber(pub, worker=0)
+    with pytest.raises(shmsync.AckTimeout), pub.update(wait=[0], timeout=0.05):
+        pass
+    assert (pub.version, pub.stats().updates, pub.stats().aborted) == (2, 1, 0)
+    assert pub.publish() == 3

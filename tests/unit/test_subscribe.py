@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -43,9 +44,9 @@ def test_a_pinned_section_keeps_its_version_while_the_publisher_goes_on(pair, sl
     assert sub.version == pub.version
 
 
-def test_no_free_slot_raises_and_writes_nothing(publisher, subscriber):
-    pub = publisher({"t": torch.zeros(4)}, slots=2)
-    sub = subscriber(pub, worker=4)
+@contextmanager
+def held_in_another_thread(sub):
+    """A read section of `sub`, open meanwhile in a thread of its own."""
     held, done = threading.Event(), threading.Event()
 
     def hold():
@@ -56,14 +57,23 @@ def test_no_free_slot_raises_and_writes_nothing(publisher, subscriber):
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(30)
-    put(pub, 1)
-    with pytest.raises(shmsync.ReaderStalled) as error:
-        pub.publish({"t": torch.ones(4)}, timeout=0.05)
-    assert error.value.missing == [4]
-    assert pub.version == 2
-    assert pub.weights["t"].tolist() == [1] * 4
-    done.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_no_free_slot_raises_and_writes_nothing(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(4)}, slots=2)
+    sub = subscriber(pub, worker=4)
+    with held_in_another_thread(sub):
+        put(pub, 1)
+        with pytest.raises(shmsync.ReaderStalled) as error:
+            pub.publish({"t": torch.ones(4)}, timeout=0.05)
+        assert error.value.missing == [4]
+        assert pub.version == 2
+        assert pub.weights["t"].tolist() == [1] * 4
     assert put(pub, 2) == 3
 
 
@@ -71,22 +81,11 @@ def test_one_slot_publish_times_out_with_the_gate_open_again(publisher, subscrib
     pub = publisher({"t": torch.zeros(4)})
     sub = subscriber(pub)
     other = subscriber(pub)
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with sub.read():
-            held.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(30)
-    with pytest.raises(shmsync.ReaderStalled):
-        pub.publish(timeout=0.05)
-    with other.read() as section:
-        assert section.version == 1
-    done.set()
-    thread.join()
+    with held_in_another_thread(sub):
+        with pytest.raises(shmsync.ReaderStalled):
+            pub.publish(timeout=0.05)
+        with other.read() as section:
+            assert section.version == 1
 
 
 def test_a_reader_waits_at_the_gate_and_gives_up_at_its_deadline(pair):
