@@ -62,10 +62,9 @@ def collect(source: Weights, filter: Filter, manifest: Manifest | None = None) -
     if isinstance(source, nn.Module):
         return _from_module(source, filter)
     if isinstance(source, TensorDictBase):
-        leaf = _is_tensor_class
         pairs: Iterable[tuple[Key, Any]] = (
-            ((key,) if isinstance(key, str) else tuple(key), value)
-            for key, value in source.items(include_nested=True, leaves_only=True, is_leaf=leaf)
+            (_resolve((key,) if isinstance(key, str) else tuple(key), manifest), value)
+            for key, value in source.items(include_nested=True, leaves_only=True, is_leaf=_is_tensor_class)
         )
         return Collected(_admitted(pairs, filter), None)
     if isinstance(source, Mapping):
@@ -105,6 +104,15 @@ def _from_module(module: nn.Module, filter: Filter) -> Collected:
     return Collected(_admitted(pairs, filter), guards)
 
 
+def not_saved(module: nn.Module) -> set[Key]:
+    """Buffers that no state_dict() has; an arena made from one lacks them, and they stay the module's own."""
+    return {
+        (*(prefix.split(".") if prefix else ()), name)
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        for name in child._non_persistent_buffers_set
+    }
+
+
 def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest | None) -> Collected:
     guards: list[Guard] | None = []
 
@@ -120,16 +128,18 @@ def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest 
             if isinstance(value, Mapping):
                 yield from walk(value, (*path, key))
             else:
-                yield resolve((*path, key)), value
-
-    def resolve(path: Key) -> Key:
-        if manifest is not None:
-            leaf = manifest.by_key.get(path) or manifest.by_name.get(".".join(path))
-            if leaf is not None:
-                return leaf.key
-        return tuple(".".join(path).split("."))
+                yield _resolve((*path, key), manifest), value
 
     return Collected(_admitted(walk(source, ()), filter), guards)
+
+
+def _resolve(path: Key, manifest: Manifest | None) -> Key:
+    """The leaf that is meant: a dotted key is a path."""
+    if manifest is not None:
+        leaf = manifest.by_key.get(path) or manifest.by_name.get(".".join(path))
+        if leaf is not None:
+            return leaf.key
+    return tuple(".".join(path).split("."))
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:

@@ -49,7 +49,15 @@ class WriteSide:
     @property
     def next_version(self) -> int:
         """The one that is written, or written next."""
-        return int(self.writer.version) + 1
+        return int(self.writer.next_version)
+
+    def skip_to(self, version: int) -> None:
+        """Number the next version `version`; they only grow."""
+        if not self.writer.skip_to(version):
+            raise ProtocolError(
+                f"the next version can be {self.next_version} or later, not {version}; versions only grow",
+                version=version,
+            )
 
     def begin(self, deadline: float) -> None:
         """Get a slot to write, or raise with nothing written; the caller undoes."""
@@ -152,7 +160,7 @@ class WriteSide:
         if held and any(index in held for index, _, _ in self.writer.blockers()):
             raise ProtocolError(
                 "this thread is inside a read section of the slot that the publish needs; leave the section first",
-                version=self.next_version - 1,
+                version=int(self.writer.version),
             )
 
     def _stalled(self) -> ReaderStalled:

@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.decorators import skip
 
 from ._transfer import describe_problems, mismatches, tied_apart
-from ._weights import Filter, collect
+from ._weights import Filter, collect, not_saved
 from .arena import Arena
 from .errors import ManifestMismatch, ProtocolError
 from .manifest import Key
@@ -107,6 +107,8 @@ def bind_module(
     original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
     _refuse_unsafe(original)
     tensors = collect(original, _EVERYTHING).tensors
+    private = not_saved(original)
+    tensors = {key: t for key, t in tensors.items() if key in arena.manifest.by_key or key not in private}
     if arena.manifest.filtered:
         tensors = {key: tensor for key, tensor in tensors.items() if key in arena.manifest.by_key}
     meta = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}

@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from ._weights import Filter, Patterns, Weights, check_keys, collect, problem_wi
 from ._write_side import Wanted, WriteSide
 from .arena import create
 from .errors import ClosedError, ForkedHandle, ManifestMismatch, ProtocolError, WriterBusy
-from .manifest import Manifest
+from .manifest import Key, Manifest
 from .stats import PublisherStats, ReaderInfo
 
 Wait = Literal["all"] | Sequence[int] | None
@@ -139,32 +139,58 @@ class Publisher:
         with self._side.lock:
             return self._publish(weights, deadline, waits, wanted)
 
-    def _publish(self, weights: Weights | None, deadline: float, waits: bool, wanted: Wanted) -> int:
+    def _publish(
+        self,
+        weights: Weights | None,
+        deadline: float,
+        waits: bool = False,
+        wanted: Wanted = None,
+        *,
+        version: int | None = None,
+        optional: Container[Key] | None = None,
+    ) -> int:
+        """`version`: publish this one instead of the next; `optional`: as in _checked(). The caller holds the lock."""
         side = self._side
-        self._check()  # close() may have come between
-        transfer = self._transfer(weights)
-        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
-        if not transfer.whole or (transfer.in_place and self._adopted is None):
-            side.refuse_poisoned()
+        transfer = self._checked(weights, optional)
         if waits:
             side.refuse_own_section(wanted)
         transfer.stage()
         started = time.perf_counter()
         try:
+            if version is not None:
+                side.skip_to(version)
             side.begin(deadline)
-            if self._arena.slots > 1:
-                side.carry(transfer.carried + transfer.in_place)
-            transfer.copy_to(side.address())
-            version = side.writer.commit()
+            self._write(transfer)
+            version = int(side.writer.commit())
         except BaseException:  # an interrupt may land anywhere
             side.undo()
             raise
         side.counts.publish.add(time.perf_counter() - started)
-        side.counts.publishes += 1
-        side.counts.bytes_copied += transfer.nbytes
         if waits:
             side.wait_acks(version, wanted, deadline)
-        return int(version)
+        return version
+
+    def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> Transfer:
+        """The plan for a publish that nothing speaks against. `optional`: the leaves that may be missing; None: all."""
+        self._check()  # close() may have come between
+        transfer = self._transfer(weights)
+        if optional is not None and not transfer.whole:
+            missing = [leaf.name for leaf in transfer.carried if leaf.key not in optional]
+            if missing:
+                raise ManifestMismatch(f"the weights lack {', '.join(missing)}; nothing was published, send all of them")
+        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
+        if not transfer.whole or (transfer.in_place and self._adopted is None):
+            self._side.refuse_poisoned()
+        return transfer
+
+    def _write(self, transfer: Transfer) -> None:
+        """Into the slot that begin() chose; it remains to commit."""
+        side = self._side
+        if self._arena.slots > 1:
+            side.carry(transfer.carried + transfer.in_place)
+        transfer.copy_to(side.address())
+        side.counts.publishes += 1
+        side.counts.bytes_copied += transfer.nbytes
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
@@ -203,7 +229,7 @@ class Publisher:
                 raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in transfer.carried))
             _adopt.check(module, self._arena, self._filter, optimizer)
             if self._differs(module):
-                self._publish(module, deadline_after(None, self._timeout), False, None)
+                self._publish(module, deadline_after(None, self._timeout))
             self._adopted = _adopt.Adoption(module, self._arena, self._filter)
             self._source, self._source_transfer = module, None
         if optimizer is not None:

@@ -116,6 +116,9 @@ void bind_writer(nb::module_& m) {
       .def("begin", &begin, "Close the gate (slots = 1) and look for a slot once. True: write slot.")
       .def("wait_begin", &wait_begin, "timeout_ns"_a, "The same, waiting at most one slice.")
       .def(
+          "skip_to", [](Writer& w, std::uint64_t version) { return w.skip_to(version); }, "version"_a,
+          "Publish this version next; False if it would not grow, or is too late.")
+      .def(
           "commit", [](Writer& w) { return w.commit(); }, "Publish; the new version.")
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
@@ -123,6 +126,7 @@ void bind_writer(nb::module_& m) {
       .def_prop_ro("slot", [](const Writer& w) { return w.slot(); })
       .def_prop_ro("current_slot", [](const Writer& w) { return w.current_slot(); })
       .def_prop_ro("version", [](const Writer& w) { return w.version(); })
+      .def_prop_ro("next_version", [](const Writer& w) { return w.next_version(); })
       .def_prop_ro("writing", [](const Writer& w) { return w.writing(); })
       .def_prop_ro("poisoned", [](const Writer& w) { return w.poisoned(); })
       .def(

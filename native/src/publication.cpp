@@ -45,7 +45,7 @@ Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
 
 Begin PublicationWriter::mark() {
   writing_ = true;
-  seqlock::begin(slots_[slot_].seq, version_ + 1);
+  seqlock::begin(slots_[slot_].seq, next_);
   return Begin::ready;
 }
 
@@ -94,8 +94,14 @@ std::vector<Blocker> PublicationWriter::blockers() const {
   return found;
 }
 
+bool PublicationWriter::skip_to(std::uint64_t version) {
+  if (writing_ || version < next_ || version > kMaxVersion) return false;
+  next_ = version;
+  return true;
+}
+
 std::uint64_t PublicationWriter::commit() {
-  ++version_;
+  version_ = next_++;
   seqlock::end(slots_[slot_].seq, version_);
   slot_version_[slot_] = version_;
   current_slot_ = slot_;
@@ -114,6 +120,8 @@ std::uint64_t PublicationWriter::commit() {
 }
 
 void PublicationWriter::abort() {
+  // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
+  if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
   writing_ = false;
   line_.waiting.store(0, std::memory_order_relaxed);
   if (slot_count_ > 1 || poisoned_ || !gate_closed_) {

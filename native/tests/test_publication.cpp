@@ -88,6 +88,54 @@ void poison_keeps_readers_out_until_a_commit_and_reuses_the_version() {
   CHECK(!reader.leave());
 }
 
+void an_abort_before_anything_was_written_gives_optimistic_readers_the_old_version_back() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader(Consistency::optimistic);
+  CHECK(reader.try_enter() == Enter::moved);
+  CHECK(writer.begin() == Begin::ready);
+  writer.abort();
+  CHECK(!reader.leave());  // not torn: no byte has changed
+  CHECK(reader.try_enter() != Enter::gated);
+  CHECK(version_of(reader.held()) == 1 && !reader.leave());
+}
+
+void an_abort_of_the_repair_leaves_the_arena_poisoned() {
+  Memory memory(1, 1);
+  auto writer = memory.writer();
+  publish(writer);
+  auto reader = memory.reader();
+  CHECK(writer.begin() == Begin::ready);
+  writer.poison();
+  CHECK(writer.begin() == Begin::ready);
+  writer.abort();
+  CHECK(seqlock::writing(memory.slots[0].seq.load()));
+  CHECK(reader.try_enter() == Enter::poisoned);
+}
+
+void versions_can_be_skipped_but_only_grow() {
+  for (const std::uint32_t slots : {1u, 3u}) {
+    Memory memory(slots, 1);
+    auto writer = memory.writer();
+    publish(writer);
+    auto reader = memory.reader();
+    CHECK(!writer.skip_to(1));
+    CHECK(!writer.skip_to(kMaxVersion + 1));
+    CHECK(writer.skip_to(7));
+    CHECK(writer.next_version() == 7 && writer.version() == 1);
+    CHECK(reader.try_enter() == Enter::moved && version_of(reader.held()) == 1);
+    CHECK(!reader.leave());
+    CHECK(writer.begin() == Begin::ready);
+    CHECK(!writer.skip_to(9));  // too late: the slot is marked with 7
+    CHECK(writer.commit() == 7);
+    CHECK(reader.try_enter() == Enter::moved && version_of(reader.held()) == 7);
+    CHECK(seqlock::complete(memory.slots[slot_of(reader.held())].seq, 7));
+    CHECK(!reader.leave());
+    CHECK(publish(writer) == 8);
+  }
+}
+
 void garbage_in_a_pin_evicts_its_row_and_blocks_nobody() {
   for (const std::uint64_t garbage :
        {~std::uint64_t{0}, pack_current(1, 5) + 1, pack_current(99, 0) + 1, pack_current(1, 0) + kGate + 1}) {
@@ -179,6 +227,9 @@ int main() {
   no_free_slot_is_busy_and_writes_nothing();
   a_closed_gate_refuses_readers_and_an_abort_opens_it();
   poison_keeps_readers_out_until_a_commit_and_reuses_the_version();
+  an_abort_before_anything_was_written_gives_optimistic_readers_the_old_version_back();
+  an_abort_of_the_repair_leaves_the_arena_poisoned();
+  versions_can_be_skipped_but_only_grow();
   garbage_in_a_pin_evicts_its_row_and_blocks_nobody();
   an_ack_from_the_future_counts_for_nothing();
   optimistic_sections_say_when_they_were_torn();

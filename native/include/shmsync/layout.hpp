@@ -39,6 +39,7 @@ static_assert(Word32::is_always_lock_free && sizeof(Word32) == 4);
 // `current` = version << 8 | gate << 7 | slot.
 inline constexpr std::uint64_t kGate = 1u << 7;
 inline constexpr std::uint64_t kSlotMask = kGate - 1;
+inline constexpr std::uint64_t kMaxVersion = (std::uint64_t{1} << 55) - 1;
 constexpr std::uint64_t pack_current(std::uint64_t version, std::uint32_t slot) { return version << 8 | slot; }
 constexpr std::uint64_t version_of(std::uint64_t current) { return current >> 8; }
 constexpr std::uint32_t slot_of(std::uint64_t current) { return static_cast<std::uint32_t>(current & kSlotMask); }

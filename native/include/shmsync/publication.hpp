@@ -38,6 +38,9 @@ class PublicationWriter {
   // Who is in the way, after `busy`.
   std::vector<Blocker> blockers() const;
 
+  // The next commit publishes this version instead of the one after the last, so that several arenas can share one
+  // numbering. Between begin() and commit() it is too late. False: versions only grow, nothing changed.
+  bool skip_to(std::uint64_t version);
   std::uint64_t commit();  // publishes what was written; the new version
   void abort();            // nothing was written, or not into a readable slot: as before begin()
   void poison();           // slots = 1: the bytes are half written; no reader enters until a commit
@@ -46,6 +49,7 @@ class PublicationWriter {
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
+  std::uint64_t next_version() const { return next_; }
   bool poisoned() const { return poisoned_; }
   bool writing() const { return writing_; }  // from ready to commit(), abort() or poison()
   const ReaderTable& readers() const { return readers_; }
@@ -80,6 +84,7 @@ class PublicationWriter {
   std::uint64_t me_;
 
   std::uint64_t version_ = 0;
+  std::uint64_t next_ = 1;
   std::uint32_t current_slot_ = 0;
   std::uint32_t slot_ = 0;
   std::uint32_t notify_ = 0;

@@ -1,0 +1,56 @@
+"""Publishing several arenas as one: either each of them gets its new weights, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from ._weights import Weights
+from .manifest import Key
+from .publisher import Publisher
+
+
+class Source(NamedTuple):
+    """What to publish where."""
+
+    publisher: Publisher
+    weights: Weights | None
+    optional: Container[Key] | None = None  # leaves that may be missing; None: all
+
+
+def publish_jointly(sources: Sequence[Source], version: int, deadline: float) -> None:
+    """Publish each source in its arena, all as `version`, by the monotonic time `deadline`.
+
+    Every source is checked, and every arena's slot is free to write, before the first byte moves. With slots = 1 no
+    gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
+    sees all of them before or all of them after.
+
+    Raises as Publisher.publish() does; then nothing was published.
+    """
+    with ExitStack() as locks:
+        for source in sources:
+            locks.enter_context(source.publisher._side.lock)
+        transfers = [source.publisher._checked(source.weights, source.optional) for source in sources]
+        for transfer in transfers:
+            transfer.stage()
+        sides = [source.publisher._side for source in sources]
+        try:
+            for side in sides:
+                side.skip_to(version)
+                side.begin(deadline)
+        except BaseException:
+            for side in sides:
+                side.writer.abort()  # nothing is written yet
+            raise
+        left = list(sides)
+        try:
+            for source, transfer in zip(sources, transfers, strict=True):
+                source.publisher._write(transfer)
+            while left:
+                left[0].writer.commit()
+                del left[0]
+        except BaseException:
+            for side in left:
+                side.undo()
+            raise

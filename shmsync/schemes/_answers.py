@@ -1,0 +1,109 @@
+"""The sender's end of a pipe: which messages have been sent, and what the worker answered.
+
+INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
+answer to a message that nobody waits for any more is dropped, so it never counts for a later one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _wire
+from ._channel import Channel
+from ._peer import Peer
+from ._wire import Failure, Tag
+
+Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
+
+
+class Answers:
+    """Shared by the senders of all models that use the pipe."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.peer: Peer | None = None
+        self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
+        self._results: dict[Tag, Result] = {}
+        self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
+
+    @classmethod
+    def of(cls, channel: Channel) -> Answers:
+        """The answers that arrive on a channel; the same object each time."""
+        if not isinstance(channel.role, cls):
+            if channel.role is not None:
+                raise ValueError("this end of the pipe is a worker's; a sender needs the other end")
+            channel.role = cls(channel)
+        return channel.role
+
+    def send(self, payload: bytes, tag: Tag, replaces: str | None = None) -> None:
+        """Send a message that will be answered with this tag."""
+        self._awaited[tag] = True
+        self.channel.queue(payload, replaces)
+
+    def forget(self, tag: Tag) -> None:
+        """Stop waiting for an answer; it is dropped when it comes."""
+        self._results.pop(tag, None)
+        if tag in self._awaited:
+            self._awaited[tag] = False
+
+    def answered(self, tag: Tag) -> bool:
+        """Is the answer there? take() gives it."""
+        return tag in self._results
+
+    def take(self, tag: Tag) -> Result:
+        """The answer, once."""
+        return self._results.pop(tag)
+
+    def oldest(self) -> Tag | None:
+        """Of the messages whose answers are awaited."""
+        return next((tag for tag, wanted in self._awaited.items() if wanted), None)
+
+    def stray(self) -> tuple[Any, str] | None:
+        """The next answer to a message that was not sent from here."""
+        return self._stray.pop(0) if self._stray else None
+
+    def pump(self) -> None:
+        """Write what can be written, read what is there."""
+        channel = self.channel
+        if channel.unsent:
+            channel.flush()
+        try:
+            while (message := channel.read()) is not None:
+                self._sort(message[0])
+        except EOFError:
+            pass  # channel.ended says so
+
+    def _sort(self, message: Any) -> None:
+        if not _wire.is_answer_like(message):
+            self.channel.pending.append(message)
+            return
+        data, word = message
+        result: Result = None
+        tag = message.tag if isinstance(message, _wire.Tagged) else None
+        if tag is not None and self.peer is None and message.owner:
+            self.peer = Peer(owner=message.owner)
+        if word == _wire.FAILED and isinstance(data, Failure):
+            tag, result = data.tag, data
+        elif word == _wire.UPDATED and isinstance(data, tuple) and len(data) == 2:
+            tag = Tag(*data)
+        elif word not in (_wire.UPDATED, _wire.REGISTERED, _wire.PREPARED):
+            self.channel.pending.append(message)
+            result = unexpected(word)
+        tag = self._oldest_of(word) if tag is None else tag
+        if tag is None:
+            if result is None:
+                self._stray.append((data, word))
+        elif self._awaited.pop(tag, False):
+            self._results[tag] = result
+
+    def _oldest_of(self, word: str) -> Tag | None:
+        registration = {_wire.REGISTERED: True, _wire.UPDATED: False}.get(word)
+        for tag, wanted in self._awaited.items():
+            if (registration is None and wanted) or registration == (tag.version == 0):
+                return tag
+        return None
+
+
+def unexpected(word: str) -> str:
+    """What is wrong with an answer that is none of ours."""
+    return f"it answered {word!r}"

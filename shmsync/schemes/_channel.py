@@ -1,0 +1,171 @@
+"""One end of a duplex multiprocessing.Pipe, read and written without ever blocking.
+
+Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
+peer that was stopped or killed that is for ever. The frames here are those of Connection, so the other side may be a
+plain one, and so may this side between two messages.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any
+
+_LONG = 0x7FFFFFFF  # sizes above it have a longer header
+_CHUNK = 1 << 20
+
+
+class _Frame:
+    """A message on its way out."""
+
+    def __init__(self, payload: bytes, label: str | None) -> None:
+        size = len(payload)
+        header = struct.pack("!i", size) if size <= _LONG else struct.pack("!iQ", -1, size)
+        small = size <= 1 << 14
+        self.views = [memoryview(header + payload)] if small else [memoryview(header), memoryview(payload)]
+        self.label = label
+        self.begun = False
+
+
+class Channel:
+    """Whole messages in and out. Made once for a connection, by of(); holds it weakly."""
+
+    def __init__(self, connection: Connection) -> None:
+        fd = connection.fileno()
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
+        self._connection = weakref.ref(connection)
+        # Borrows the descriptor, which stays the connection's.
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd)
+        weakref.finalize(self, self._socket.detach)
+        self.fd = fd
+        self.ended = False  # the other end is closed
+        self.pending: deque[Any] = deque()  # messages that are not about weights
+        self.role: Any = None  # the Inbox or the Answers that reads it
+        self._lock = threading.RLock()  # several models, and so several threads, may share a pipe
+        self._out: deque[_Frame] = deque()
+        self._header = b""
+        self._body: bytearray | None = None  # of the message that is half read
+        self._have = 0
+
+    @classmethod
+    def of(cls, connection: Connection) -> Channel:
+        """The channel of a connection; the same one each time, so that several models can share a pipe."""
+        if not isinstance(connection, Connection):
+            raise ValueError(
+                f"a worker is reached over one end of multiprocessing.Pipe(), not over a {type(connection).__name__}"
+            )
+        channel: Channel | None = connection.__dict__.get("_shmsync_channel")
+        if channel is None:
+            channel = connection.__dict__["_shmsync_channel"] = cls(connection)
+        return channel
+
+    @property
+    def closed(self) -> bool:
+        """Is this end closed?"""
+        connection = self._connection()
+        return connection is None or connection.closed
+
+    def queue(self, payload: bytes, replaces: str | None = None) -> None:
+        """Send it, as far as it goes; flush() sends the rest. It takes the place of an older one that has not begun to
+        leave and `replaces` the same: to a worker that does not read, only the newest weights are kept."""
+        with self._lock:
+            if self._out and replaces is not None:
+                self._out = deque(frame for frame in self._out if frame.begun or frame.label != replaces)
+            self._out.append(_Frame(payload, replaces))
+            self.flush()
+
+    @property
+    def unsent(self) -> bool:
+        """Is there something that flush() has to send?"""
+        return bool(self._out)
+
+    def flush(self) -> None:
+        """Write what the pipe takes now."""
+        with self._lock:
+            while self._out:
+                frame = self._out[0]
+                try:
+                    sent = self._open().send(frame.views[0][:_CHUNK], socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return
+                except (BrokenPipeError, ConnectionResetError):
+                    self.ended = True  # what it sent before can still be read
+                    self._out.clear()
+                    return
+                frame.begun = True
+                frame.views[0] = frame.views[0][sent:]
+                if not frame.views[0]:
+                    del frame.views[0]
+                if not frame.views:
+                    self._out.popleft()
+
+    def read(self) -> tuple[Any] | None:
+        """The next message, in a tuple of one; None if no whole one is there. Raises EOFError."""
+        while True:
+            with self._lock:
+                payload = self._frame()
+            if payload is None:
+                return None
+            try:
+                return (pickle.loads(payload),)
+            except Exception:  # somebody's send_bytes(), or a class that is not here: not for us
+                self.pending.append(bytes(payload))
+
+    def wait(self, deadline: float) -> None:
+        """Until there is something to read, or the other end is closed, or the monotonic time is `deadline`."""
+        poller = select.poll()
+        poller.register(self._open().fileno(), select.POLLIN | (select.POLLOUT if self._out else 0))
+        poller.poll(milliseconds(deadline))
+        self.flush()
+
+    def _open(self) -> socket.socket:
+        if self.closed:
+            raise OSError("this end of the pipe is closed")
+        return self._socket
+
+    def _frame(self) -> bytes | bytearray | None:
+        try:
+            if self._body is None:
+                self._read_header()
+            body = self._body
+            assert body is not None
+            while self._have < len(body):
+                got = self._open().recv_into(memoryview(body)[self._have :], 0, socket.MSG_DONTWAIT)
+                if got == 0:
+                    raise EOFError
+                self._have += got
+        except BlockingIOError:
+            return None
+        except (EOFError, ConnectionResetError):
+            self.ended = True
+            raise EOFError("the other end of the pipe is closed") from None
+        self._header, self._body, self._have = b"", None, 0
+        return body
+
+    def _read_header(self) -> None:
+        while True:
+            long = self._header[:4] == b"\xff\xff\xff\xff"
+            missing = (12 if long else 4) - len(self._header)
+            if missing == 0:
+                break
+            part = self._open().recv(missing, socket.MSG_DONTWAIT)
+            if not part:
+                raise EOFError
+            self._header += part
+        size = struct.unpack("!iQ" if long else "!i", self._header)[-1]
+        self._body = bytearray(size)
+
+
+def milliseconds(deadline: float) -> float:
+    """From now to a monotonic time, for poll(); at most a slice of 50, so that the caller can look round."""
+    return max(0.0, min(deadline - time.monotonic(), 0.05)) * 1e3

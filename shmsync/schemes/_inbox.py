@@ -1,0 +1,119 @@
+"""The worker's end of a pipe: which messages are there, for which of its models."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import _process
+from ..errors import WriterDied
+from . import _wire
+from ._channel import Channel
+from ._wire import Failure, Tag
+
+
+class Message(NamedTuple):
+    """One of ours."""
+
+    kind: str
+    model_id: str  # of PREPARE and RESUME: ""
+    content: Any  # weights, a version, a handle; model ids and a number
+    tag: Tag | None  # None: from a sender that tags nothing
+
+    @classmethod
+    def of(cls, message: Any) -> Message:
+        """Of what was read from the pipe."""
+        (model_id, content), kind = message
+        if kind in (_wire.PREPARE, _wire.RESUME):
+            return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
+        if kind == _wire.REGISTER:
+            return cls(kind, model_id, content, Tag(model_id, 0))
+        tag = message.tag if isinstance(message, _wire.Tagged) else None
+        if tag is None and isinstance(content, int):
+            tag = Tag(model_id, content)
+        return cls(kind, model_id, content, tag)
+
+
+class Inbox:
+    """Shared by the receivers of all models that use the pipe."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.unanswered: Message | None = None  # handed out by receive_weights(); send_ack() answers it
+        self._messages: deque[Message] = deque()
+        self._looked = 0.0  # when the sender's process was last looked for
+
+    @classmethod
+    def of(cls, channel: Channel) -> Inbox:
+        """The inbox of a channel; the same object each time."""
+        if not isinstance(channel.role, cls):
+            if channel.role is not None:
+                raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
+            channel.role = cls(channel)
+        return channel.role
+
+    def next(self, wanted: Callable[[Message], bool], deadline: float) -> Message | None:
+        """The oldest message that is wanted; None when the monotonic time `deadline` comes first.
+
+        Raises WriterDied when the sender is gone and nothing wanted is left.
+        """
+        seen = 0
+        while True:
+            for position in range(seen, len(self._messages)):
+                if wanted(self._messages[position]):
+                    message = self._messages[position]
+                    del self._messages[position]
+                    return message
+            seen = len(self._messages)
+            if self._read():
+                continue
+            if self.channel.ended:
+                raise WriterDied("the sender closed its end of the pipe or died, so no weights will come; leave the loop")
+            if time.monotonic() >= deadline:
+                self._look_for_sender()
+                return None
+            self.channel.wait(deadline)
+
+    def _read(self) -> bool:
+        """Take in one message, if one is there."""
+        try:
+            found = self.channel.read()
+        except EOFError:
+            return False
+        if found is None:
+            return False
+        if _wire.is_message(found[0]):
+            self._messages.append(Message.of(found[0]))
+        else:
+            self.channel.pending.append(found[0])
+        return True
+
+    def _look_for_sender(self) -> None:
+        # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
+        now = time.monotonic()
+        if now - self._looked < 0.05:
+            return
+        self._looked = now
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            raise WriterDied(f"the sender (pid {parent.pid}) died, so no weights will come; leave the loop")
+
+    def answer(self, message: Message, word: str) -> None:
+        """Say that it was applied, registered, or is awaited."""
+        tag = message.tag
+        if tag is None:
+            payload = _wire.dumps((None, word))
+        elif message.kind == _wire.UPDATE and isinstance(message.content, int):
+            payload = _wire.dumps((tuple(tag), word))
+        else:
+            payload = _wire.dumps(_wire.Tagged((None, word), tag, _process.me().owner))
+        self.channel.queue(payload)
+
+    def answer_failure(self, message: Message, error: BaseException) -> None:
+        """Send an exception that was just caught to the sender."""
+        self.channel.queue(_wire.dumps((Failure.of(error, message.tag), _wire.FAILED)))

@@ -1,0 +1,55 @@
+"""Is the worker at the other end of a pipe alive? A pidfd, which poll() watches beside the pipe."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import weakref
+from typing import Any
+
+from .._process import Peers, pid_of
+
+
+class Peer:
+    """One worker process, known by its Process object or by the owner word that it signed an answer with."""
+
+    def __init__(self, *, process: Any = None, owner: int = 0) -> None:
+        self._process = process
+        self.pid = process.pid if process is not None else pid_of(owner)
+        self._dead = False
+        self.fd: int | None = None
+        if self.pid is None:
+            raise ValueError("this worker process is not started; call its start() first")
+        # An owner word tells a reused pid; a child of ours keeps its pid until we wait for it.
+        if (owner and not Peers().alive(owner)) or (process is not None and process.exitcode is not None):
+            self._dead = True
+            return
+        try:
+            self.fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._dead = True
+        except OSError:  # no pidfd here; the end of the pipe tells, unless others hold it too
+            return
+        else:
+            weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def dead(self) -> bool:
+        """Has it ended?"""
+        if not self._dead and self.fd is not None:
+            poller = select.poll()
+            poller.register(self.fd, select.POLLIN)
+            self._dead = bool(poller.poll(0))
+        return self._dead
+
+    def __str__(self) -> str:
+        code = getattr(self._process, "exitcode", None)
+        if code is None:
+            return f"pid {self.pid}"
+        if code < 0:
+            try:
+                return f"pid {self.pid}, killed by {signal.Signals(-code).name}"
+            except ValueError:
+                pass
+        return f"pid {self.pid}, exit code {code}"

@@ -1,0 +1,152 @@
+"""The receiver of a scheme whose sender is reached over a pipe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .._arguments import check_timeout
+from . import _wire
+from ._channel import Channel
+from ._inbox import Inbox, Message
+from ._receiver import WeightReceiver
+
+_log = logging.getLogger("shmsync")
+
+
+class PipeReceiver(WeightReceiver):
+    """Applies messages at receive(), and answers them.
+
+    Several receivers may share a pipe. Whichever is called serves them all, so that no model's sender waits while the
+    worker looks for another model's weights; but never one that another thread uses.
+    """
+
+    _inbox: Inbox
+    _thread: int | None = None  # that called receive() last
+    _has_news = False  # another receiver's receive() has applied weights to this model
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """As in WeightReceiver."""
+        self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
+        self._inbox = Inbox.of(Channel.of(self._transport.pipe))
+        self._inbox.receivers[self._model_id] = self
+
+    def receive(self, timeout: float = 0.001) -> bool:
+        """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there: here they are
+        logged, and the model keeps what it had."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        if self._transport is None:
+            return False
+        self._thread = threading.get_ident()
+        self._inbox.receivers[self._model_id] = self
+        served = self._served()
+        while not self._has_news:
+            message = self._inbox.next(lambda m: _concerns(m, served), deadline)
+            if message is None:
+                return False
+            self._handle(message, served)
+        while (message := self._inbox.next(lambda m: _concerns(m, served), 0.0)) is not None:
+            self._handle(message, served)
+        self._has_news = False
+        return True
+
+    def _served(self) -> dict[str, PipeReceiver]:
+        """The receivers of this pipe that may be applied to in this thread, at this moment."""
+        return {
+            model_id: receiver
+            for model_id, receiver in self._inbox.receivers.items()
+            if receiver._thread in (None, self._thread) and receiver._ready()
+        }
+
+    def _handle(self, message: Message, served: Mapping[str, PipeReceiver]) -> None:
+        if message.kind == _wire.PREPARE:
+            self._receive_jointly(message, served)
+        elif message.kind == _wire.REGISTER:
+            served[message.model_id]._join(message)
+        else:
+            _apply_all({message.model_id: message}, served)
+
+    def _receive_jointly(self, first: Message, served: Mapping[str, PipeReceiver]) -> None:
+        """Several models at once: no forward runs in here, so none sees one model new and another old."""
+        inbox = self._inbox
+        ids, (number, version) = first.content
+        inbox.answer(first, _wire.PREPARED)
+        awaited = ids & served.keys()
+
+        def belongs(message: Message) -> bool:
+            return message.model_id in awaited or (message.kind == _wire.RESUME and message.content[1][0] == number)
+
+        arrived: dict[str, Message] = {}
+        while len(arrived) < len(awaited):
+            message = inbox.next(belongs, time.monotonic() + 0.05)
+            if message is None:
+                continue
+            if message.kind == _wire.RESUME:
+                return
+            if message.kind == _wire.UPDATE and message.tag is not None and message.tag.version == version:
+                arrived[message.model_id] = message
+            else:  # a registration, or an earlier send of this model alone
+                self._handle(message, served)
+        _apply_all(arrived, served)
+
+    def _refused(self, message: Message, error: Exception) -> None:
+        _log.warning("weights of %r were refused: %s", self._model_id, error)
+        self._inbox.answer_failure(message, error)
+
+    def _join(self, message: Message) -> None:
+        try:
+            self._attach(message)
+        except Exception as error:
+            self._refused(message, error)
+        else:
+            self._inbox.answer(message, _wire.REGISTERED)
+
+    # What the schemes do differently.
+
+    def _make_transport(self, pipe: Any) -> Any:
+        """The worker's end."""
+        return self._scheme.create_transport(pipe)
+
+    def _ready(self) -> bool:
+        """Can weights be applied at this moment?"""
+        return True
+
+    def _attach(self, message: Message) -> None:
+        """To the arena of the model."""
+        raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
+
+    def _check(self, message: Message) -> None:
+        """Raise if the model and the weights do not fit."""
+
+    def _use(self, message: Message) -> None:
+        """Make the model use the version of the message."""
+        raise NotImplementedError
+
+
+def _concerns(message: Message, served: Mapping[str, PipeReceiver]) -> bool:
+    if message.model_id:
+        return message.model_id in served
+    return message.kind == _wire.RESUME or bool(message.content[0] & served.keys())
+
+
+def _apply_all(messages: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
+    """Apply all of them, or none. A receiver without a model raises here too: that is the worker's own mistake."""
+    try:
+        for model_id, message in messages.items():
+            served[model_id]._resolve_model()
+            served[model_id]._check(message)
+        for model_id, message in messages.items():
+            served[model_id]._use(message)
+    except Exception as error:
+        for model_id, message in messages.items():
+            served[model_id]._refused(message, error)
+        for model_id in messages:
+            served[model_id]._resolve_model()
+        return
+    for model_id, message in messages.items():
+        receiver = served[model_id]
+        receiver._has_news = True
+        receiver._inbox.answer(message, _wire.UPDATED)

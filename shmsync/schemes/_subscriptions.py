@@ -1,0 +1,82 @@
+"""The worker's side of the shared-memory scheme: one subscriber for each model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from .._segment import Handle
+from ..errors import ProtocolError
+from ..strategy import WeightStrategy
+from ..subscriber import Consistency, Subscriber
+
+_STRATEGY = WeightStrategy()
+
+
+class Subscriptions:
+    """Subscribers by model id, and the models that they are bound to."""
+
+    def __init__(self, *, consistency: Consistency, timeout: float) -> None:
+        self.worker: int | None = None
+        self._consistency = consistency
+        self._timeout = timeout
+        self._handles: dict[str, Handle] = {}
+        self._subscribers: dict[str, Subscriber] = {}
+        self._bound: dict[str, weakref.ref[nn.Module]] = {}
+        # A scheme of this shape has no close(), so collecting it is the normal end, and no reason to warn.
+        self._finalizer = weakref.finalize(self, _close_unused, self._subscribers, self._bound)
+
+    def join(self, model_id: str, handle: Handle) -> None:
+        """Attach to an arena, in place of the model's earlier one."""
+        self._handles[model_id] = handle
+        subscriber = Subscriber(handle, consistency=self._consistency, worker=self.worker, timeout=self._timeout)
+        earlier = self._subscribers.pop(model_id, None)
+        self._bound.pop(model_id, None)
+        self._subscribers[model_id] = subscriber
+        if earlier is not None:
+            earlier.close()
+
+    def get(self, model_id: str) -> Subscriber | None:
+        """The subscriber of a model, if it has one."""
+        return self._subscribers.get(model_id)
+
+    def needed(self, model_id: str) -> Subscriber:
+        """The same; attaches again when that failed before. Raises ProtocolError for a model never registered."""
+        if model_id not in self._subscribers:
+            if model_id not in self._handles:
+                raise ProtocolError(
+                    f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every "
+                    "message of the pipe"
+                )
+            self.join(model_id, self._handles[model_id])
+        return self._subscribers[model_id]
+
+    def bind(self, model_id: str, model: Any) -> None:
+        """Let the model use the arena: a module for good, anything else gets a copy of this version."""
+        subscriber = self.needed(model_id)
+        if not isinstance(model, nn.Module):
+            with subscriber.read() as section:
+                _STRATEGY.apply_weights(model, section.weights)
+        elif (bound := self._bound.get(model_id)) is None or bound() is not model:
+            subscriber.bind(model)
+            self._bound[model_id] = weakref.ref(model)
+
+    def inside_section(self, model_id: str) -> bool:
+        """Is the calling thread inside a read section of this model?"""
+        subscriber = self._subscribers.get(model_id)
+        return subscriber is not None and subscriber._mine
+
+    def close(self) -> None:
+        """Leave every arena; bound modules raise ClosedError from now on. Idempotent."""
+        self._bound.clear()
+        self._finalizer()
+
+
+def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:
+    for model_id, subscriber in subscribers.items():
+        module = bound.get(model_id)
+        if module is None or module() is None:  # else its guard keeps the subscriber, and needs it
+            subscriber.close()
+    subscribers.clear()
