@@ -32,6 +32,18 @@ from .errors import (
     WriterDied,
 )
 from .publisher import Publisher
+from .schemes import (
+    MPTransport,
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemTransport,
+    SharedMemWeightSyncScheme,
+    TransportBackend,
+    WeightReceiver,
+    WeightSender,
+    WeightStrategy,
+    WeightSyncScheme,
+)
 from .stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
 from .subscriber import Snapshot, Subscriber, attach
 
@@ -46,8 +58,11 @@ __all__ = [
     "ForkedHandle",
     "Handle",
     "Latency",
+    "MPTransport",
     "ManifestMismatch",
+    "MultiProcessWeightSyncScheme",
     "NoSpace",
+    "NoWeightSyncScheme",
     "Poisoned",
     "ProcessState",
     "ProtocolError",
@@ -58,10 +73,17 @@ __all__ = [
     "ReaderInfo",
     "ReaderStalled",
     "ReaderTableFull",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
     "ShmSyncError",
     "Snapshot",
     "Subscriber",
     "SubscriberStats",
+    "TransportBackend",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightStrategy",
+    "WeightSyncScheme",
     "WorkerDied",
     "WriterBusy",
     "WriterDied",

@@ -63,7 +63,7 @@ def collect(source: Weights, filter: Filter, manifest: Manifest | None = None) -
         return _from_module(source, filter)
     if isinstance(source, TensorDictBase):
         pairs: Iterable[tuple[Key, Any]] = (
-            (_resolve((key,) if isinstance(key, str) else tuple(key), manifest), value)
+            ((key,) if isinstance(key, str) else tuple(key), value)
             for key, value in source.items(include_nested=True, leaves_only=True, is_leaf=_is_tensor_class)
         )
         return Collected(_admitted(pairs, filter), None)

@@ -63,7 +63,7 @@ class Arena:
                 # Tied leaves share an offset, and stay one tensor.
                 identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
                 if identity not in made:
-                    made[identity] = _view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+                    made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
                 views[leaf.key] = made[identity]
             self._views[slot, writable] = views
         return views
@@ -149,7 +149,8 @@ def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tu
     return Arena(segment.control, slab, manifest, slots=slots, session=session), segment
 
 
-def _view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    """A contiguous tensor over a storage, `offset` bytes from its start."""
     tensor = torch.empty(0, dtype=dtype)
     strides: list[int] = []
     step = 1

@@ -177,7 +177,9 @@ class Publisher:
         if optional is not None and not transfer.whole:
             missing = [leaf.name for leaf in transfer.carried if leaf.key not in optional]
             if missing:
-                raise ManifestMismatch(f"the weights lack {', '.join(missing)}; nothing was published, send all of them")
+                raise ManifestMismatch(
+                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                )
         # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
         if not transfer.whole or (transfer.in_place and self._adopted is None):
             self._side.refuse_poisoned()

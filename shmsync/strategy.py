@@ -54,9 +54,9 @@ class WeightStrategy:
             if isinstance(source, nn.Module):
                 return TensorDict.from_module(source).data
             if isinstance(source, TensorDictBase):
-                return source
+                return source if not is_flat(source) else nested(_leaves(source)[0])
             if isinstance(source, Mapping):
-                return nested(collect(source, _EVERYTHING).tensors)
+                return nested(_leaves(source)[0])
         raise ValueError(
             f"weights come from a torch.nn.Module, a TensorDict or a dict, not from a {type(source).__name__}"
         )
@@ -119,16 +119,26 @@ class _Plan(NamedTuple):
     extra: list[tuple[nn.Module, Any]]
 
 
+def is_flat(weights: TensorDictBase) -> bool:
+    """Does it have dotted keys, as TensorDict(module.state_dict()) has?"""
+    return any("." in key for key in weights.keys())  # noqa: SIM118  # a TensorDict iterates over its batch
+
+
 def _leaves(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
     """Tensors by key path, and what modules keep beside them by the module's path."""
     extra: dict[Key, Any] = {}
-    if isinstance(source, Mapping):
-        keys = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in _EXTRA]
+    if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
+        keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in _EXTRA]
         extra = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys}
-    tensors = collect(source, _EVERYTHING).tensors
+    tensors = unflattened(collect(source, _EVERYTHING).tensors)
     extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in _EXTRA}
     return tensors, extra
+
+
+def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Leaves by key path, where a key of a TensorDict that has dots is a path too."""
+    return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:

@@ -49,12 +49,12 @@ class Arenas:
         for worker in everybody:
             members.setdefault(self.group_of(worker), set()).add(worker)
         wanted = set(workers)
-        for number, group in members.items():
+        for group in members.values():
             if wanted & group and not group <= wanted:
                 split = [sorted(group & wanted), sorted(group - wanted)]
                 raise ValueError(
-                    f"workers {sorted(group)} share one arena, so a send cannot reach {split[0]} alone; split them with "
-                    f"groups={split}, or send to all of them"
+                    f"workers {sorted(group)} share one arena, so a send cannot reach {split[0]} alone; split them "
+                    f"with groups={split}, or send to all of them"
                 )
         return sorted(number for number, group in members.items() if wanted & group)
 

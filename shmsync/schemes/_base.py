@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 
 from ..strategy import Form, WeightStrategy
-from ._context import Arguments, find_model, resolve_model
+from ._context import Arguments, resolve_model
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
 
@@ -133,7 +133,7 @@ class WeightSyncScheme(ABC):
             model = getattr(context, "_fallback_policy", None)
         return model
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027  # most schemes hold nothing
         """Give back what the scheme holds. Idempotent; it also happens when the scheme is collected, and at exit."""
 
     def __getstate__(self) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Outcome:
             )
         if self.late:
             raise AckTimeout(
-                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; a worker applies at its next "
-                "receive(). Their late answers count for nothing: send again, or give more time with timeout=",
+                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; a worker applies at its "
+                "next receive(). Their late answers count for nothing: send again, or give more time with timeout=",
                 version=version,
                 missing=list(self.late),
             )

@@ -73,7 +73,9 @@ class Inbox:
             if self._read():
                 continue
             if self.channel.ended:
-                raise WriterDied("the sender closed its end of the pipe or died, so no weights will come; leave the loop")
+                raise WriterDied(
+                    "the sender closed its end of the pipe or died, so no weights will come; leave the loop"
+                )
             if time.monotonic() >= deadline:
                 self._look_for_sender()
                 return None

@@ -42,7 +42,8 @@ class MPTransport(PipeTransport):
         self.link.answers.send(_wire.dumps(Tagged(((model_id, weights), _wire.UPDATE), tag)), tag, model_id)
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """In the worker: the next weights of any model, as (model_id, weights); None if none came. send_ack() answers."""
+        """In the worker: the next weights of any model, as (model_id, weights); None if none came. send_ack()
+        answers."""
         message = self.next_message(lambda message: message.kind == _wire.UPDATE, timeout)
         return None if message is None else (message.model_id, message.content)
 

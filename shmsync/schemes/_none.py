@@ -65,5 +65,3 @@ class _Receiver(WeightReceiver):
 
     def apply_weights(self, weights: Any) -> None:
         """Nothing."""
-
-

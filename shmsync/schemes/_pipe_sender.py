@@ -53,6 +53,7 @@ class PipeSender(WeightSender):
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
         self._links: dict[int, Link] = {}
+        self._default_timeout: float = scheme.timeout
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         """As in WeightSender."""
@@ -100,7 +101,7 @@ class PipeSender(WeightSender):
         return links
 
     def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, self._scheme.timeout)
+        return deadline_after(timeout, self._default_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_links": {}}

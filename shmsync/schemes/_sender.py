@@ -68,11 +68,15 @@ class WeightSender:
         count = arguments.get("num_workers")
         if pipes is not None:
             if count is not None and count != len(pipes):
-                raise ValueError(f"num_workers is {count} but there are {len(pipes)} pipes; give one pipe for each worker")
+                raise ValueError(
+                    f"num_workers is {count} but there are {len(pipes)} pipes; give one pipe for each worker"
+                )
             for index, pipe in enumerate(pipes):
                 self.register_worker(index, pipe, _process_of(arguments, index))
 
-    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
+    ) -> int:
         """Send weights, and wait until every worker has applied them.
 
         Args:
@@ -174,11 +178,18 @@ class WeightSender:
         unknown = [index for index in chosen if index not in known]
         if unknown:
             raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
-        return sorted({int(index) for index in chosen})  # type: ignore[call-overload]
+        return sorted({int(index) for index in chosen})
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
-        return {**self.__dict__, "_context_ref": None, "_model": None, "_pending": None, "_transports": {}, "_transport": None}
+        return {
+            **self.__dict__,
+            "_context_ref": None,
+            "_model": None,
+            "_pending": None,
+            "_transports": {},
+            "_transport": None,
+        }
 
 
 def _process_of(arguments: Arguments, index: int) -> Any:

@@ -64,7 +64,9 @@ class SharedMemTransport(PipeTransport):
 
     def register_pipe(self, pipe: Any, worker_idx: int | None = None, process: Any = None) -> int:
         """Reach a worker over this pipe; the index it has from now on."""
-        index = next((i for i, link in self.links.items() if link.pipe is pipe), None) if worker_idx is None else worker_idx
+        index = (
+            next((i for i, link in self.links.items() if link.pipe is pipe), None) if worker_idx is None else worker_idx
+        )
         if index is None:
             index = max(self.links, default=-1) + 1
         self.arenas.group_of(index)
@@ -98,6 +100,8 @@ class SharedMemTransport(PipeTransport):
         """Check weights that are to be written once for each group of workers."""
         if not isinstance(source, (nn.Module, TensorDictBase, Mapping)):
             raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(source).__name__}")
+        if isinstance(source, TensorDictBase):
+            source = _STRATEGY.extract_weights(source)  # a path for each dotted key, as modules have them
         registered = model_id in self._plain or self.arenas.version(model_id)
         if not self.auto_register and not registered:
             known = sorted({*self._plain, *self.arenas.known()})
@@ -296,7 +300,7 @@ class _Sender(PipeSender):
         super().__init__(scheme)
         self._transport = scheme._transport
         self._links = self._transport.links
-        # A user's subclass may prepare weights in its own way; else the engine reads a module faster than extracting it.
+        # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
         self._extracts = type(scheme).prepare_weights is not WeightSyncScheme.prepare_weights
 
     @property

@@ -48,12 +48,13 @@ def send_together(
     links = {sender.model_id: sender._alive(workers) for sender, _ in pairs}
     first = links[pairs[0][0].model_id]
     for sender, _ in pairs:
-        if {i: link.answers for i, link in links[sender.model_id].items()} != {i: l.answers for i, l in first.items()}:
+        reached = links[sender.model_id]
+        if reached.keys() != first.keys() or any(reached[i].answers is not first[i].answers for i in first):
             raise ValueError(
                 f"{sender.model_id!r} and {pairs[0][0].model_id!r} reach different workers, or over different pipes; "
                 "models that are sent together share one pipe for each worker"
             )
-    deadline = deadline_after(timeout, max(sender._scheme.timeout for sender, _ in pairs))
+    deadline = deadline_after(timeout, max(sender._default_timeout for sender, _ in pairs))
     version = max(sender.version for sender, _ in pairs) + 1
     meeting = _Meeting(list(links), version, first)
     met = meeting.wait(deadline)
@@ -61,8 +62,8 @@ def send_together(
         if met.late:
             raise AckTimeout(
                 f"nothing was sent: {listed(list(met.late))} did not come to receive() in time, and the models "
-                f"{', '.join(map(repr, links))} change only together. Call receive() more often, or give more time with "
-                "timeout=",
+                f"{', '.join(map(repr, links))} change only together. Call receive() more often, or give more time "
+                "with timeout=",
                 version=version,
                 missing=met.late,
             )
@@ -115,11 +116,15 @@ class _Meeting:
 def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
     pairs = []
     for key, value in models.items():
-        sender, weights = (key, value) if not isinstance(key, str) else value if isinstance(value, tuple) else (value, None)
+        sender, weights = (
+            (key, value) if not isinstance(key, str) else value if isinstance(value, tuple) else (value, None)
+        )
         if isinstance(sender, WeightSyncScheme):
             sender = sender.get_sender()
         if not isinstance(sender, WeightSender):
-            raise ValueError(f"send_together() takes senders or schemes and their weights, not a {type(sender).__name__}")
+            raise ValueError(
+                f"send_together() takes senders or schemes and their weights, not a {type(sender).__name__}"
+            )
         if not isinstance(sender, PipeSender):
             continue  # NoWeightSyncScheme: its workers keep what they have
         if isinstance(key, str) and key != sender.model_id:

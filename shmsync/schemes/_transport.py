@@ -78,7 +78,9 @@ class PipeTransport:
             if self.link.dead:
                 raise WorkerDied(f"the worker died before it answered {message!r} ({self.link})", missing=[0])
             if time.monotonic() >= deadline:
-                raise AckTimeout(f"the worker has not answered {message!r} in time; give more with timeout=", missing=[0])
+                raise AckTimeout(
+                    f"the worker has not answered {message!r} in time; give more with timeout=", missing=[0]
+                )
             answers.channel.wait(min(deadline, time.monotonic() + 0.05))
         if stray[1] != message:
             raise RuntimeError(f"expected the answer {message!r} but got {stray[1]!r}")

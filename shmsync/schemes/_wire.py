@@ -105,7 +105,7 @@ def is_answer_like(message: object) -> bool:
 
 
 def dumps(message: object) -> bytes:
-    """Pickled, tensors by value: a pickle of multiprocessing would move the trainer's own tensors into shared memory."""
+    """Pickled, tensors by value: multiprocessing's pickle would move the trainer's own tensors into shared memory."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(message)
     return buffer.getvalue()
