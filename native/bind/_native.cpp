@@ -11,6 +11,10 @@ void bind_reader(nb::module_&);
 }  // namespace shmsync::bind
 
 NB_MODULE(_native, m) {
+#ifdef NDEBUG
+  // What a global or a Process's arguments still hold when the interpreter ends is no leak of ours.
+  nb::set_leak_warnings(false);
+#endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_sources(m);

@@ -60,6 +60,7 @@ def _serve(job: Job, weights: Connection, control: Connection) -> None:
         scheme = job.scheme
         scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=job.index)
         _Worker(job, policy, envs, weights, control).serve()
+        scheme.get_receiver().close()
     finally:
         for env in envs:
             env.close()

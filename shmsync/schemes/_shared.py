@@ -368,6 +368,10 @@ class _Receiver(PipeReceiver):
         else:
             super().apply_weights(weights)
 
+    def close(self) -> None:
+        """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
+        self._transport.close()
+
     def _ready(self) -> bool:
         return not self._transport.subscriptions.inside_section(self._model_id)
 
