@@ -40,8 +40,11 @@ model:
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
+# BENCH = engine, schemes or collectors. The last two run beside TorchRL, which is installed for them.
+BENCH ?= engine
 bench: $(STAMP)
-	cd / && $(abspath $(BIN))/python $(abspath bench/engine.py) --out $(abspath bench-results) $(ARGS)
+	[ $(BENCH) = engine ] || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation
+	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)
 
 $(VENV)/.tools: constraints.txt
 	$(PYTHON) -m venv $(VENV)

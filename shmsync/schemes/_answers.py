@@ -6,6 +6,7 @@ answer to a message that nobody waits for any more is dropped, so it never count
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from . import _wire
@@ -22,6 +23,7 @@ class Answers:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.peer: Peer | None = None
+        self._lock = threading.RLock()  # senders of several models, and so several threads, share it
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
         self._results: dict[Tag, Result] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
@@ -37,14 +39,17 @@ class Answers:
 
     def send(self, payload: bytes, tag: Tag, replaces: str | None = None) -> None:
         """Send a message that will be answered with this tag."""
-        self._awaited[tag] = True
-        self.channel.queue(payload, replaces)
+        with self._lock:
+            self._awaited[tag] = True
+            if not self.channel.closed:  # else the wait will find it dead
+                self.channel.queue(payload, replaces)
 
     def forget(self, tag: Tag) -> None:
         """Stop waiting for an answer; it is dropped when it comes."""
-        self._results.pop(tag, None)
-        if tag in self._awaited:
-            self._awaited[tag] = False
+        with self._lock:
+            self._results.pop(tag, None)
+            if tag in self._awaited:
+                self._awaited[tag] = False
 
     def answered(self, tag: Tag) -> bool:
         """Is the answer there? take() gives it."""
@@ -56,7 +61,8 @@ class Answers:
 
     def oldest(self) -> Tag | None:
         """Of the messages whose answers are awaited."""
-        return next((tag for tag, wanted in self._awaited.items() if wanted), None)
+        with self._lock:
+            return next((tag for tag, wanted in self._awaited.items() if wanted), None)
 
     def stray(self) -> tuple[Any, str] | None:
         """The next answer to a message that was not sent from here."""
@@ -65,13 +71,14 @@ class Answers:
     def pump(self) -> None:
         """Write what can be written, read what is there."""
         channel = self.channel
-        if channel.unsent:
-            channel.flush()
-        try:
-            while (message := channel.read()) is not None:
-                self._sort(message[0])
-        except EOFError:
-            pass  # channel.ended says so
+        with self._lock:
+            if channel.unsent:
+                channel.flush()
+            try:
+                while (message := channel.read()) is not None:
+                    self._sort(message[0])
+            except EOFError:
+                pass  # channel.ended says so
 
     def _sort(self, message: Any) -> None:
         if not _wire.is_answer_like(message):
@@ -80,8 +87,8 @@ class Answers:
         data, word = message
         result: Result = None
         tag = message.tag if isinstance(message, _wire.Tagged) else None
-        if tag is not None and self.peer is None and message.owner:
-            self.peer = Peer(owner=message.owner)
+        if tag is not None and self.peer is None and message.who:
+            self.peer = Peer(owner=message.who)
         if word == _wire.FAILED and isinstance(data, Failure):
             tag, result = data.tag, data
         elif word == _wire.UPDATED and isinstance(data, tuple) and len(data) == 2:

@@ -70,6 +70,11 @@ class Arenas:
         """The publisher of a model for a group."""
         return self._publishers[model_id][group]
 
+    def applied(self, model_id: str, group: int, worker: int) -> bool:
+        """Has this worker used the newest version, whether it still runs or not?"""
+        publisher = self._publishers[model_id][group]
+        return worker in publisher._arena.control.workers_at(publisher.version)
+
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:
         """Make `source` that version for these groups: arenas where there are none yet, a publish where there are.
 

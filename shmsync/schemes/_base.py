@@ -71,8 +71,8 @@ class WeightSyncScheme(ABC):
         """Prepare to receive the model of this id.
 
         Args:
-            context: gives `.pipe` (the worker's end) and `.get_model(model_id)`, perhaps `.worker_idx`. Held weakly.
-            **kwargs: `pipe`, `model`, `worker_idx` instead.
+            context: gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly.
+            **kwargs: `pipe`, `model` instead, or beside it. Others are for other schemes.
 
         Raises ValueError for missing ones.
         """

@@ -45,6 +45,18 @@ class Link:
         channel = self.answers.channel
         return channel.ended or channel.closed or (self.peer is not None and self.peer.dead)
 
+    @property
+    def finished(self) -> bool:
+        """Did its process end by itself, with exit code 0?"""
+        return self.peer is not None and self.peer.finished
+
+    def take_pending(self) -> list[Any]:
+        """Messages from the worker that are no answers, oldest first; each is given once."""
+        self.answers.pump()
+        found = list(self.answers.channel.pending)
+        self.answers.channel.pending.clear()
+        return found
+
     def __str__(self) -> str:
         channel = self.answers.channel
         if self.peer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 import weakref
 from collections import deque
@@ -23,6 +24,7 @@ class Message(NamedTuple):
     model_id: str  # of PREPARE and RESUME: ""
     content: Any  # weights, a version, a handle; model ids and a number
     tag: Tag | None  # None: from a sender that tags nothing
+    worker: int | None = None  # of REGISTER: the index that the sender has given this worker
 
     @classmethod
     def of(cls, message: Any) -> Message:
@@ -31,7 +33,8 @@ class Message(NamedTuple):
         if kind in (_wire.PREPARE, _wire.RESUME):
             return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
         if kind == _wire.REGISTER:
-            return cls(kind, model_id, content, Tag(model_id, 0))
+            worker = message.who if isinstance(message, _wire.Tagged) else None
+            return cls(kind, model_id, content, Tag(model_id, 0), worker)
         tag = message.tag if isinstance(message, _wire.Tagged) else None
         if tag is None and isinstance(content, int):
             tag = Tag(model_id, content)
@@ -45,6 +48,7 @@ class Inbox:
         self.channel = channel
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.unanswered: Message | None = None  # handed out by receive_weights(); send_ack() answers it
+        self._lock = threading.RLock()  # receivers in several threads may share a pipe
         self._messages: deque[Message] = deque()
         self._looked = 0.0  # when the sender's process was last looked for
 
@@ -62,16 +66,14 @@ class Inbox:
 
         Raises WriterDied when the sender is gone and nothing wanted is left.
         """
-        seen = 0
         while True:
-            for position in range(seen, len(self._messages)):
-                if wanted(self._messages[position]):
-                    message = self._messages[position]
-                    del self._messages[position]
-                    return message
-            seen = len(self._messages)
-            if self._read():
-                continue
+            with self._lock:
+                for position, message in enumerate(self._messages):
+                    if wanted(message):
+                        del self._messages[position]
+                        return message
+                if self._read():
+                    continue
             if self.channel.ended:
                 raise WriterDied(
                     "the sender closed its end of the pipe or died, so no weights will come; leave the loop"

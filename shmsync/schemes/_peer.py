@@ -8,7 +8,8 @@ import signal
 import weakref
 from typing import Any
 
-from .._process import Peers, pid_of
+from .. import _native
+from .._process import pid_of, start_ticks
 
 
 class Peer:
@@ -21,8 +22,7 @@ class Peer:
         self.fd: int | None = None
         if self.pid is None:
             raise ValueError("this worker process is not started; call its start() first")
-        # An owner word tells a reused pid; a child of ours keeps its pid until we wait for it.
-        if (owner and not Peers().alive(owner)) or (process is not None and process.exitcode is not None):
+        if process is not None and process.exitcode is not None:
             self._dead = True
             return
         try:
@@ -33,6 +33,8 @@ class Peer:
             return
         else:
             weakref.finalize(self, os.close, self.fd)
+            # A child of ours keeps its pid until we wait for it; another's may have been reused before we opened it.
+            self._dead = bool(owner) and not _is(owner)
 
     @property
     def dead(self) -> bool:
@@ -42,6 +44,14 @@ class Peer:
             poller.register(self.fd, select.POLLIN)
             self._dead = bool(poller.poll(0))
         return self._dead
+
+    @property
+    def finished(self) -> bool:
+        """Did it end by itself, with exit code 0?"""
+        if self._process is None or not self.dead:
+            return False
+        self._process.join(1)  # a fork server tells the code a moment after the death
+        return bool(self._process.exitcode == 0)
 
     def __str__(self) -> str:
         code = getattr(self._process, "exitcode", None)
@@ -53,3 +63,11 @@ class Peer:
             except ValueError:
                 pass
         return f"pid {self.pid}, exit code {code}"
+
+
+def _is(owner: int) -> bool:
+    """Is the process that has this pid now the one that signed with this word?"""
+    try:
+        return int(_native.pack_owner(pid_of(owner), start_ticks(pid_of(owner)))) == owner
+    except OSError:
+        return False

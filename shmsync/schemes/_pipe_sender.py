@@ -60,6 +60,11 @@ class PipeSender(WeightSender):
         super().register_worker(worker_idx, pipe_or_context, process)
         self._links[worker_idx] = Link(pipe_or_context, process)
 
+    def pending(self, worker_idx: int) -> list[Any]:
+        """Messages from a worker that are no answers, oldest first; each is given once. A wait for answers reads the
+        whole pipe, so a recv() of your own may miss what arrives meanwhile."""
+        return self._links[worker_idx].take_pending()
+
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version; nothing new is published. Returns it, 0 if nothing was
         sent yet. Raises as send() does."""

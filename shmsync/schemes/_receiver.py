@@ -31,8 +31,18 @@ class WeightReceiver:
         return self._model_id
 
     @property
+    def transport(self) -> Any:
+        """How the weights come; None before init_on_worker()."""
+        return self._transport
+
+    def pending(self) -> list[Any]:
+        """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
+        return list(self._transport.pending()) if hasattr(self._transport, "pending") else []
+
+    @property
     def version(self) -> int:
-        """Of the weights that the model uses now; 0: those it came with."""
+        """Of the weights that the model uses now; 0: those it came with. To wait for a version, loop until receive()
+        is True: with shared memory the model may use a version that receive() has not answered for."""
         return self._version
 
     def set_context(self, context: Any) -> None:

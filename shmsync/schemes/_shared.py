@@ -14,7 +14,7 @@ from ..subscriber import Consistency
 from . import _wire
 from ._arenas import ALL, Arenas
 from ._base import WeightSyncScheme
-from ._exchange import Link, gather
+from ._exchange import Link, Outcome, gather
 from ._inbox import Message
 from ._pipe_receiver import PipeReceiver
 from ._pipe_sender import PipeSender, Plan, write
@@ -162,7 +162,9 @@ class SharedMemTransport(PipeTransport):
         for index, link in links.items():
             if joined.get(index) is not link:
                 handle = self.arenas.publisher(model_id, self.arenas.group_of(index)).handle
-                link.answers.send(_wire.dumps(((model_id, handle), _wire.REGISTER)), Tag(model_id, 0))
+                tag = Tag(model_id, 0)
+                message = _wire.Tagged(((model_id, handle), _wire.REGISTER), tag, index)
+                link.answers.send(_wire.dumps(message), tag)
                 joined[index] = link
                 self._unconfirmed.setdefault(model_id, set()).add(index)
 
@@ -200,9 +202,16 @@ class SharedMemTransport(PipeTransport):
                 subscriber = self.subscriptions.needed(message.model_id)
                 subscriber.refresh()
                 return message.model_id, subscriber.weights
-            self.subscriptions.join(message.model_id, message.content)
+            self.subscriptions.join(message.model_id, message.content, message.worker)
             self.send_ack(_wire.REGISTERED)
         return None
+
+    def pending(self) -> list[Any]:
+        """As in MPTransport; on the sender's side those of all workers."""
+        found = [] if self.pipe is None else super().pending()
+        for link in self.links.values():
+            found += link.take_pending()
+        return found
 
     def check_connection(self) -> bool:
         """Can every other side still be reached, as far as is known?"""
@@ -267,7 +276,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self._transport.register_weights(model_id, weights)
 
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
-        """The sender's transport, which is one for all workers; with a pipe, that worker is registered."""
+        """The sender's transport, which is one for all workers; with a pipe, that worker is registered. In a worker,
+        its receiver's."""
+        if self._receiver is not None:
+            return self._receiver.transport
         if pipe_or_context is not None:
             self._transport.register_pipe(getattr(pipe_or_context, "pipe", pipe_or_context))
         return self._transport
@@ -330,6 +342,17 @@ class _Sender(PipeSender):
         elif self._model_id in self._transport._plain and self._links:
             self._transport.open(self._model_id)
 
+    def _mark(self, outcome: Outcome) -> None:
+        # A forward may use a version before receive() answers for it, so a worker may finish its work and leave with
+        # the version applied and not answered.
+        for index in list(outcome.dead):
+            group = self._transport.arenas.group_of(index)
+            if self._links[index].finished and self._transport.arenas.applied(self._model_id, group, index):
+                del outcome.dead[index]
+                outcome.done.append(index)
+                self._links[index].reported = True  # it needs no more weights
+        super()._mark(outcome)
+
     def _plan(self, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
         source = self._prepared(weights) if self._extracts else self._source(weights)
         return self._transport.plan(self._model_id, source, links, version)
@@ -346,11 +369,6 @@ class _Receiver(PipeReceiver):
         transport = self._scheme._make_transport()
         transport.pipe = pipe
         return transport
-
-    def set_up(self, arguments: Any) -> None:
-        """As in WeightReceiver."""
-        super().set_up(arguments)
-        self._transport.subscriptions.worker = arguments.get("worker_idx")
 
     @property
     def version(self) -> int:
@@ -377,7 +395,7 @@ class _Receiver(PipeReceiver):
 
     def _attach(self, message: Message) -> None:
         model = self._resolve_model()
-        self._transport.subscriptions.join(message.model_id, message.content)
+        self._transport.subscriptions.join(message.model_id, message.content, message.worker)
         self._transport.subscriptions.bind(message.model_id, model)
 
     def _check(self, message: Message) -> None:

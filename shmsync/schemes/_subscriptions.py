@@ -19,19 +19,18 @@ class Subscriptions:
     """Subscribers by model id, and the models that they are bound to."""
 
     def __init__(self, *, consistency: Consistency, timeout: float) -> None:
-        self.worker: int | None = None
         self._consistency = consistency
         self._timeout = timeout
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, tuple[Handle, int | None]] = {}
         self._subscribers: dict[str, Subscriber] = {}
         self._bound: dict[str, weakref.ref[nn.Module]] = {}
         # A scheme of this shape has no close(), so collecting it is the normal end, and no reason to warn.
         self._finalizer = weakref.finalize(self, _close_unused, self._subscribers, self._bound)
 
-    def join(self, model_id: str, handle: Handle) -> None:
-        """Attach to an arena, in place of the model's earlier one."""
-        self._handles[model_id] = handle
-        subscriber = Subscriber(handle, consistency=self._consistency, worker=self.worker, timeout=self._timeout)
+    def join(self, model_id: str, handle: Handle, worker: int | None) -> None:
+        """Attach to an arena, in place of the model's earlier one, as the worker of this index."""
+        self._handles[model_id] = handle, worker
+        subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         earlier = self._subscribers.pop(model_id, None)
         self._bound.pop(model_id, None)
         self._subscribers[model_id] = subscriber
@@ -50,7 +49,7 @@ class Subscriptions:
                     f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every "
                     "message of the pipe"
                 )
-            self.join(model_id, self._handles[model_id])
+            self.join(model_id, *self._handles[model_id])
         return self._subscribers[model_id]
 
     def bind(self, model_id: str, model: Any) -> None:

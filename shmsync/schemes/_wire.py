@@ -45,19 +45,19 @@ class Tag(NamedTuple):
 
 
 class Tagged(tuple[Any, ...]):
-    """A pair that also carries a tag, and in an answer the owner word of the process that gave it."""
+    """A pair that also carries a tag, and who it is from or for."""
 
     tag: Tag
-    owner: int
+    who: int  # in an answer the owner word of the process that gave it; in a registration the worker's index
 
-    def __new__(cls, pair: tuple[Any, str], tag: Tag, owner: int = 0) -> Tagged:
+    def __new__(cls, pair: tuple[Any, str], tag: Tag, who: int = 0) -> Tagged:
         self = super().__new__(cls, pair)
         self.tag = tag
-        self.owner = owner
+        self.who = who
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tagged, (tuple(self), self.tag, self.owner)
+        return Tagged, (tuple(self), self.tag, self.who)
 
 
 class Failure(NamedTuple):

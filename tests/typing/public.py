@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 import shmsync
+from shmsync.collectors import CollectorStats, MultiprocessCollector
+from shmsync.schemes import send_together
 
 
 def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -45,6 +47,37 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
         assert_type(sub.wait_version(2), int)
         assert_type(sub.bind(module), nn.Module)
         shmsync.attach(handle, consistency="eventual")  # type: ignore[arg-type]
+
+
+def sender(policy: nn.Module, pipes: list[Any]) -> None:
+    scheme = shmsync.SharedMemWeightSyncScheme(slots=3, groups=[[0], [1]])
+    scheme.init_on_sender("policy", pipes=pipes, model=policy)
+    sender = scheme.get_sender()
+    assert_type(sender, shmsync.WeightSender)
+    assert_type(sender.send(policy, [0], timeout=1.0), int)
+    assert_type(sender.send_async(), int)
+    assert_type(sender.wait_async(), int)
+    assert_type(send_together({sender: None}), int)
+    shmsync.MultiProcessWeightSyncScheme("pickle")  # type: ignore[arg-type]
+    shmsync.WeightSyncScheme()  # type: ignore[abstract]
+    transport: shmsync.TransportBackend = shmsync.MPTransport(pipes[0])
+    assert_type(transport.receive_weights(), tuple[str, Any] | None)
+
+
+def receiver(policy: nn.Module, pipe: Any) -> None:
+    scheme = shmsync.MultiProcessWeightSyncScheme()
+    scheme.init_on_worker("policy", pipe=pipe, model=policy)
+    assert_type(scheme.get_receiver().receive(0.1), bool)
+    assert_type(scheme.get_receiver().version, int)
+
+
+def collector(policy: nn.Module) -> None:
+    with MultiprocessCollector(lambda: None, policy, num_workers=2, frames_per_batch=20, on_lag="wait") as batches:
+        for batch in batches:
+            assert_type(batch, TensorDict)
+        assert_type(batches.update_policy_weights_(), int)
+        assert_type(batches.stats(), CollectorStats)
+    MultiprocessCollector(lambda: None, policy, num_workers=2, frames_per_batch=20, on_lag="cry")  # type: ignore[arg-type]
 
 
 def handler() -> list[int | str]:
