@@ -1,0 +1,96 @@
+"""TorchRL's schemes as contestants, used without a collector, in the cheapest way that its API has.
+
+On the CPU both schemes turn the module that they are given into shared memory: trainer, buffer and workers are one
+storage, and a send copies nothing. That is what the classes with Alias in their names measure. The others keep the
+trainer's weights its own, as shmsync does by default. Weights are given as a TensorDict that was made before, so that
+nothing has to be extracted from a module.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import warnings
+from typing import Any
+
+import contest
+import models
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+with warnings.catch_warnings(record=True):
+    from torchrl.collectors import utils as _utils  # noqa: F401  # else the first send would import it
+    from torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+
+def more_files() -> None:
+    """torch shares each tensor by a descriptor of its own."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def receive(module: nn.Module, weights: dict[str, Any], scheme: Any, index: int) -> None:
+    """The scheme has a thread of its own, which applies and answers; this one sleeps."""
+    more_files()
+    scheme.init_on_receiver(model=module, model_id="policy", worker_idx=index)
+    scheme.connect(worker_idx=index)
+    threading.Event().wait()
+
+
+class _Session:
+    scheme: Any
+
+    def __init__(self, size: str, workers: int) -> None:
+        more_files()
+        self.module = models.build(size)
+        self.init([torch.device("cpu")] * workers)
+        self.workers = contest.Workers(size, receive, [(self.scheme, index) for index in range(workers)])
+        self.scheme.connect()
+
+    def init(self, devices: list[torch.device]) -> None:
+        raise NotImplementedError
+
+    def send(self) -> None:
+        self.scheme.send(self.weights)
+
+    def close(self) -> None:
+        self.workers.kill()
+        scheme = self.scheme
+        for queues in (scheme._weight_init_queues, scheme._instruction_queues, scheme._ack_queues):
+            for queue in queues.values():
+                queue.cancel_join_thread()  # nobody reads any more; shutdown() would wait for that
+        scheme.shutdown()
+
+
+class SharedMem(_Session):
+    def init(self, devices: list[torch.device]) -> None:
+        self.scheme = SharedMemWeightSyncScheme()
+        buffer = TensorDict.from_module(self.module).data.clone()
+        self.scheme.init_on_sender(weights=buffer, devices=devices, model_id="policy", ctx=contest.CONTEXT)
+        self.weights = TensorDict.from_module(self.module).data
+
+
+class SharedMemAlias(_Session):
+    def init(self, devices: list[torch.device]) -> None:
+        self.scheme = SharedMemWeightSyncScheme()
+        self.scheme.init_on_sender(model=self.module, devices=devices, model_id="policy", ctx=contest.CONTEXT)
+        self.weights = None
+
+
+class MultiProcessAlias(_Session):
+    def init(self, devices: list[torch.device]) -> None:
+        self.scheme = MultiProcessWeightSyncScheme()
+        self.scheme.init_on_sender(model=self.module, devices=devices, model_id="policy", ctx=contest.CONTEXT)
+        self.weights = TensorDict.from_module(self.module).data
+
+
+class MultiProcess(_Session):
+    def init(self, devices: list[torch.device]) -> None:
+        self.scheme = MultiProcessWeightSyncScheme()
+        first = TensorDict.from_module(self.module).data.clone()
+        self.scheme.init_on_sender(weights=first, devices=devices, model_id="policy", ctx=contest.CONTEXT)
+        self.weights = TensorDict.from_module(self.module).data
+
+    def send(self) -> None:
+        self.scheme.send(self.weights.clone())
