@@ -49,6 +49,7 @@ class Transfer:
             given.add(leaf.offset)
             if _own_place(tensor, leaf, ranges, arena.slots, name):
                 self.in_place.append(leaf)
+                rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
             elif _direct(tensor, leaf):
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
@@ -57,7 +58,7 @@ class Transfer:
                 rows.append((copy, leaf.offset, leaf.nbytes))
         self._sources = _native.Sources(list(collected.guards or ()), rows)
         # Tied leaves given as two tensors of equal values may differ the next time.
-        self._reusable = collected.guards is not None and not self.in_place and not untied
+        self._reusable = collected.guards is not None and not untied
         others = {leaf.offset: leaf for leaf in arena.manifest.leaves if leaf.nbytes and leaf.offset not in given}
         self.carried = sorted(others.values(), key=lambda leaf: leaf.offset)  # not given: keep the current value
 
@@ -80,7 +81,7 @@ class Transfer:
                 for source, copy, dtype in self._staged
             )
             and self._sources.revalidate()
-            and not (self._sources.moved and self._overlaps(arena))
+            and not (self._sources.moved and (self.in_place or self._overlaps(arena)))
         )
 
     def _overlaps(self, arena: Arena) -> bool:

@@ -8,6 +8,7 @@ void bind_memory(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
+void bind_pipes(nb::module_&);
 }  // namespace shmsync::bind
 
 NB_MODULE(_native, m) {
@@ -20,4 +21,5 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
+  shmsync::bind::bind_pipes(m);
 }

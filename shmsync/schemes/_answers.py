@@ -23,7 +23,7 @@ class Answers:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.peer: Peer | None = None
-        self._lock = threading.RLock()  # senders of several models, and so several threads, share it
+        self.lock = threading.RLock()  # held by whoever reads; senders of several models, and so threads, share it
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
         self._results: dict[Tag, Result] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
@@ -39,14 +39,25 @@ class Answers:
 
     def send(self, payload: bytes, tag: Tag, replaces: str | None = None) -> None:
         """Send a message that will be answered with this tag."""
-        with self._lock:
+        with self.lock:
             self._awaited[tag] = True
             if not self.channel.closed:  # else the wait will find it dead
                 self.channel.queue(payload, replaces)
 
+    def expect(self, tag: Tag) -> None:
+        """A message will be answered with this tag; the caller sends it."""
+        with self.lock:
+            self._awaited[tag] = True
+
+    @property
+    def idle(self) -> bool:
+        """Is every message answered, and no message half written or half read?"""
+        channel = self.channel
+        return not (self._awaited or self._results) and channel.idle and not channel.closed
+
     def forget(self, tag: Tag) -> None:
         """Stop waiting for an answer; it is dropped when it comes."""
-        with self._lock:
+        with self.lock:
             self._results.pop(tag, None)
             if tag in self._awaited:
                 self._awaited[tag] = False
@@ -61,7 +72,7 @@ class Answers:
 
     def oldest(self) -> Tag | None:
         """Of the messages whose answers are awaited."""
-        with self._lock:
+        with self.lock:
             return next((tag for tag, wanted in self._awaited.items() if wanted), None)
 
     def stray(self) -> tuple[Any, str] | None:
@@ -71,7 +82,7 @@ class Answers:
     def pump(self) -> None:
         """Write what can be written, read what is there."""
         channel = self.channel
-        with self._lock:
+        with self.lock:
             if channel.unsent:
                 channel.flush()
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing import util
 
 from torch import nn
@@ -43,8 +43,10 @@ class Arenas:
             raise ValueError(f"worker {worker} is in none of the groups; groups= must list every worker once")
         return self._group_of[worker]
 
-    def chosen(self, workers: Iterable[int], everybody: Iterable[int]) -> list[int]:
+    def chosen(self, workers: Collection[int], everybody: Collection[int]) -> list[int]:
         """The groups of these workers, who must be whole groups among everybody."""
+        if self._group_of is None and len(workers) == len(everybody):
+            return [ALL]
         members: dict[int, set[int]] = {}
         for worker in everybody:
             members.setdefault(self.group_of(worker), set()).add(worker)
@@ -70,6 +72,14 @@ class Arenas:
         """The publisher of a model for a group."""
         return self._publishers[model_id][group]
 
+    def only(self, model_id: str) -> Publisher | None:
+        """The model's publisher if it has one for all workers."""
+        return None if self._group_of is not None else self._publishers.get(model_id, {}).get(ALL)
+
+    def optional(self, model_id: str) -> set[Key]:
+        """Leaves that weights of the model may lack: its buffers that are never saved."""
+        return self._optional.get(model_id, set())
+
     def applied(self, model_id: str, group: int, worker: int) -> bool:
         """Has this worker used the newest version, whether it still runs or not?"""
         publisher = self._publishers[model_id][group]
@@ -80,8 +90,8 @@ class Arenas:
 
         Raises what Publisher() raises; publishing refuses weights that lack a leaf.
         """
-        if isinstance(source, nn.Module):
-            self._optional.setdefault(model_id, not_saved(source))
+        if model_id not in self._optional and isinstance(source, nn.Module):
+            self._optional[model_id] = not_saved(source)
         made = self._publishers.setdefault(model_id, {})
         fresh: dict[int, Publisher] = {}
 
@@ -96,8 +106,7 @@ class Arenas:
         except BaseException:
             discard()
             raise
-        optional = self._optional.get(model_id, set())
-        old = [Source(made[group], source, optional) for group in groups if group in made]
+        old = [Source(made[group], source, self.optional(model_id)) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
     def _make(self, source: Weights, readers: int, version: int) -> Publisher:

@@ -20,6 +20,8 @@ from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
+from .. import _native
+
 _LONG = 0x7FFFFFFF  # sizes above it have a longer header
 _CHUNK = 1 << 20
 
@@ -51,7 +53,7 @@ class Channel:
         self.ended = False  # the other end is closed
         self.pending: deque[Any] = deque()  # messages that are not about weights
         self.role: Any = None  # the Inbox or the Answers that reads it
-        self._lock = threading.RLock()  # several models, and so several threads, may share a pipe
+        self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
         self._out: deque[_Frame] = deque()
         self._header = b""
         self._body: bytearray | None = None  # of the message that is half read
@@ -78,11 +80,39 @@ class Channel:
     def queue(self, payload: bytes, replaces: str | None = None) -> None:
         """Send it, as far as it goes; flush() sends the rest. It takes the place of an older one that has not begun to
         leave and `replaces` the same: to a worker that does not read, only the newest weights are kept."""
-        with self._lock:
+        with self.lock:
             if self._out and replaces is not None:
                 self._out = deque(frame for frame in self._out if frame.begun or frame.label != replaces)
             self._out.append(_Frame(payload, replaces))
             self.flush()
+
+    def send_small(self, payload: bytes) -> None:
+        """The same for a small message; quick when nothing else is on its way."""
+        with self.lock:
+            if self._out or self.closed:
+                self.queue(payload)
+            elif left := _native.send_frame([self.fd], payload):
+                self.resume(payload, left[0][1])
+
+    def resume(self, payload: bytes, sent: int, replaces: str | None = None) -> None:
+        """Go on with a message of which `sent` bytes, header included, have left; -1: the other end is closed."""
+        if sent < 0:
+            self.ended = True
+            return
+        frame = _Frame(payload, replaces)
+        frame.views[0] = frame.views[0][sent:]
+        frame.begun = sent > 0
+        self._out.append(frame)
+
+    @property
+    def idle(self) -> bool:
+        """Is no message half written or half read?"""
+        return not self._out and not self._header and self._body is None
+
+    def take_small(self) -> bytes | None:
+        """The next message, not unpickled, if it is small and all there; read() gives any other."""
+        with self.lock:
+            return _native.take_frame(self.fd) if self.idle and not self.closed else None
 
     @property
     def unsent(self) -> bool:
@@ -91,7 +121,7 @@ class Channel:
 
     def flush(self) -> None:
         """Write what the pipe takes now."""
-        with self._lock:
+        with self.lock:
             while self._out:
                 frame = self._out[0]
                 try:
@@ -112,7 +142,7 @@ class Channel:
     def read(self) -> tuple[Any] | None:
         """The next message, in a tuple of one; None if no whole one is there. Raises EOFError."""
         while True:
-            with self._lock:
+            with self.lock:
                 payload = self._frame()
             if payload is None:
                 return None

@@ -122,7 +122,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
     outcome = Outcome()
     waiting = dict(links)
     try:
-        for index, link in links.items():  # a wait for another model may have read them
+        for index, link in list(waiting.items()):  # a wait for another model may have read them
             if all(link.answers.answered(tag) for tag in tags[index]):
                 _settle(outcome, index, [link.answers.take(tag) for tag in tags[index]])
                 del waiting[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 import time
 import weakref
@@ -10,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import _process
+from .. import _native, _process
+from .._arguments import slice_until
 from ..errors import WriterDied
 from . import _wire
 from ._channel import Channel
@@ -83,6 +85,24 @@ class Inbox:
                 return None
             self.channel.wait(deadline)
 
+    def quick(self, deadline: float) -> Message | None:
+        """The next message if it is small, and nothing else is there to be looked at first."""
+        channel = self.channel
+        if self._messages or not channel.idle or channel.closed:
+            return None
+        if not _native.wait_readable(channel.fd, slice_until(deadline)) or (payload := channel.take_small()) is None:
+            return None
+        message = pickle.loads(payload)
+        if _wire.is_message(message):
+            return Message.of(message)
+        channel.pending.append(message)
+        return None
+
+    def put_back(self, message: Message) -> None:
+        """Give back what quick() gave."""
+        with self._lock:
+            self._messages.appendleft(message)
+
     def _read(self) -> bool:
         """Take in one message, if one is there."""
         try:
@@ -111,12 +131,12 @@ class Inbox:
         """Say that it was applied, registered, or is awaited."""
         tag = message.tag
         if tag is None:
-            payload = _wire.dumps((None, word))
+            payload = _wire.small((None, word))
         elif message.kind == _wire.UPDATE and isinstance(message.content, int):
-            payload = _wire.dumps((tuple(tag), word))
+            payload = _wire.small((tuple(tag), word))
         else:
-            payload = _wire.dumps(_wire.Tagged((None, word), tag, _process.me().owner))
-        self.channel.queue(payload)
+            payload = _wire.small(_wire.Tagged((None, word), tag, _process.me().owner))
+        self.channel.send_small(payload)
 
     def answer_failure(self, message: Message, error: BaseException) -> None:
         """Send an exception that was just caught to the sender."""

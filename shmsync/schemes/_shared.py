@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -17,7 +17,8 @@ from ._base import WeightSyncScheme
 from ._exchange import Link, Outcome, gather
 from ._inbox import Message
 from ._pipe_receiver import PipeReceiver
-from ._pipe_sender import PipeSender, Plan, write
+from ._pipe_sender import PipeSender, Plan, Posted, write
+from ._route import Route
 from ._subscriptions import Subscriptions
 from ._transport import PipeTransport
 from ._wire import Tag
@@ -58,6 +59,7 @@ class SharedMemTransport(PipeTransport):
         self._plain = dict(self.policy_weights)  # those that are the user's own memory
         self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
         self._unconfirmed: dict[str, set[int]] = {}
+        self._routes: dict[str, Route] = {}
         self._async: tuple[str, int, dict[int, list[Tag]]] | None = None
 
     # The sender's side.
@@ -96,7 +98,7 @@ class SharedMemTransport(PipeTransport):
             self.arenas.plan(model_id, self._plain[model_id], groups, 1, len(self.links)).accept()
         self._tell(model_id, self.links)
 
-    def plan(self, model_id: str, source: Any, links: Iterable[int], version: int) -> Plan:
+    def plan(self, model_id: str, source: Any, links: Collection[int], version: int) -> Plan:
         """Check weights that are to be written once for each group of workers."""
         if not isinstance(source, (nn.Module, TensorDictBase, Mapping)):
             raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(source).__name__}")
@@ -124,7 +126,7 @@ class SharedMemTransport(PipeTransport):
         return plan._replace(accept=accept)
 
     def _plan_plain(
-        self, model_id: str, plain: TensorDictBase, source: Any, links: Iterable[int], version: int
+        self, model_id: str, plain: TensorDictBase, source: Any, links: Collection[int], version: int
     ) -> Plan:
         """The same where the user's own shared TensorDict is written too. Without workers it is all there is."""
         extracted = _STRATEGY.extract_weights(source)
@@ -148,14 +150,33 @@ class SharedMemTransport(PipeTransport):
         """Tell these workers of a version; which answers each of them owes."""
         self._tell(model_id, links)
         tag = Tag(model_id, version)
-        payload = _wire.dumps(((model_id, version), _wire.UPDATE))
-        owed = {}
-        unconfirmed = self._unconfirmed.get(model_id, set())
-        for index, link in links.items():
-            owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
-            unconfirmed.discard(index)
+        owed = {index: [tag] for index in links}
+        unconfirmed = self._unconfirmed.get(model_id)
+        if unconfirmed:
+            for index in unconfirmed & owed.keys():
+                owed[index] = [Tag(model_id, 0), tag]
+            unconfirmed.difference_update(owed)
+        payload = _wire.small(((model_id, version), _wire.UPDATE))
+        for link in links.values():
             link.answers.send(payload, tag, model_id)
         return owed
+
+    def route(self, model_id: str) -> Route | None:
+        """The quick way to all workers, if all have been told where the arena is, have said that they are there, and
+        are not known to be dead."""
+        route = self._routes.get(model_id)
+        if route is not None and route.links == self.links and not any(link.reported for link in self.links.values()):
+            return route
+        publisher = self.arenas.only(model_id)
+        ready = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
+        if publisher is None or not ready or model_id in self._plain:
+            return None
+        if not self.links or any(link.reported for link in self.links.values()):
+            return None
+        route = Route(dict(self.links), publisher, self.arenas.optional(model_id))
+        if route.complete:
+            self._routes[model_id] = route
+        return route
 
     def _tell(self, model_id: str, links: Mapping[int, Link]) -> None:
         joined = self._joined.setdefault(model_id, {})
@@ -329,6 +350,28 @@ class _Sender(PipeSender):
         """As in WeightSender."""
         self._transport.register_pipe(getattr(pipe_or_context, "pipe", pipe_or_context), worker_idx, process)
 
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
+    ) -> int:
+        """As in WeightSender. The common case, a module for all workers, has a path of its own."""
+        route = self._transport.route(self._model_id) if worker_ids is None and self._pending is None else None
+        if route is None or self._extracts:
+            return super().send(weights, worker_ids, timeout=timeout)
+        source = self._source(weights)
+        if not isinstance(source, nn.Module):
+            return super().send(source, timeout=timeout)
+        deadline = self._deadline(timeout)
+        publisher, optional = route.publisher, route.optional
+        with publisher._side.lock:
+            self._version = version = publisher._publish(source, deadline, optional=optional)
+        tag = Tag(self._model_id, version)
+        sent = _wire.small(((self._model_id, version), _wire.UPDATE))
+        late = route.exchange(sent, _wire.small(((self._model_id, version), _wire.UPDATED)), tag, deadline)
+        if late:
+            links = {index: self._links[index] for index in late}
+            self._collect(late, Posted(version, links, {index: [tag] for index in late}), deadline)
+        return version
+
     def set_up(self, arguments: Any) -> None:
         """As in WeightSender; weights that are known already are registered with the workers."""
         arguments.needed("pipes")
@@ -404,6 +447,4 @@ class _Receiver(PipeReceiver):
         self._transport.subscriptions.needed(message.model_id)
 
     def _use(self, message: Message) -> None:
-        subscriptions = self._transport.subscriptions
-        subscriptions.needed(message.model_id).refresh()
-        subscriptions.bind(message.model_id, self._resolve_model())
+        self._transport.subscriptions.use(message.model_id, self._resolve_model())

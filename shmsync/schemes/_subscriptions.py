@@ -62,6 +62,13 @@ class Subscriptions:
             subscriber.bind(model)
             self._bound[model_id] = weakref.ref(model)
 
+    def use(self, model_id: str, model: Any) -> None:
+        """Make the model use the newest version."""
+        self.needed(model_id).refresh()
+        bound = self._bound.get(model_id)
+        if bound is None or bound() is not model:
+            self.bind(model_id, model)
+
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""
         subscriber = self._subscribers.get(model_id)

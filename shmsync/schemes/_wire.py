@@ -104,6 +104,11 @@ def is_answer_like(message: object) -> bool:
     return isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)
 
 
+def small(message: object) -> bytes:
+    """Pickled; for messages without tensors. The same message gives the same bytes on both sides."""
+    return pickle.dumps(message, protocol=5)
+
+
 def dumps(message: object) -> bytes:
     """Pickled, tensors by value: multiprocessing's pickle would move the trainer's own tensors into shared memory."""
     buffer = io.BytesIO()

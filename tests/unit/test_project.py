@@ -31,7 +31,7 @@ LAYERS = [
     {"schemes._answers", "schemes._inbox"},
     {"schemes._exchange", "schemes._sender", "schemes._receiver"},
     {"schemes._base", "schemes._pipe_sender", "schemes._pipe_receiver", "schemes._transport", "schemes._subscriptions"},
-    {"schemes._arenas", "schemes._mp", "schemes._none"},
+    {"schemes._arenas", "schemes._mp", "schemes._none", "schemes._route"},
     {"schemes._shared", "schemes._together"},
     {"schemes.__init__"},
     {"collectors._spaces", "collectors._buffers"},

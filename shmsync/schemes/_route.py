@@ -1,0 +1,56 @@
+"""The quick way of one send to all workers: one message to each, one answer from each, in one native call.
+
+Whatever is not the common case, it leaves in the pipes and to _exchange.gather().
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Mapping
+
+from .. import _native
+from ..manifest import Key
+from ..publisher import Publisher
+from ._exchange import Link
+from ._wire import Tag
+
+_MOMENT = 0.002  # seconds; other threads that share a pipe wait so long for their turn
+
+
+class Route:
+    """All workers of one arena, prepared."""
+
+    def __init__(self, links: Mapping[int, Link], publisher: Publisher, optional: Container[Key]) -> None:
+        self.links = links
+        self.publisher = publisher
+        self.optional = optional
+        self._indices = list(links)
+        self._answers = [link.answers for link in links.values()]
+        self._fds = [answers.channel.fd for answers in self._answers]
+        peers = [link.peer for link in links.values()]
+        self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]
+        self.complete = len(self._processes) == len(peers)  # else some process may become known yet
+
+    def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
+        """Send `message` to all, and wait a moment for `answer` from all. Those that still owe it, and for whom the
+        tag is awaited."""
+        for answers in self._answers:
+            answers.lock.acquire()
+        try:
+            if not all(answers.idle for answers in self._answers):
+                for answers in self._answers:
+                    answers.send(message, tag, tag.model_id)
+                return self._indices
+            moment = int(max(0.0, min(deadline - time.monotonic(), _MOMENT)) * 1e9)
+            left, done = _native.exchange_frames(self._fds, self._processes, message, answer, moment)
+            if len(done) == len(self._fds):
+                return []
+            for position, sent in left:
+                self._answers[position].channel.resume(message, sent, tag.model_id)
+            late = sorted(set(range(len(self._fds))) - set(done))
+            for position in late:
+                self._answers[position].expect(tag)
+            return [self._indices[position] for position in late]
+        finally:
+            for answers in self._answers:
+                answers.lock.release()
