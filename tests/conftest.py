@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import shmsync.schemes  # noqa: F401  with what it imports
+
 torch.set_num_threads(1)
-gc.freeze()  # torch's million objects are not this suite's: collecting after each test stays cheap
+gc.freeze()  # the million objects of what is imported are not this suite's: collecting after each test stays cheap
 
 
 @pytest.fixture(autouse=True)

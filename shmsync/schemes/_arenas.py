@@ -82,8 +82,8 @@ class Arenas:
 
     def applied(self, model_id: str, group: int, worker: int) -> bool:
         """Has this worker used the newest version, whether it still runs or not?"""
-        publisher = self._publishers[model_id][group]
-        return worker in publisher._arena.control.workers_at(publisher.version)
+        publisher = self._publishers.get(model_id, {}).get(group)
+        return publisher is not None and worker in publisher._arena.control.workers_at(publisher.version)
 
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:
         """Make `source` that version for these groups: arenas where there are none yet, a publish where there are.

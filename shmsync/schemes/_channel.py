@@ -109,6 +109,11 @@ class Channel:
         """Is no message half written or half read?"""
         return not self._out and not self._header and self._body is None
 
+    @property
+    def readable(self) -> bool:
+        """Is there something to read at this moment?"""
+        return not self.closed and _native.wait_readable(self.fd, 0)
+
     def take_small(self) -> bytes | None:
         """The next message, not unpickled, if it is small and all there; read() gives any other."""
         with self.lock:
@@ -146,10 +151,17 @@ class Channel:
                 payload = self._frame()
             if payload is None:
                 return None
-            try:
-                return (pickle.loads(payload),)
-            except Exception:  # somebody's send_bytes(), or a class that is not here: not for us
-                self.pending.append(bytes(payload))
+            message = self.loads(payload)
+            if message is not None:
+                return message
+
+    def loads(self, payload: bytes | bytearray) -> tuple[Any] | None:
+        """A message, in a tuple of one. None for what is no pickle, or has a class that is not here: it is kept."""
+        try:
+            return (pickle.loads(payload),)
+        except Exception:
+            self.pending.append(bytes(payload))
+            return None
 
     def wait(self, deadline: float) -> None:
         """Until there is something to read, or the other end is closed, or the monotonic time is `deadline`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import threading
 import time
 import weakref
@@ -92,10 +91,12 @@ class Inbox:
             return None
         if not _native.wait_readable(channel.fd, slice_until(deadline)) or (payload := channel.take_small()) is None:
             return None
-        message = pickle.loads(payload)
-        if _wire.is_message(message):
-            return Message.of(message)
-        channel.pending.append(message)
+        found = channel.loads(payload)
+        if found is None:
+            return None
+        if _wire.is_message(found[0]):
+            return Message.of(found[0])
+        channel.pending.append(found[0])
         return None
 
     def put_back(self, message: Message) -> None:

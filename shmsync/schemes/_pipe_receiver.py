@@ -44,8 +44,12 @@ class PipeReceiver(WeightReceiver):
         inbox = self._inbox
         if not self._has_news and (message := inbox.quick(deadline)) is not None:
             if message.kind == _wire.UPDATE and message.model_id == self._model_id and self._ready():
-                return self._apply_one(message)
-            inbox.put_back(message)
+                self._has_news = self._apply_one(message)
+                if not inbox.channel.readable:
+                    news, self._has_news = self._has_news, False
+                    return news
+            else:
+                inbox.put_back(message)
         inbox.receivers[self._model_id] = self
         served = self._served()
         while not self._has_news:
@@ -120,6 +124,9 @@ class PipeReceiver(WeightReceiver):
             self._refused(message, error)
         else:
             self._inbox.answer(message, _wire.REGISTERED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_inbox", "_thread")}
 
     # What the schemes do differently.
 

@@ -437,9 +437,8 @@ class _Receiver(PipeReceiver):
         return not self._transport.subscriptions.inside_section(self._model_id)
 
     def _attach(self, message: Message) -> None:
-        model = self._resolve_model()
         self._transport.subscriptions.join(message.model_id, message.content, message.worker)
-        self._transport.subscriptions.bind(message.model_id, model)
+        self._transport.subscriptions.bind(message.model_id, self._resolve_model())
 
     def _check(self, message: Message) -> None:
         if not isinstance(message.content, int):

@@ -44,8 +44,7 @@ def send_together(
     pairs = _pairs(models)
     for sender, _ in pairs:
         sender._refuse_pending("send_together")
-    workers = pairs[0][0]._chosen(worker_ids)
-    links = {sender.model_id: sender._alive(workers) for sender, _ in pairs}
+    links = {sender.model_id: sender._alive(sender._chosen(worker_ids)) for sender, _ in pairs}
     first = links[pairs[0][0].model_id]
     for sender, _ in pairs:
         reached = links[sender.model_id]
@@ -67,6 +66,8 @@ def send_together(
                 version=version,
                 missing=met.late,
             )
+        for sender, _ in pairs:
+            PipeSender._mark(sender, met)  # a worker that left is gone, whatever it has applied before
         if not met.done:
             met.check("the call to receive together", None)
         ready = {sender: {i: links[sender.model_id][i] for i in met.done} for sender, _ in pairs}

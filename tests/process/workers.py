@@ -48,9 +48,9 @@ class RemoteTraceback(Exception):
 
 
 class Worker:
-    def __init__(self, context):
+    def __init__(self, context, between=None):
         self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, between), daemon=True)
         self.process.start()
         theirs.close()
         self.pid = self.process.pid
@@ -76,6 +76,13 @@ class Worker:
     def call(self, function, *args, **kwargs):
         self.start(function, *args, **kwargs)
         return self.result()
+
+    def interrupt(self, function, *args, **kwargs):
+        """End a call that runs until the next one; what it returned. What the next one returns is dropped."""
+        self.conn.send((function, args, kwargs))
+        value = self.result()
+        self.result()
+        return value
 
     def done(self):
         return self.conn.poll()
@@ -128,10 +135,13 @@ def pool(context):
             worker.end()
 
 
-def serve(conn):
+def serve(conn, between=None):
+    """Answer calls; before each, and while there is none, `between(state)` may do something of its own."""
     torch.set_num_threads(1)
-    state = SimpleNamespace(sub=None, pub=None)
+    state = SimpleNamespace(sub=None, pub=None, conn=conn)
     while True:
+        if between is not None:
+            between(state)
         try:
             call = conn.recv()
         except EOFError:

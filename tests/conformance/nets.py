@@ -1,0 +1,64 @@
+"""The model that the trainer and the workers of this suite share, and the forms of its weights."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+
+class Stamped(nn.Module):
+    """Every parameter and buffer holds one number. A forward tells the smallest and the largest of them."""
+
+    def __init__(self, value=0, width=4):
+        super().__init__()
+        self.layer = nn.Linear(width, 2)
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        stamp(self, value)
+
+    def forward(self):
+        low, high = zip(*(torch.aminmax(t) for t in (*self.parameters(), *self.buffers())), strict=True)
+        return int(min(low)), int(max(high))
+
+
+class Tied(Stamped):
+    """Two names for one weight, and a buffer that no state_dict has."""
+
+    def __init__(self, value=0):
+        super().__init__(value, width=2)
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.layer.weight
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        stamp(self, value)
+
+
+class Slow(Stamped):
+    """Takes its time between two looks at its weights."""
+
+    def forward(self, go=None):
+        before = super().forward()
+        if go is not None:
+            go()
+        return before[0], super().forward()[1]
+
+
+def stamp(module, value):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(value)
+    return module
+
+
+def ask(module):
+    """What it is filled with; a pair, if that is not one number."""
+    with torch.no_grad():
+        low, high = module()
+    return low if low == high else (low, high)
+
+
+FORMS = {
+    "module": lambda value: Stamped(value),
+    "state_dict": lambda value: Stamped(value).state_dict(),
+    "tensordict": lambda value: TensorDict.from_module(Stamped(value)).data,
+    "nested dict": lambda value: TensorDict.from_module(Stamped(value)).data.to_dict(),
+}

@@ -1,0 +1,61 @@
+"""NoWeightSyncScheme: every call does nothing, and answers properly."""
+
+import pickle
+
+import pytest
+from nets import Stamped, ask
+from peers import Context
+from table import NONE, only
+
+from shmsync.schemes import NoWeightSyncScheme, TransportBackend
+
+
+@only(NONE)
+def test_workers_keep_the_weights_they_came_with(fleet):
+    sender = fleet.open()
+    assert sender.send(Stamped(1)) == 0
+    assert sender.send(Stamped(2), worker_ids=[0, 1]) == 0
+    assert sender.update_weights(Stamped(3)) == 0
+    assert fleet.stamps() == [0, 0, 0]
+    assert fleet.versions() == [0, 0, 0]
+    assert not any(pipe.poll() for pipe in fleet.pipes)
+
+
+def test_sender_answers_without_workers_or_weights():
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_sender("policy")
+    sender = scheme.get_sender()
+    assert sender.send() == sender.send(Stamped(1)) == 0
+    assert sender.send_async(Stamped(1)) == sender.wait_async() == 0
+    assert sender.version == 0
+
+
+def test_receiver_answers_without_pipe_or_model():
+    scheme, net = NoWeightSyncScheme(), Stamped(1)
+    scheme.init_on_worker("policy", Context(policy=net))
+    receiver = scheme.get_receiver()
+    assert receiver.receive() is False
+    assert receiver.receive(timeout=0) is False
+    receiver.apply_weights(Stamped(2).state_dict())
+    assert ask(net) == 1
+    assert receiver.version == 0
+
+
+def test_transport_answers():
+    transport = NoWeightSyncScheme().create_transport(None)
+    assert isinstance(transport, TransportBackend)
+    assert transport.send_weights("policy", Stamped()) is None
+    assert transport.send_weights_async("policy", Stamped()) is None
+    assert transport.wait_ack() is None
+    assert transport.receive_weights(timeout=0.01) is None
+    assert transport.send_ack() is None and transport.check_ack("updated") is None
+    assert transport.check_connection() is True
+
+
+def test_pickles_without_its_sender():
+    scheme = NoWeightSyncScheme("tensordict")
+    scheme.init_on_sender("policy")
+    copy = pickle.loads(pickle.dumps(scheme))
+    assert copy.strategy == "tensordict"
+    with pytest.raises(RuntimeError):
+        copy.get_sender()

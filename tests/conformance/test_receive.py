@@ -1,0 +1,204 @@
+"""Receiving, over every scheme: what receive() says, what it keeps, and what travels back when it fails."""
+
+import peers
+import pytest
+from nets import Stamped
+
+from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
+
+
+def test_receive_says_whether_anything_came(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    worker = fleet.workers[0]
+    assert worker.call(peers.receive) is False
+    sender.send_async(Stamped(1))
+    assert worker.call(peers.receive, timeout=60) is True
+    assert worker.call(peers.receive) is False
+    fleet.release()
+    sender.wait_async()
+
+
+def test_receive_waits_until_its_timeout(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    for worker in fleet.workers:
+        worker.start(peers.receive, timeout=60)
+    sender.send(Stamped(1))
+    assert [worker.result() for worker in fleet.workers] == [True, True, True]
+
+
+def test_receive_applies_the_newest_of_what_has_come(fleet):
+    sender = fleet.open()
+    fleet.hold(0)
+    for value in (1, 2, 3):
+        sender.send_async(Stamped(value))
+        with pytest.raises(AckTimeout):
+            sender.wait_async(timeout=0.01)
+    assert fleet.workers[0].call(peers.receive, timeout=60) is True
+    assert fleet.stamps(workers=[0]) == [3]
+    assert fleet.workers[0].call(peers.receive) is False
+
+
+def test_context_gives_pipe_and_model(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme, "env.value_net")
+    for worker in fleet.workers:
+        worker.call(peers.join_with_context, scheme, "env.value_net", Stamped)
+    scheme.get_sender().send(Stamped(1))
+    assert fleet.stamps("env.value_net") == [1, 1, 1]
+
+
+def is_a_value_error_on_both_sides(fleet, sender, message):
+    """Worker 1 has nothing to apply weights to: its own receive() raises, and so does the send."""
+    fleet.hold(1)
+    sender.send_async(Stamped(1))
+    with pytest.raises(ValueError, match=message):
+        fleet.workers[1].call(peers.receive, timeout=60)
+    with pytest.raises(ValueError, match=message):
+        sender.wait_async()
+
+
+def test_receive_without_a_model_is_a_value_error(fleet):
+    sender = fleet.open()
+    fleet.workers[1].call(peers.join_without_model, fleet.make(), "policy")
+    is_a_value_error_on_both_sides(fleet, sender, "no model is registered")
+
+
+def test_receive_without_its_context_is_a_value_error(fleet):
+    sender = fleet.open()
+    fleet.workers[1].call(peers.lose_context, fleet.make(), "policy")
+    is_a_value_error_on_both_sides(fleet, sender, "context that had 'policy' is gone")
+
+
+def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme)
+    for index in (0, 2):
+        fleet.join(index, scheme)
+    fleet.workers[1].call(peers.join, scheme, "policy", Stamped, 0, 9)  # it is 9 wide there
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight") as failed:
+        scheme.get_sender().send(Stamped(1))
+    trace = str(failed.value.__cause__)
+    assert "worker 1 failed while it applied version 1 of 'policy'" in trace
+    assert "Traceback (most recent call last)" in trace and "ManifestMismatch" in trace
+
+
+def test_exception_of_one_worker_keeps_the_acks_of_the_others(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme)
+    for index in (0, 2):
+        fleet.join(index, scheme)
+    fleet.workers[1].call(peers.join, scheme, "policy", Stamped, 0, 9)
+    with pytest.raises(ManifestMismatch):
+        scheme.get_sender().send(Stamped(1))
+    assert fleet.stamps() == [1, 0, 1]
+
+
+def test_worker_that_failed_goes_on_and_may_be_mended(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme)
+    for index in (0, 2):
+        fleet.join(index, scheme)
+    fleet.workers[1].call(peers.join_failing, scheme, "policy")
+    with pytest.raises(ZeroDivisionError) as failed:
+        scheme.get_sender().send(Stamped(1))
+    assert "in model_of_worker" in str(failed.value.__cause__)
+    fleet.workers[1].call(peers.mend)
+    assert scheme.get_sender().send(Stamped(2)) == 2
+    assert fleet.stamps() == [2, 2, 2]
+
+
+def test_exception_that_cannot_be_pickled_raises_as_its_text(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme)
+    for index in (0, 2):
+        fleet.join(index, scheme)
+    fleet.workers[1].call(peers.join_failing, scheme, "policy", unpicklable=True)
+    with pytest.raises(RuntimeError, match="Stubborn: 1 and 2") as failed:
+        scheme.get_sender().send(Stamped(1))
+    assert "in model_of_worker" in str(failed.value.__cause__)
+
+
+def test_message_that_is_no_weight_update_is_kept_for_the_workers_loop(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    notes = [("reset", 3), {"seed": 1}, "stop", (None, "closing")]
+    for note in notes[:2]:
+        fleet.pipes[0].send(note)
+    sender.send_async(Stamped(1))
+    for note in notes[2:]:
+        fleet.pipes[0].send(note)
+    fleet.release()
+    sender.wait_async()
+    sender.send(Stamped(2))
+    assert fleet.workers[0].call(peers.pending) == notes
+    assert fleet.workers[0].call(peers.pending) == []
+
+
+def test_bytes_that_are_no_pickle_are_kept_for_the_workers_loop(fleet):
+    sender = fleet.open()
+    fleet.pipes[0].send_bytes(b"\xff no pickle")
+    sender.send(Stamped(1))
+    assert fleet.stamps() == [1, 1, 1]
+    assert fleet.workers[0].call(peers.pending) == [b"\xff no pickle"]
+
+
+def test_message_of_a_worker_that_is_no_answer_is_kept_for_the_trainer(fleet):
+    sender = fleet.open()
+    fleet.hold(0)
+    fleet.workers[0].call(peers.raw_send, {"frames": 10})
+    fleet.release(0)
+    assert sender.send(Stamped(1)) == 1
+    assert fleet.pending(0) == [{"frames": 10}]
+
+
+def test_receive_raises_when_the_trainer_is_gone(fleet):
+    fleet.open().send(Stamped(1))
+    fleet.hold(0)
+    fleet.pipes[0].close()
+    with pytest.raises(WriterDied):
+        fleet.workers[0].call(peers.receive, timeout=60)
+
+
+def test_two_models_of_one_worker_keep_to_themselves(fleet):
+    policy, value = fleet.open("policy"), fleet.open("env.value_net")
+    policy.send(Stamped(1))
+    assert [fleet.stamps("policy"), fleet.stamps("env.value_net")] == [[1] * 3, [0] * 3]
+    value.send(Stamped(2))
+    assert [fleet.stamps("policy"), fleet.stamps("env.value_net")] == [[1] * 3, [2] * 3]
+
+
+@pytest.mark.parametrize("order", [("policy", "env.value_net"), ("env.value_net", "policy")])
+def test_answers_for_two_models_on_one_pipe_may_be_awaited_in_any_order(fleet, order):
+    senders = {"policy": fleet.open("policy"), "env.value_net": fleet.open("env.value_net")}
+    for version in (1, 2, 3):
+        for sender in senders.values():
+            sender.send_async(Stamped(version))
+        assert [senders[model_id].wait_async() for model_id in order] == [version, version]
+    assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [3, 3, 3]
+
+
+def test_failure_of_one_model_is_not_counted_for_the_other(fleet):
+    policy = fleet.open("policy")
+    value = fleet.open("env.value_net", Stamped, 0, 9)
+    value.send_async(Stamped(1))
+    policy.send_async(Stamped(1))
+    assert policy.wait_async() == 1
+    with pytest.raises(ManifestMismatch):
+        value.wait_async()
+
+
+def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fleet):
+    policy, scheme = fleet.open("policy"), fleet.make()
+    fleet.init_sender(scheme, "env.value_net")
+    value = scheme.get_sender()
+    value.send_async(Stamped(1))
+    assert policy.send(Stamped(1)) == 1
+    with pytest.raises(AckTimeout) as late:
+        value.wait_async(timeout=0.1)
+    assert late.value.missing == [0, 1, 2]
+    for index in range(3):
+        fleet.join(index, scheme, "env.value_net")
+    assert value.send(Stamped(2)) == 2
+    assert fleet.stamps("env.value_net") == [2, 2, 2]

@@ -1,0 +1,221 @@
+"""Sending, over every scheme: who gets what, which version it has, what is refused."""
+
+import peers
+import pytest
+import torch
+from nets import FORMS, Stamped, Tied, stamp
+from peers import Context, Lookup
+
+from shmsync.errors import AckTimeout, ManifestMismatch
+
+
+def test_send_reaches_every_worker(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    assert fleet.stamps() == [1, 1, 1]
+
+
+def test_send_returns_a_version_that_grows(fleet):
+    sender = fleet.open()
+    assert [sender.send(Stamped(i)) for i in (5, 6, 7)] == [1, 2, 3]
+    assert sender.version == 3
+    assert fleet.versions() == [3, 3, 3]
+
+
+def test_send_has_been_applied_when_it_returns(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    for worker in fleet.workers:
+        worker.start(peers.receive_and_look)
+    sender.send(Stamped(1))
+    assert [worker.result() for worker in fleet.workers] == [(True, 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("worker_ids", "expected"), [(1, [0, 2, 0]), ([0, 2], [2, 0, 2]), ([2], [0, 0, 2]), (None, [2, 2, 2])]
+)
+def test_worker_ids_choose_who_gets_it(fleet, worker_ids, expected):
+    sender = fleet.open(alone=True)
+    sender.send(Stamped(2), worker_ids)
+    assert fleet.stamps() == expected
+
+
+def test_a_worker_left_out_gets_the_newest_at_the_next_send_to_all(fleet):
+    sender = fleet.open(alone=True)
+    assert [sender.send(Stamped(1)), sender.send(Stamped(2), 0), sender.send(Stamped(3), [1])] == [1, 2, 3]
+    assert fleet.stamps() == [2, 3, 1]
+    assert sender.send(Stamped(4)) == 4
+    assert fleet.versions() == [4, 4, 4]
+
+
+def test_unregistered_worker_is_a_value_error(fleet):
+    sender = fleet.open(alone=True)
+    with pytest.raises(ValueError, match=r"worker 7 is not registered.*\[0, 1, 2\]"):
+        sender.send(Stamped(1), [0, 7])
+    assert fleet.stamps() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_every_form_arrive(fleet, form):
+    sender = fleet.open()
+    sender.send(FORMS[form](1))
+    sender.send(FORMS[form](2))
+    assert fleet.stamps() == [2, 2, 2]
+
+
+def test_forms_may_change_from_send_to_send(fleet):
+    sender = fleet.open()
+    for value, form in enumerate([*FORMS, *FORMS]):
+        sender.send(FORMS[form](value))
+        assert fleet.stamps() == [value] * 3
+
+
+def test_update_weights_is_send(fleet):
+    sender = fleet.open()
+    assert sender.update_weights(Stamped(4)) == 1
+    assert fleet.stamps() == [4, 4, 4]
+
+
+def test_send_without_weights_takes_the_contexts_model(fleet):
+    context = Context(policy=Stamped(3))
+    scheme = fleet.make()
+    fleet.init_sender(scheme, context=context)
+    for index in range(3):
+        fleet.join(index, scheme)
+    scheme.get_sender().send()
+    assert fleet.stamps() == [3, 3, 3]
+    stamp(context.policy, 4)
+    scheme.get_sender().send()
+    assert fleet.stamps() == [4, 4, 4]
+
+
+def test_send_of_a_string_takes_that_model_of_the_context(fleet):
+    context = Lookup(models={"policy": Stamped(3), "best": Stamped(8)})
+    scheme = fleet.make()
+    fleet.init_sender(scheme, context=context)
+    for index in range(3):
+        fleet.join(index, scheme)
+    scheme.get_sender().send("best")
+    assert fleet.stamps() == [8, 8, 8]
+
+
+def test_send_without_weights_or_context_is_a_value_error(fleet):
+    with pytest.raises(ValueError, match="no weights to send"):
+        fleet.open().send()
+
+
+def test_second_send_while_one_is_pending_is_a_runtime_error(fleet):
+    sender = fleet.open()
+    sender.send_async(Stamped(1))
+    with pytest.raises(RuntimeError, match=r"wait_async\(\) first"):
+        sender.send(Stamped(2))
+    with pytest.raises(RuntimeError, match=r"wait_async\(\) first"):
+        sender.send_async(Stamped(2))
+    assert sender.wait_async() == 1
+    assert sender.send(Stamped(3)) == 2
+    assert fleet.stamps() == [3, 3, 3]
+
+
+def test_wait_async_with_none_pending_is_a_runtime_error(fleet):
+    sender = fleet.open()
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        sender.wait_async()
+    sender.send_async(Stamped(1))
+    sender.wait_async()
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        sender.wait_async()
+
+
+def test_send_async_does_not_wait(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    assert sender.send_async(Stamped(1)) == 1
+    fleet.release()
+    assert sender.wait_async(timeout=60) == 1
+    assert fleet.stamps() == [1, 1, 1]
+
+
+def test_wait_async_raises_what_send_would_and_leaves_nothing_pending(fleet):
+    sender = fleet.open()
+    fleet.hold(2)
+    sender.send_async(Stamped(1))
+    assert fleet.stamps(workers=[0, 1]) == [1, 1]
+    with pytest.raises(AckTimeout) as late:
+        sender.wait_async(timeout=0.1)
+    assert late.value.missing == [2]
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        sender.wait_async()
+    fleet.release(2)
+    assert sender.send(Stamped(2)) == 2
+    assert fleet.stamps() == [2, 2, 2]
+
+
+def test_timeout_of_the_scheme_is_the_default_of_each_send(fleet):
+    sender = fleet.open(timeout=0.2)
+    fleet.hold(0)
+    with pytest.raises(AckTimeout) as late:
+        sender.send(Stamped(1))
+    assert 0 in late.value.missing
+
+
+def test_weights_that_change_after_the_send_stay_with_the_trainer(fleet):
+    net = Stamped(1)
+    sender = fleet.open()
+    sender.send(net)
+    stamp(net, 2)
+    assert fleet.stamps() == [1, 1, 1]
+    assert not any(tensor.is_shared() for tensor in net.state_dict().values())
+
+
+def test_weights_that_change_before_a_worker_receives_stay_with_the_trainer(fleet):
+    net = Stamped(1)
+    sender = fleet.open()
+    fleet.hold()
+    sender.send_async(net)
+    stamp(net, 2)
+    fleet.release()
+    sender.wait_async()
+    assert fleet.stamps() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
+def test_weights_that_do_not_fit_raise_and_change_nobody(fleet, change):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    weights = Stamped(2).state_dict()
+    if change == "missing":
+        del weights["layer.bias"]
+    elif change == "unexpected":
+        weights["more.bias"] = torch.zeros(2)
+    else:
+        weights["layer.bias"] = torch.zeros(3)
+    with pytest.raises(ManifestMismatch, match="more.bias" if change == "unexpected" else "layer.bias"):
+        sender.send(weights)
+    assert fleet.stamps() == [1, 1, 1]
+    sender.send(Stamped(3))
+    assert fleet.stamps() == [3, 3, 3]
+
+
+def test_tied_parameters_and_buffers_survive_a_send(fleet):
+    sender = fleet.open("policy", Tied, 5)
+    sender.send(Tied(1).state_dict())
+    tied = [worker.call(peers.ties) for worker in fleet.workers]
+    assert tied == [(True, True, [5.0, 5.0])] * 3  # nothing came for the buffer, so it keeps its own values
+    assert fleet.stamps() == [(1, 5)] * 3
+
+
+def test_module_with_tied_parameters_can_be_sent_itself(fleet):
+    sender = fleet.open("policy", Tied)
+    sender.send(Tied(1))
+    sender.send(Tied(2))
+    assert [worker.call(peers.ties)[:2] for worker in fleet.workers] == [(True, True)] * 3
+    assert [worker.call(peers.count) for worker in fleet.workers] == [2, 2, 2]
+
+
+def test_worker_may_hold_its_weights_in_a_tensordict(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme)
+    for worker in fleet.workers:
+        worker.call(peers.join_with_tensordict, scheme)
+    scheme.get_sender().send(Stamped(3))
+    assert [worker.call(peers.values) for worker in fleet.workers] == [[3.0]] * 3

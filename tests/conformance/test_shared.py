@@ -1,0 +1,272 @@
+"""What SharedMemWeightSyncScheme does beyond the others: arenas, registration, groups, aliasing."""
+
+import gc
+import os
+import pickle
+import re
+
+import peers
+import pytest
+import torch
+from nets import Slow, Stamped, stamp
+from table import SHM, only
+from tensordict import TensorDict
+
+from shmsync.errors import ManifestMismatch, ReaderStalled
+from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
+
+
+def shared(value):
+    """A plain TensorDict in shared memory, as users of torch make it."""
+    return TensorDict.from_module(Stamped(value)).data.clone().share_memory_()
+
+
+def numbers(weights):
+    return {float(value) for leaf in weights.values(True, True) for value in leaf.view(-1)}
+
+
+def arenas():
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"shmsync.{os.getpid()}-")]
+
+
+# ---- registration
+
+
+@only(SHM)
+def test_first_send_registers(fleet):
+    sender = fleet.open()
+    assert arenas() == []
+    sender.send(Stamped(1))
+    assert len(arenas()) == 1
+    sender.send(Stamped(2))
+    assert len(arenas()) == 1
+
+
+@only(SHM)
+def test_unknown_id_without_auto_register_is_a_key_error_that_names_the_known(fleet):
+    scheme = fleet.make(auto_register=False)
+    scheme.register_shared_weights("env.value_net", shared(0))
+    sender = fleet.open("policy", scheme=scheme)
+    with pytest.raises(KeyError, match=r"'policy' is not registered, only \['env.value_net'\] are"):
+        sender.send(Stamped(1))
+    assert fleet.stamps() == [0, 0, 0]
+
+
+@only(SHM)
+def test_registered_id_is_sent_without_auto_register(fleet):
+    scheme = fleet.make(auto_register=False)
+    scheme.register_shared_weights("policy", shared(1))
+    sender = fleet.open("policy", scheme=scheme)
+    sender.send(Stamped(2))
+    assert fleet.stamps() == [2, 2, 2]
+
+
+@only(SHM)
+def test_registered_weights_reach_the_workers_before_the_first_send(fleet):
+    scheme = fleet.make()
+    fleet.open("policy", scheme=scheme)
+    scheme.register_shared_weights("policy", shared(3))
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@only(SHM)
+def test_cached_weights_of_the_context_are_registered(fleet):
+    context = peers.Caching(cached=shared(4))
+    scheme = fleet.make(auto_register=False)
+    fleet.init_sender(scheme, context=context)
+    for index in range(3):
+        fleet.join(index, scheme)
+    scheme.get_sender().send(Stamped(5))
+    assert fleet.stamps() == [5, 5, 5]
+
+
+def test_re_registering_is_a_runtime_error():
+    transport = SharedMemTransport()
+    transport.register_weights("policy", shared(1))
+    with pytest.raises(RuntimeError, match="'policy' is registered already"):
+        transport.register_weights("policy", shared(2))
+    transport.close()
+
+
+def test_weights_given_as_policy_weights_are_registered():
+    scheme = SharedMemWeightSyncScheme({"policy": shared(1)})
+    with pytest.raises(RuntimeError, match="'policy' is registered already"):
+        scheme.register_shared_weights("policy", shared(2))
+    scheme.shutdown()
+
+
+@only(SHM)
+def test_registering_what_a_send_registered_is_a_runtime_error(fleet):
+    scheme = fleet.make()
+    fleet.open("policy", scheme=scheme).send(Stamped(1))
+    with pytest.raises(RuntimeError, match="'policy' is registered already"):
+        scheme.register_shared_weights("policy", shared(2))
+
+
+def test_registering_something_else_than_a_tensordict_is_a_value_error():
+    scheme = SharedMemWeightSyncScheme()
+    with pytest.raises(ValueError, match="weights to register are a TensorDict"):
+        scheme.register_shared_weights("policy", Stamped().state_dict())
+    scheme.shutdown()
+
+
+# ---- plain shared TensorDicts
+
+
+@only(SHM)
+def test_plain_shared_tensordict_is_written_in_place_too(fleet):
+    plain = shared(0)
+    address = plain["layer", "weight"].data_ptr()
+    sender = fleet.open(policy_weights={"policy": plain})
+    for value in (1, 2):
+        sender.send(Stamped(value))
+        assert numbers(plain) == {float(value)}
+        assert fleet.stamps() == [value] * 3
+    assert plain["layer", "weight"].data_ptr() == address
+
+
+def test_plain_shared_tensordict_is_written_without_any_worker():
+    plain = shared(0)
+    transport = SharedMemTransport({"policy": plain})
+    transport.send_weights("policy", Stamped(3))
+    assert numbers(plain) == {3.0}
+    transport.close()
+
+
+@only(SHM)
+def test_weights_that_do_not_fit_the_plain_tensordict_change_nothing(fleet):
+    plain = shared(0)
+    sender = fleet.open(policy_weights={"policy": plain})
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+        sender.send(Stamped(1, width=9))
+    assert numbers(plain) == {0.0}
+
+
+def test_pickled_scheme_keeps_the_plain_tensordicts():
+    scheme = SharedMemWeightSyncScheme({"policy": TensorDict({"w": torch.ones(2)})}, slots=2, groups=[[0], [1]])
+    copy = pickle.loads(pickle.dumps(scheme))
+    assert copy.policy_weights["policy"]["w"].tolist() == [1, 1]
+    assert (copy.slots, copy.groups) == (2, [[0], [1]])
+    scheme.shutdown()
+    copy.shutdown()
+
+
+# ---- groups
+
+
+@only(SHM)
+def test_part_of_a_group_is_a_value_error_that_says_how_to_split(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    for part, split in ((0, [[0], [1, 2]]), ([0, 2], [[0, 2], [1]])):
+        with pytest.raises(ValueError, match=re.escape(f"groups={split}")):
+            sender.send(Stamped(2), part)
+    assert fleet.stamps() == [1, 1, 1]
+    assert sender.send(Stamped(3), [0, 1, 2]) == 2
+
+
+@only(SHM)
+def test_groups_share_an_arena_and_are_sent_to_as_a_whole(fleet):
+    sender = fleet.open(groups=[[0, 1], [2]])
+    sender.send(Stamped(1))
+    assert len(arenas()) == 2
+    sender.send(Stamped(2), [0, 1])
+    sender.send(Stamped(3), 2)
+    assert fleet.stamps() == [2, 2, 3]
+    with pytest.raises(ValueError, match=r"groups=\[\[0\], \[1\]\]"):
+        sender.send(Stamped(4), [0, 2])
+    assert fleet.stamps() == [2, 2, 3]
+
+
+@only(SHM)
+def test_worker_in_no_group_is_a_value_error(fleet):
+    with pytest.raises(ValueError, match="worker 2 is in none of the groups"):
+        fleet.open(groups=[[0], [1]])
+
+
+def test_worker_in_two_groups_is_a_value_error():
+    with pytest.raises(ValueError, match="each worker is in one group"):
+        SharedMemWeightSyncScheme(groups=[[0, 1], [1, 2]])
+
+
+# ---- memory
+
+
+@only(SHM)
+def test_workers_read_one_copy_of_the_weights(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    assert [worker.call(peers.is_writable) for worker in fleet.workers] == [False, False, False]
+    assert len({worker.call(peers.inode_of_weights) for worker in fleet.workers}) == 1
+
+
+@only(SHM)
+def test_parameters_of_the_worker_stay_the_same_objects(fleet):
+    sender = fleet.open()
+    before = [worker.call(peers.identities) for worker in fleet.workers]
+    for value in (1, 2, 3):
+        sender.send(Stamped(value))
+    assert [worker.call(peers.identities) for worker in fleet.workers] == before
+
+
+@only(SHM)
+def test_weights_do_not_change_during_a_forward(fleet):
+    sender = fleet.open("policy", Slow)
+    sender.send(Slow(1))
+    fleet.hold(0)
+    fleet.workers[0].start(peers.slow_forward)
+    assert fleet.pipes[0].recv() == "inside"
+    with pytest.raises(ReaderStalled, match="worker 0"):
+        sender.send(Slow(2), timeout=0.2)  # its one slot is being read
+    fleet.pipes[0].send("go on")
+    assert fleet.workers[0].result() == (1, 1)
+    fleet.release(0)
+    sender.send(Slow(3))
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@only(SHM)
+def test_alias_makes_the_trainers_parameters_the_shared_memory(fleet):
+    net = Stamped(1)
+    sender = fleet.open(alias=True)
+    sender.send(net)
+    with torch.no_grad():
+        net.layer.weight.fill_(9)  # an optimizer's step
+    assert [worker.call(peers.weight) for worker in fleet.workers] == [9.0] * 3
+    stamp(net, 2)
+    sender.send(net)
+    assert fleet.stamps() == [2, 2, 2]
+
+
+@only(SHM)
+def test_alias_of_something_else_than_a_module_is_a_value_error(fleet):
+    with pytest.raises(ValueError, match="send the module itself"):
+        fleet.open(alias=True).send(Stamped(1).state_dict())
+    assert arenas() == []
+
+
+# ---- the end
+
+
+@only(SHM)
+def test_scheme_that_is_collected_leaves_no_arena(fleet):
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_sender("policy", pipes=fleet.pipes)
+    fleet.join(0, scheme)
+    fleet.join(1, scheme)
+    fleet.join(2, scheme)
+    scheme.get_sender().send(Stamped(1))
+    assert len(arenas()) == 1
+    del scheme
+    gc.collect()
+    assert arenas() == []
+    assert fleet.stamps() == [1, 1, 1]  # the workers keep what they have
+
+
+@only(SHM)
+def test_shutdown_ends_the_arenas_and_may_be_repeated(fleet):
+    scheme = fleet.make()
+    fleet.open("policy", scheme=scheme).send(Stamped(1))
+    scheme.shutdown()
+    scheme.shutdown()
+    assert arenas() == []

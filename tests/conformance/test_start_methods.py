@@ -1,0 +1,97 @@
+"""The way people write it: pipes and processes first, then the scheme. For every start method."""
+
+import multiprocessing
+import os
+import time
+
+import programs
+import pytest
+from nets import Stamped, stamp
+from table import MP, SHM
+from tensordict import TensorDict
+
+from shmsync.errors import WorkerDied
+
+
+class Trainer:
+    """Two workers with their pipes. All pipes are made before any process starts, so a fork inherits all their ends."""
+
+    def __init__(self, method, scheme, *args):
+        context = multiprocessing.get_context(method)
+        both = [context.Pipe() for _ in range(2)]
+        self.notes, theirs = context.Pipe(duplex=False)
+        self.pipes = [ours for ours, _ in both]
+        self.procs = [
+            context.Process(target=programs.worker_loop, args=(index, scheme, pipe, theirs, *args), daemon=True)
+            for index, (_, pipe) in enumerate(both)
+        ]
+        for process in self.procs:
+            process.start()
+        for _, pipe in both:
+            pipe.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process, pipe in zip(self.procs, self.pipes, strict=True):
+            if error[0] is None and process.is_alive():
+                pipe.send("stop")
+            else:
+                process.kill()
+            process.join()
+            pipe.close()
+        self.notes.close()
+
+    def told(self, count=2):
+        """What the workers have told, sorted."""
+        return sorted(self.notes.recv() for _ in range(count))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+@pytest.mark.parametrize("entry", [MP, SHM], ids=lambda entry: entry.name)
+def test_pipes_and_scheme_go_into_process_arguments_and_a_death_is_seen(method, entry):
+    scheme = entry.make()
+    with Trainer(method, scheme) as trainer:
+        scheme.init_on_sender("policy", pipes=trainer.pipes)  # no Process objects: who answers is known from then on
+        sender = scheme.get_sender()
+        assert sender.send(Stamped(1), timeout=60) == 1
+        assert trainer.told() == [(0, 1), (1, 1)]
+        trainer.procs[1].kill()
+        since = time.monotonic()
+        with pytest.raises(WorkerDied, match="worker 1") as died:
+            sender.send(Stamped(2), timeout=60)
+        assert time.monotonic() - since < 6
+        assert died.value.missing == [1]
+        assert trainer.told(1) == [(0, 2)]
+        assert sender.send(Stamped(3), timeout=60) == 3
+        assert trainer.told(1) == [(0, 3)]
+    assert [process.exitcode for process in trainer.procs] == [0, -9]
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork", "spawn"])
+def test_plain_shared_tensordict_is_seen_by_workers_that_hold_it(method):
+    plain = TensorDict.from_module(Stamped(0)).data.clone().share_memory_()
+    scheme = SHM.make(policy_weights={"policy": plain})
+    with Trainer(method, scheme) as trainer:
+        scheme.init_on_sender("policy", pipes=trainer.pipes, procs=trainer.procs)
+        scheme.get_sender().send(stamp(Stamped(), 1), timeout=60)
+        assert trainer.told() == [(0, 1), (1, 1)]
+        trainer.pipes[0].send("what lies in the plain one?")
+        assert trainer.told(1) == [(0, 1.0)]
+    scheme.shutdown()
+
+
+def test_forked_worker_learns_that_the_trainer_was_killed():
+    """Its siblings hold the trainer's end of its pipe, so the pipe itself never tells."""
+    ours, theirs = os.pipe()
+    context = multiprocessing.get_context("fork")
+    trainer = context.Process(target=programs.trainer_with_workers, args=(theirs,))
+    trainer.start()
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as told:
+        assert told.read(2) == b"11"  # each worker has version 1
+        trainer.kill()
+        trainer.join()
+        assert told.read() == b"WW"  # WriterDied in each of them

@@ -1,0 +1,151 @@
+"""WeightStrategy: the forms in which weights travel, and what is refused."""
+
+import pytest
+import torch
+from nets import FORMS, Stamped, Tied, ask, stamp
+from tensordict import TensorDict
+from torch import nn
+
+from shmsync.errors import ManifestMismatch
+from shmsync.schemes import WeightStrategy
+
+KEYS = ["count", "layer.bias", "layer.weight"]
+FLAT = {"flat tensordict": lambda value: TensorDict(Stamped(value).state_dict())}
+
+
+def flat(weights):
+    """{dotted key: tensor}, whatever the form."""
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    return dict(TensorDict(weights).flatten_keys(".").items())
+
+
+def numbers(weights):
+    return {float(value) for leaf in flat(weights).values() for value in leaf.view(-1)}
+
+
+@pytest.mark.parametrize("source", FORMS)
+def test_extracts_a_tensordict_from(source):
+    weights = WeightStrategy("tensordict").extract_weights(FORMS[source](3))
+    assert isinstance(weights, TensorDict)
+    assert sorted(weights.keys(), key=str) == ["count", "layer"]
+    assert sorted(flat(weights)) == KEYS
+    assert numbers(weights) == {3.0}
+
+
+@pytest.mark.parametrize("source", ["module", "tensordict", "state_dict"])
+def test_extracts_a_state_dict_from(source):
+    weights = WeightStrategy("state_dict").extract_weights(FORMS[source](3))
+    assert isinstance(weights, dict)
+    assert sorted(weights) == KEYS
+    assert numbers(weights) == {3.0}
+
+
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+def test_extracting_copies_nothing(form):
+    net = Stamped(1)
+    weights = WeightStrategy(form).extract_weights(net)
+    stamp(net, 2)
+    assert numbers(weights) == {2.0}
+
+
+@pytest.mark.parametrize("weights", ["state_dict", "tensordict", "nested dict", "flat tensordict"])
+@pytest.mark.parametrize("destination", [*FORMS, *FLAT])
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+def test_applies_the_form_that_the_weights_have(form, destination, weights):
+    kinds = FORMS | FLAT
+    into = kinds[destination](0)
+    WeightStrategy(form).apply_weights(into, kinds[weights](4))
+    assert numbers(into) == {4.0}
+
+
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+def test_what_is_extracted_can_be_applied(form):
+    net = Stamped(0)
+    strategy = WeightStrategy(form)
+    strategy.apply_weights(net, strategy.extract_weights(Stamped(5)))
+    assert ask(net) == 5
+
+
+def test_applying_none_changes_nothing():
+    net = Stamped(1)
+    WeightStrategy().apply_weights(net, None)
+    assert ask(net) == 1
+
+
+def test_applying_writes_in_place():
+    net = Stamped(1)
+    weight, address = net.layer.weight, net.layer.weight.data_ptr()
+    WeightStrategy().apply_weights(net, Stamped(2).state_dict())
+    assert net.layer.weight is weight and weight.data_ptr() == address
+
+
+def test_unknown_form_is_a_value_error():
+    with pytest.raises(ValueError, match="'tensordict' or 'state_dict', not 'pickle'"):
+        WeightStrategy("pickle")
+
+
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("source", [5, "policy", [torch.zeros(2)], torch.zeros(2)])
+def test_extracting_from_another_type_is_a_value_error(form, source):
+    with pytest.raises(ValueError, match=type(source).__name__):
+        WeightStrategy(form).extract_weights(source)
+
+
+@pytest.mark.parametrize("weights", [5, [torch.zeros(2)], torch.zeros(2)])
+def test_applying_another_type_is_a_value_error(weights):
+    with pytest.raises(ValueError, match=type(weights).__name__):
+        WeightStrategy().apply_weights(Stamped(), weights)
+
+
+@pytest.mark.parametrize("destination", [None, 5, [torch.zeros(2)]])
+def test_applying_to_another_type_is_a_value_error(destination):
+    with pytest.raises(ValueError, match=type(destination).__name__):
+        WeightStrategy().apply_weights(destination, Stamped().state_dict())
+
+
+@pytest.mark.parametrize("destination", [*FORMS, *FLAT])
+def test_refusal_lists_every_problem_and_nothing_was_written(destination):
+    weights = Stamped(2, width=5).state_dict()  # layer.weight is mismatched in shape
+    weights["count"] = weights["count"].to(torch.int32)  # count in dtype
+    weights["more.bias"] = weights.pop("layer.bias")
+    into = (FORMS | FLAT)[destination](1)
+    with pytest.raises(ManifestMismatch) as refused:
+        WeightStrategy().apply_weights(into, weights)
+    assert isinstance(refused.value, ValueError)
+    assert "missing: layer.bias" in str(refused.value)
+    assert "unexpected: more.bias" in str(refused.value)
+    assert "mismatched: count is torch.int64 (3,) in the destination but torch.int32 (3,)" in str(refused.value)
+    assert "mismatched: layer.weight is torch.float32 (2, 4) in the destination but" in str(refused.value)
+    assert numbers(into) == {1.0}
+
+
+def test_buffers_survive():
+    net = Tied(1)
+    count = net.count
+    WeightStrategy().apply_weights(net, Tied(2).state_dict())
+    assert net.count is count and count.tolist() == [2, 2, 2]
+    assert sorted(dict(net.named_buffers())) == ["cache", "count"]
+    assert net.cache.tolist() == [1, 1]  # a state_dict has no such buffer
+
+
+def test_tied_parameters_survive():
+    net = Tied(1)
+    WeightStrategy().apply_weights(net, Tied(2).state_dict())
+    assert net.tied.weight is net.layer.weight
+    assert net.layer.weight.unique().tolist() == [2]
+
+
+def test_one_name_of_a_tied_parameter_is_enough():
+    net, weights = Tied(1), Tied(2).state_dict()
+    del weights["tied.weight"]
+    WeightStrategy().apply_weights(net, weights)
+    assert net.tied.weight.unique().tolist() == [2]
+
+
+def test_tied_parameters_that_differ_in_the_weights_are_refused():
+    net, weights = Tied(1), Tied(2).state_dict()
+    weights["tied.weight"] = torch.full((2, 2), 3.0)
+    with pytest.raises(ManifestMismatch, match="are one tensor in the destination but differ"):
+        WeightStrategy().apply_weights(net, weights)
+    assert ask(net) == 1

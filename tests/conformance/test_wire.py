@@ -1,0 +1,225 @@
+"""What goes over the pipes, for somebody who reads and writes them without shmsync."""
+
+import multiprocessing
+import pickle
+
+import peers
+import pytest
+from nets import Stamped, ask, stamp
+from table import MP, SHM, only
+from workers import Call
+
+from shmsync.errors import AckTimeout, WorkerDied
+from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
+
+multi_process, shared_mem = only(MP), only(SHM)
+
+
+def listed(module):
+    return {key: tensor.tolist() for key, tensor in module.state_dict().items()}
+
+
+@pytest.fixture
+def fleet(fleet):
+    """Workers that never receive by themselves."""
+    fleet.hold()
+    return fleet
+
+
+def one_worker(fleet):
+    """A sender to worker 0 alone."""
+    scheme = fleet.make(timeout=60)
+    fleet.init_sender(scheme, pipes=fleet.pipes[:1])
+    return scheme.get_sender(), fleet.workers[0]
+
+
+# ---- MultiProcessWeightSyncScheme
+
+
+@multi_process
+def test_mp_message_is_read_by_a_plain_recv_and_answered_by_a_plain_pair(fleet):
+    sender, worker = one_worker(fleet)
+    for value in (1, 2):
+        assert sender.send_async(Stamped(value)) == value
+        assert worker.call(peers.raw_recv) == (("policy", listed(Stamped(value))), "update_weights")
+        worker.call(peers.raw_send, (None, "updated"))
+        assert sender.wait_async() == value
+
+
+@multi_process
+def test_mp_answer_is_a_plain_pair(fleet):
+    fleet.open()
+    pipe = fleet.pipes[1]
+    pipe.send_bytes(pickle.dumps((("policy", Stamped(3).state_dict()), "update_weights")))
+    assert fleet.workers[1].call(peers.receive, timeout=60) is True
+    assert pipe.recv() == (None, "updated")
+    assert fleet.stamps(workers=[1]) == [3]
+
+
+@multi_process
+@pytest.mark.parametrize("answer", [(None, "ready"), ("frames", "done")])
+def test_mp_unexpected_answer_is_a_runtime_error_and_kept(fleet, answer):
+    sender, worker = one_worker(fleet)
+    sender.send_async(Stamped(1))
+    worker.call(peers.raw_send, answer)
+    with pytest.raises(RuntimeError, match=f"worker 0 .* it answered {answer[1]!r} instead of 'updated'"):
+        sender.wait_async()
+    assert fleet.pending(0) == [answer]
+
+
+@multi_process
+def test_mp_plain_answers_count_for_the_oldest_message(fleet):
+    sender, worker = one_worker(fleet)
+    sender.send_async(Stamped(1))
+    worker.call(peers.raw_recv)
+    with pytest.raises(AckTimeout):
+        sender.wait_async(timeout=0.05)
+    sender.send_async(Stamped(2))
+    worker.call(peers.raw_recv)
+    worker.call(peers.raw_send, (None, "updated"))  # this is for version 1
+    with pytest.raises(AckTimeout):
+        sender.wait_async(timeout=0.05)
+
+
+@multi_process
+def test_mp_message_holds_the_weights_by_value(fleet):
+    net = Stamped(1)
+    sender, worker = one_worker(fleet)
+    sender.send_async(net)
+    stamp(net, 2)
+    (_, weights), _ = worker.call(peers.raw_recv)
+    assert weights == listed(Stamped(1))
+    assert not net.layer.weight.is_shared()
+
+
+# ---- MPTransport
+
+
+@pytest.fixture
+def pipe():
+    ours, theirs = multiprocessing.Pipe()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_transports_speak_to_each_other(pipe):
+    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
+    assert theirs.receive_weights(timeout=0.01) is None
+    sending = Call(ours.send_weights, "policy", Stamped(1).state_dict())
+    model_id, weights = theirs.receive_weights(timeout=60)
+    net = Stamped()
+    WeightStrategy().apply_weights(net, weights)
+    assert (model_id, ask(net)) == ("policy", 1)
+    assert sending.is_alive()  # not before the ack
+    theirs.send_ack()
+    sending.result()
+
+
+def test_transport_sends_and_waits_in_two_steps(pipe):
+    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
+    ours.send_weights_async("policy", Stamped(1).state_dict())
+    assert theirs.receive_weights(timeout=60)[0] == "policy"
+    theirs.send_ack("updated")
+    ours.wait_ack()
+
+
+def test_check_ack_waits_for_any_word(pipe):
+    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
+    ours.send_weights_async("policy", {})
+    theirs.receive_weights(timeout=60)
+    theirs.send_ack("loaded")
+    ours.check_ack("loaded")
+    assert ours.pending() == []
+
+
+def test_check_ack_of_another_word_is_a_runtime_error(pipe):
+    ours, theirs = MPTransport(pipe[0]), MPTransport(pipe[1])
+    ours.send_weights_async("policy", {})
+    theirs.receive_weights(timeout=60)
+    theirs.send_ack("loaded")
+    with pytest.raises(RuntimeError, match="'loaded'"):
+        ours.check_ack()
+    assert ours.pending() == [(None, "loaded")]
+
+
+def test_wait_ack_ends_at_the_transports_deadline(pipe):
+    ours = MPTransport(pipe[0], timeout=0.05)
+    ours.send_weights_async("policy", {})
+    with pytest.raises(AckTimeout):
+        ours.wait_ack()
+
+
+def test_wait_ack_ends_when_the_other_end_is_closed(pipe):
+    ours = MPTransport(pipe[0], timeout=600)
+    ours.send_weights_async("policy", {})
+    assert ours.check_connection() is True
+    pipe[1].close()
+    with pytest.raises(WorkerDied):
+        ours.wait_ack()
+    assert ours.check_connection() is False
+
+
+def test_transport_keeps_messages_that_are_no_weights(pipe):
+    theirs = MPTransport(pipe[1])
+    pipe[0].send({"seed": 1})
+    pipe[0].send(((3, 4), "reset"))
+    assert theirs.receive_weights(timeout=0.01) is None
+    assert theirs.pending() == [{"seed": 1}, ((3, 4), "reset")]
+    assert theirs.pending() == []
+
+
+# ---- SharedMemWeightSyncScheme
+
+
+@shared_mem
+def test_shared_mem_registers_once_and_then_sends_small_tuples(fleet):
+    sender, worker = one_worker(fleet)
+    sender.send_async(Stamped(5))
+    assert worker.call(peers.raw_attach) == ("policy", "register_shared_weights", 5)
+    worker.call(peers.raw_send, (None, "registered"))
+    assert worker.call(peers.raw_recv) == (("policy", 1), "update_weights")
+    worker.call(peers.raw_send, (None, "updated"))
+    assert sender.wait_async() == 1
+
+    sender.send_async(Stamped(6))
+    assert worker.call(peers.raw_recv) == (("policy", 2), "update_weights")
+    assert worker.call(peers.raw_look) == (2, 6)
+    worker.call(peers.raw_send, (None, "updated"))
+    assert sender.wait_async() == 2
+    worker.call(peers.raw_detach)
+
+
+@shared_mem
+def test_shared_mem_message_is_small_whatever_the_weights(fleet):
+    sender, worker = one_worker(fleet)
+    sender.send_async(Stamped(1, width=1 << 18))
+    sizes = [len(worker.call(peers.raw_bytes)) for _ in range(2)]
+    assert max(sizes) < 1000
+    with pytest.raises(AckTimeout):
+        sender.wait_async(timeout=0)
+
+
+@shared_mem
+def test_shared_mem_is_not_done_before_the_registration_is_answered(fleet):
+    sender, worker = one_worker(fleet)
+    sender.send_async(Stamped(1))
+    worker.call(peers.raw_send, (None, "updated"))
+    with pytest.raises(AckTimeout):
+        sender.wait_async(timeout=0.05)
+
+
+def test_shared_mem_transports_speak_to_each_other(pipe):
+    ours, theirs = SharedMemTransport(), SharedMemTransport()
+    theirs.pipe = pipe[1]
+    ours.register_pipe(pipe[0])
+    ours.send_weights_async("policy", Stamped(7).state_dict())
+    model_id, weights = theirs.receive_weights(timeout=60)
+    assert (model_id, weights["count"].tolist()) == ("policy", [7, 7, 7])
+    theirs.send_ack()
+    ours.wait_ack()
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        ours.wait_ack()
+    del weights
+    theirs.close()
+    ours.close()
