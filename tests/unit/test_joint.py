@@ -1,0 +1,90 @@
+"""Several arenas published as one: each of them, or none."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import shmsync
+from shmsync._joint import Source, publish_jointly
+
+
+def weights(value):
+    return {"w": torch.full((100,), float(value))}
+
+
+@pytest.fixture(params=[1, 3])
+def pair(request):
+    with (
+        shmsync.Publisher(weights(1), slots=request.param) as a,
+        shmsync.Publisher(weights(1), slots=request.param) as b,
+    ):
+        a.publish(weights(2))  # so that they count differently
+        yield a, b
+
+
+def seen(publisher, consistency="pinned"):
+    with shmsync.Subscriber(publisher.handle, consistency=consistency) as sub:
+        return sub.snapshot().version, sub.weights["w"][0].item()
+
+
+def publish(pair, values, version, timeout=5.0, optional=None):
+    sources = [Source(pub, weights(value), optional) for pub, value in zip(pair, values, strict=True)]
+    publish_jointly(sources, version, time.monotonic() + timeout)
+
+
+def test_all_of_them_get_one_version(pair):
+    publish(pair, (7, 8), 9)
+    assert [seen(pub) for pub in pair] == [(9, 7.0), (9, 8.0)]
+    assert pair[0].publish(weights(1)) == 10
+
+
+def test_none_is_changed_when_one_does_not_fit(pair):
+    before = [seen(pub) for pub in pair]
+    with pytest.raises(shmsync.ManifestMismatch):
+        publish_jointly([Source(pair[0], weights(5)), Source(pair[1], {"v": torch.ones(1)})], 9, time.monotonic() + 5)
+    assert [seen(pub) for pub in pair] == before
+    assert pair[1].publish(weights(3)) == 2
+
+
+def test_none_is_changed_when_one_cannot_be_written(pair):
+    before = [seen(pub) for pub in pair]
+    readers = [shmsync.Subscriber(pair[1].handle) for _ in range(pair[1]._arena.slots)]
+    sections = []
+    for version, reader in enumerate(readers, 2):  # with several slots, hold them all
+        sections.append(reader.read())
+        sections[-1].__enter__()
+        if reader is not readers[-1]:
+            pair[1].publish(weights(version))
+    before[1] = (pair[1].version, float(pair[1].weights["w"][0]))
+    with pytest.raises(shmsync.ProtocolError):  # this thread itself is in the way
+        publish(pair, (7, 8), 9)
+    for section in reversed(sections):
+        section.__exit__(None, None, None)
+    assert [seen(pub, consistency) for pub in pair for consistency in ("pinned", "optimistic")] == [
+        before[0],
+        before[0],
+        before[1],
+        before[1],
+    ]
+    publish(pair, (7, 8), 20)
+    assert [seen(pub) for pub in pair] == [(20, 7.0), (20, 8.0)]
+    for reader in readers:
+        reader.close()
+
+
+def test_versions_only_grow(pair):
+    with pytest.raises(shmsync.ProtocolError, match="can be 3 or later, not 2"):
+        publish(pair, (7, 8), 2)
+    assert [seen(pub)[0] for pub in pair] == [2, 1]
+
+
+def test_weights_that_lack_a_leaf_are_refused_unless_it_is_optional():
+    with shmsync.Publisher({"w": torch.ones(2), "b": torch.ones(1)}) as pub:
+        source = {"w": torch.zeros(2)}
+        with pytest.raises(shmsync.ManifestMismatch, match="lack b"):
+            publish_jointly([Source(pub, source, frozenset())], 2, time.monotonic() + 5)
+        publish_jointly([Source(pub, source, {("b",)})], 2, time.monotonic() + 5)
+        assert pub.weights["w"].sum() == 0 and pub.weights["b"] == 1
