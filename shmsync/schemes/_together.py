@@ -74,6 +74,9 @@ def send_together(
         write([sender._plan(weights, ready[sender], version) for sender, weights in pairs], version, deadline)
     except BaseException:
         meeting.call_off()
+        for index in met.dead if met.done else ():
+            for sender, _ in pairs:
+                sender._links[index].reported = False  # this error does not name it
         raise
     posted = [(sender, sender._posted(version, ready[sender])) for sender, _ in pairs]
     outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]

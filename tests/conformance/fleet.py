@@ -106,7 +106,7 @@ class PipeFleet:
 
     def release(self, *indices):
         for index in indices or range(len(self.workers)):
-            self.workers[index].call(peers.release)
+            self.workers[index].call(peers.hold, False)
 
     def stamps(self, model_id="policy", workers=None):
         """The number that each worker's model is filled with; a pair, if not all of it is."""

@@ -60,12 +60,8 @@ def leave(state):
     start_over(state)
 
 
-def hold(state):
-    state.held = True
-
-
-def release(state):
-    state.held = False
+def hold(state, held=True):
+    state.held = held
 
 
 def receive(state, model_id="policy", timeout=0.001):
@@ -147,8 +143,7 @@ def join_without_model(state, scheme, model_id):
 
 def lose_context(state, scheme, model_id):
     """A context that only the receiver could keep."""
-    context = Context(pipe=state.pipe)
-    scheme.init_on_worker(model_id, context)
+    scheme.init_on_worker(model_id, Context(pipe=state.pipe))
     state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
 
 
@@ -247,7 +242,6 @@ def inode_of_weights(state):
 
 
 def mapping_of_weights(state):
-    """The line of /proc/self/maps in which the weights lie."""
     address = state.models["policy"].layer.weight.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(word, 16) for word in line.split()[0].split("-"))

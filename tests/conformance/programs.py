@@ -9,7 +9,7 @@ import signal
 from nets import Stamped, ask
 
 from shmsync.errors import WriterDied
-from shmsync.schemes import SharedMemWeightSyncScheme
+from shmsync.schemes import MultiProcessWeightSyncScheme
 
 
 def worker_loop(index, scheme, pipe, notes):
@@ -27,8 +27,8 @@ def worker_loop(index, scheme, pipe, notes):
 
 
 def trainer_with_workers(out):
-    """A trainer that forks two workers, sends to them, and waits to be killed."""
-    scheme = SharedMemWeightSyncScheme()
+    """A trainer that forks two workers, sends to them, and waits to be killed. It leaves no arena behind."""
+    scheme = MultiProcessWeightSyncScheme()
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(2)]
     workers = [context.Process(target=orphan, args=(scheme, pipe, out)) for _, pipe in pipes]
