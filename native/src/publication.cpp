@@ -120,6 +120,7 @@ std::uint64_t PublicationWriter::commit() {
 }
 
 void PublicationWriter::abort() {
+  if (!poisoned_) next_ = version_ + 1;
   // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
   if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
   writing_ = false;

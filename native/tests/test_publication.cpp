@@ -133,6 +133,9 @@ void versions_can_be_skipped_but_only_grow() {
     CHECK(seqlock::complete(memory.slots[slot_of(reader.held())].seq, 7));
     CHECK(!reader.leave());
     CHECK(publish(writer) == 8);
+    CHECK(writer.skip_to(20) && writer.begin() == Begin::ready);
+    writer.abort();
+    CHECK(writer.next_version() == 9);  // a number that was never published is free again
   }
 }
 

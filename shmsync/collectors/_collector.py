@@ -18,8 +18,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..errors import ClosedError, WorkerDied
+from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
+from ..strategy import WeightStrategy
 from . import _buffers
 from ._buffers import BUFFERS
 from ._fleet import DIED, Fleet, Member, pack, raise_for
@@ -194,11 +195,16 @@ class MultiprocessCollector:
         except WorkerDied as error:
             if not self._restart_workers:
                 raise
-            for index in error.missing:  # the late are among them, and still run
-                process = self._fleet.members[int(index)].process
-                process.join(1)
-                if process.exitcode is not None:
-                    self._restart(int(index))
+            late = [index for index in map(int, error.missing) if not self._sender.is_dead(index)]
+            for index in map(int, error.missing):
+                if index not in late:
+                    self._restart(index)
+            if late:
+                raise AckTimeout(
+                    f"collector workers {late} did not apply version {error.version} in time; the dead run again",
+                    version=error.version,
+                    missing=late,
+                ) from error
         return self._sender.version
 
     def stats(self) -> CollectorStats:
@@ -233,7 +239,7 @@ class MultiprocessCollector:
                 self._fleet.members[index].tell(LOAD, content)
             self._fleet.gather(STATE, time.monotonic() + self._start_timeout)
         self._frames, self._batches = state["frames"], state["batches"]
-        self.policy.load_state_dict(state["policy"], strict=False)
+        WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
         self.update_policy_weights_()
 
     def shutdown(self) -> None:
@@ -259,8 +265,9 @@ class MultiprocessCollector:
     def _next_sync(self) -> TensorDict:
         buffer = self._turn
         while True:
-            for index in self._owed:
-                self._order(index, buffer)
+            for index, owed in self._owed.items():
+                if buffer not in owed:  # else an earlier next() was interrupted, and it is on its way
+                    self._order(index, buffer)
             while any(self._owed.values()):
                 self._await_batch(None)
             batch = self._buffers.batch(buffer)
@@ -298,8 +305,8 @@ class MultiprocessCollector:
             member, word, content = event
             if word == BATCH:
                 member.delivered = True
-                del self._owed[member.index][content]
-                return member.index, content
+                if self._owed[member.index].pop(content, None) is not None:
+                    return member.index, content
             if word in (DIED, ERROR):
                 self._lost(event)
 
@@ -404,7 +411,13 @@ def _agreed(layouts: dict[int, _buffers.Leaves]) -> _buffers.Leaves:
 
 
 def _end(fleet: Fleet, scheme: WeightSyncScheme, fd: int) -> None:
-    fleet.stop()
-    scheme.shutdown()
-    if fd >= 0:
-        os.close(fd)
+    if fleet.pid != os.getpid():  # a forked child ends, not the trainer
+        return
+    try:
+        fleet.stop()
+    finally:
+        try:
+            scheme.shutdown()
+        finally:
+            if fd >= 0:
+                os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import multiprocessing
+import os
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection, wait
@@ -69,6 +70,7 @@ class Fleet:
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(PRELOADED)
+        self.pid = os.getpid()
         self.members: dict[int, Member] = {}
         self._unheard: list[tuple[Member, str, Any]] = []
 

@@ -26,6 +26,7 @@ class Answers:
         self.lock = threading.RLock()  # held by whoever reads; senders of several models, and so threads, share it
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
         self._results: dict[Tag, Result] = {}
+        self._highest: dict[str, int] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
 
     @classmethod
@@ -37,17 +38,25 @@ class Answers:
             channel.role = cls(channel)
         return channel.role
 
-    def send(self, payload: bytes, tag: Tag, replaces: str | None = None) -> None:
-        """Send a message that will be answered with this tag."""
+    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
+        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
         with self.lock:
-            self._awaited[tag] = True
+            self.expect(tag)
             if not self.channel.closed:  # else the wait will find it dead
-                self.channel.queue(payload, replaces)
+                for replaced in self.channel.queue(payload, tag if replaceable else None):
+                    if replaced != tag:
+                        self._awaited.pop(replaced, None)  # it never left, so nobody will answer it
 
     def expect(self, tag: Tag) -> None:
         """A message will be answered with this tag; the caller sends it."""
         with self.lock:
             self._awaited[tag] = True
+            self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+
+    def highest(self, model_id: str) -> int:
+        """The newest version of a model that was sent over this pipe, by whatever sender: numbers are never used again,
+        so that a late answer to an earlier sender's message is not taken for one to a later sender's."""
+        return self._highest.get(model_id, 0)
 
     @property
     def idle(self) -> bool:

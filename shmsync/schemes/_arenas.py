@@ -72,6 +72,13 @@ class Arenas:
         """The publisher of a model for a group."""
         return self._publishers[model_id][group]
 
+    def newest_for(self, model_id: str, worker: int) -> int:
+        """The newest version that this worker's group has. Raises ValueError when nothing was sent to it yet."""
+        publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
+        if publisher is None:
+            raise ValueError(f"no weights of {model_id!r} were sent to the group of worker {worker} yet; send() first")
+        return publisher.version
+
     def only(self, model_id: str) -> Publisher | None:
         """The model's publisher if it has one for all workers."""
         return None if self._group_of is not None else self._publishers.get(model_id, {}).get(ALL)

@@ -7,6 +7,7 @@ plain one, and so may this side between two messages.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import select
@@ -21,7 +22,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .. import _native
+from ._wire import Tag
 
+_log = logging.getLogger("shmsync")
 _LONG = 0x7FFFFFFF  # sizes above it have a longer header
 _CHUNK = 1 << 20
 
@@ -29,12 +32,12 @@ _CHUNK = 1 << 20
 class _Frame:
     """A message on its way out."""
 
-    def __init__(self, payload: bytes, label: str | None) -> None:
+    def __init__(self, payload: bytes, tag: Tag | None) -> None:
         size = len(payload)
         header = struct.pack("!i", size) if size <= _LONG else struct.pack("!iQ", -1, size)
         small = size <= 1 << 14
         self.views = [memoryview(header + payload)] if small else [memoryview(header), memoryview(payload)]
-        self.label = label
+        self.tag = tag
         self.begun = False
 
 
@@ -49,12 +52,14 @@ class Channel:
         # Borrows the descriptor, which stays the connection's.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=fd)
         weakref.finalize(self, self._socket.detach)
+        self._socket.settimeout(None)  # whatever socket.setdefaulttimeout() says
         self.fd = fd
         self.ended = False  # the other end is closed
         self.pending: deque[Any] = deque()  # messages that are not about weights
         self.role: Any = None  # the Inbox or the Answers that reads it
         self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
         self._out: deque[_Frame] = deque()
+        self._midway = False  # in a step that moves bytes
         self._header = b""
         self._body: bytearray | None = None  # of the message that is half read
         self._have = 0
@@ -77,14 +82,17 @@ class Channel:
         connection = self._connection()
         return connection is None or connection.closed
 
-    def queue(self, payload: bytes, replaces: str | None = None) -> None:
-        """Send it, as far as it goes; flush() sends the rest. It takes the place of an older one that has not begun to
-        leave and `replaces` the same: to a worker that does not read, only the newest weights are kept."""
+    def queue(self, payload: bytes, tag: Tag | None = None) -> list[Tag]:
+        """Send it, as far as it goes; flush() sends the rest. With a tag it takes the place of an older message about
+        the same model that has not begun to leave: to a worker that does not read, only the newest weights are kept.
+        Returns the tags of the messages that it replaced."""
         with self.lock:
-            if self._out and replaces is not None:
-                self._out = deque(frame for frame in self._out if frame.begun or frame.label != replaces)
-            self._out.append(_Frame(payload, replaces))
+            old = [f for f in self._out if tag and f.tag and f.tag.model_id == tag.model_id and not f.begun]
+            for frame in old:
+                self._out.remove(frame)
+            self._out.append(_Frame(payload, tag))
             self.flush()
+            return [frame.tag for frame in old if frame.tag]
 
     def send_small(self, payload: bytes) -> None:
         """The same for a small message; quick when nothing else is on its way."""
@@ -94,12 +102,12 @@ class Channel:
             elif left := _native.send_frame([self.fd], payload):
                 self.resume(payload, left[0][1])
 
-    def resume(self, payload: bytes, sent: int, replaces: str | None = None) -> None:
+    def resume(self, payload: bytes, sent: int, tag: Tag | None = None) -> None:
         """Go on with a message of which `sent` bytes, header included, have left; -1: the other end is closed."""
         if sent < 0:
             self.ended = True
             return
-        frame = _Frame(payload, replaces)
+        frame = _Frame(payload, tag)
         frame.views[0] = frame.views[0][sent:]
         frame.begun = sent > 0
         self._out.append(frame)
@@ -129,20 +137,35 @@ class Channel:
         with self.lock:
             while self._out:
                 frame = self._out[0]
+                if self._interrupted():
+                    return
                 try:
                     sent = self._open().send(frame.views[0][:_CHUNK], socket.MSG_DONTWAIT)
                 except BlockingIOError:
+                    self._midway = False
                     return
                 except (BrokenPipeError, ConnectionResetError):
+                    self._midway = False
                     self.ended = True  # what it sent before can still be read
                     self._out.clear()
                     return
                 frame.begun = True
                 frame.views[0] = frame.views[0][sent:]
+                self._midway = False
                 if not frame.views[0]:
                     del frame.views[0]
                 if not frame.views:
                     self._out.popleft()
+
+    def _interrupted(self) -> bool:
+        """Asked before bytes move. A signal handler may raise after the system call and before its result is stored;
+        then nobody knows where the stream is, and the pipe counts as ended."""
+        if self._midway:
+            self.ended = True
+            self._out.clear()
+            return True
+        self._midway = True
+        return False
 
     def read(self) -> tuple[Any] | None:
         """The next message, in a tuple of one; None if no whole one is there. Raises EOFError."""
@@ -159,7 +182,8 @@ class Channel:
         """A message, in a tuple of one. None for what is no pickle, or has a class that is not here: it is kept."""
         try:
             return (pickle.loads(payload),)
-        except Exception:
+        except Exception as error:
+            _log.warning("a message of %d bytes cannot be unpickled here, and is kept: %s", len(payload), error)
             self.pending.append(bytes(payload))
             return None
 
@@ -172,10 +196,13 @@ class Channel:
 
     def _open(self) -> socket.socket:
         if self.closed:
+            self._midway = False
             raise OSError("this end of the pipe is closed")
         return self._socket
 
     def _frame(self) -> bytes | bytearray | None:
+        if self._interrupted():
+            raise EOFError("the pipe was interrupted in the middle of a message; make a new one")
         try:
             if self._body is None:
                 self._read_header()
@@ -187,11 +214,14 @@ class Channel:
                     raise EOFError
                 self._have += got
         except BlockingIOError:
+            self._midway = False
             return None
         except (EOFError, ConnectionResetError):
+            self._midway = False
             self.ended = True
             raise EOFError("the other end of the pipe is closed") from None
         self._header, self._body, self._have = b"", None, 0
+        self._midway = False
         return body
 
     def _read_header(self) -> None:

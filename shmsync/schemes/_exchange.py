@@ -27,6 +27,8 @@ class Link:
         self.pipe = pipe
         self._process = process
         self.answers = Answers.of(Channel.of(pipe))
+        if process is not None:
+            self.answers.peer = None  # perhaps a new process at an old pipe
         self.reported = False  # WorkerDied has named it
 
     @property
@@ -122,10 +124,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
     outcome = Outcome()
     waiting = dict(links)
     try:
-        for index, link in list(waiting.items()):  # a wait for another model may have read them
-            if all(link.answers.answered(tag) for tag in tags[index]):
-                _settle(outcome, index, [link.answers.take(tag) for tag in tags[index]])
-                del waiting[index]
+        _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
         watch = _Watch(waiting)
         while waiting:
             for index, readable in watch.news(waiting, deadline):
@@ -146,6 +145,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
                 del waiting[index]
                 watch.drop(link)
             if waiting and time.monotonic() >= deadline:
+                _settle_answered(outcome, waiting, tags)  # another thread may have read them in the last moment
                 break
     finally:  # an interrupt may land anywhere
         for index, link in links.items():
@@ -193,6 +193,13 @@ class _Watch:
             (self._pipes[fd], bool(event & select.POLLIN)) if fd in self._pipes else (self._processes[fd], False)
             for fd, event in found
         ]
+
+
+def _settle_answered(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
+    for index, link in list(waiting.items()):
+        if all(link.answers.answered(tag) for tag in tags[index]):
+            _settle(outcome, index, [link.answers.take(tag) for tag in tags[index]])
+            del waiting[index]
 
 
 def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:

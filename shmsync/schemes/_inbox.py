@@ -49,7 +49,7 @@ class Inbox:
         self.channel = channel
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.unanswered: Message | None = None  # handed out by receive_weights(); send_ack() answers it
-        self._lock = threading.RLock()  # receivers in several threads may share a pipe
+        self.lock = threading.RLock()  # receivers in several threads may share a pipe
         self._messages: deque[Message] = deque()
         self._looked = 0.0  # when the sender's process was last looked for
 
@@ -67,8 +67,10 @@ class Inbox:
 
         Raises WriterDied when the sender is gone and nothing wanted is left.
         """
+        if self.channel.unsent:
+            self.channel.flush()  # an answer that the pipe had no room for
         while True:
-            with self._lock:
+            with self.lock:
                 for position, message in enumerate(self._messages):
                     if wanted(message):
                         del self._messages[position]
@@ -89,9 +91,11 @@ class Inbox:
         channel = self.channel
         if self._messages or not channel.idle or channel.closed:
             return None
-        if not _native.wait_readable(channel.fd, slice_until(deadline)) or (payload := channel.take_small()) is None:
+        if not _native.wait_readable(channel.fd, slice_until(deadline)):
             return None
-        found = channel.loads(payload)
+        with self.lock:
+            payload = None if self._messages else channel.take_small()
+            found = None if payload is None else channel.loads(payload)
         if found is None:
             return None
         if _wire.is_message(found[0]):
@@ -101,7 +105,7 @@ class Inbox:
 
     def put_back(self, message: Message) -> None:
         """Give back what quick() gave."""
-        with self._lock:
+        with self.lock:
             self._messages.appendleft(message)
 
     def _read(self) -> bool:

@@ -27,7 +27,6 @@ class MPTransport(PipeTransport):
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
         super().__init__(pipe_connection, timeout)
-        self._sent: dict[str, int] = {}
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send, and wait until the worker has applied them. Raises WorkerDied, AckTimeout, the worker's exception, or
@@ -37,9 +36,9 @@ class MPTransport(PipeTransport):
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
-        self._sent[model_id] = version = self._sent.get(model_id, 0) + 1
-        tag = Tag(model_id, version)
-        self.link.answers.send(_wire.dumps(Tagged(((model_id, weights), _wire.UPDATE), tag)), tag, model_id)
+        tag = Tag(model_id, self.link.answers.highest(model_id) + 1)
+        message = _wire.dumps(Tagged(((model_id, weights), _wire.UPDATE), tag))
+        self.link.answers.send(message, tag, replaceable=True)
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next weights of any model, as (model_id, weights); None if none came. send_ack()
@@ -96,7 +95,7 @@ class _Sender(PipeSender):
     def _send_version(self, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
         tag = Tag(self._model_id, self._version)
         for link in links.values():
-            link.answers.send(self._payload, tag, self._model_id)
+            link.answers.send(self._payload, tag, replaceable=True)
         return {index: [tag] for index in links}
 
     def __getstate__(self) -> dict[str, Any]:

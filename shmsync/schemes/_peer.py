@@ -50,11 +50,21 @@ class Peer:
         """Did it end by itself, with exit code 0?"""
         if self._process is None or not self.dead:
             return False
-        self._process.join(1)  # a fork server tells the code a moment after the death
-        return bool(self._process.exitcode == 0)
+        try:
+            self._process.join(1)  # a fork server tells the code a moment after the death
+        except ValueError:  # its close() was called
+            return False
+        return self._exit_code == 0
+
+    @property
+    def _exit_code(self) -> int | None:
+        try:
+            return getattr(self._process, "exitcode", None)
+        except ValueError:
+            return None
 
     def __str__(self) -> str:
-        code = getattr(self._process, "exitcode", None)
+        code = self._exit_code
         if code is None:
             return f"pid {self.pid}"
         if code < 0:

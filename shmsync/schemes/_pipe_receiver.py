@@ -40,8 +40,10 @@ class PipeReceiver(WeightReceiver):
         deadline = time.monotonic() + check_timeout(timeout)
         if self._transport is None:
             return False
-        self._thread = threading.get_ident()
         inbox = self._inbox
+        with inbox.lock:  # from here on no other thread applies weights to this model
+            self._thread = threading.get_ident()
+            inbox.receivers[self._model_id] = self
         if not self._has_news and (message := inbox.quick(deadline)) is not None:
             if message.kind == _wire.UPDATE and message.model_id == self._model_id and self._ready():
                 self._has_news = self._apply_one(message)
@@ -50,56 +52,72 @@ class PipeReceiver(WeightReceiver):
                     return news
             else:
                 inbox.put_back(message)
-        inbox.receivers[self._model_id] = self
-        served = self._served()
         while not self._has_news:
-            message = self._inbox.next(lambda m: _concerns(m, served), deadline)
+            message = inbox.next(self._concerns, deadline)
             if message is None:
                 return False
-            self._handle(message, served)
-        while (message := self._inbox.next(lambda m: _concerns(m, served), 0.0)) is not None:
-            self._handle(message, served)
+            self._handle(message)
+        while (message := inbox.next(self._concerns, 0.0)) is not None:
+            self._handle(message)
         self._has_news = False
         return True
 
-    def _served(self) -> dict[str, PipeReceiver]:
-        """The receivers of this pipe that may be applied to in this thread, at this moment."""
-        return {
-            model_id: receiver
-            for model_id, receiver in self._inbox.receivers.items()
-            if receiver._thread in (None, self._thread) and receiver._ready()
-        }
+    def _serves(self, model_id: str) -> PipeReceiver | None:
+        """The receiver of this model, if this thread may apply to it at this moment."""
+        receiver: PipeReceiver | None = self._inbox.receivers.get(model_id)
+        if receiver is None or receiver._thread not in (None, self._thread) or not receiver._ready():
+            return None
+        return receiver
 
-    def _handle(self, message: Message, served: Mapping[str, PipeReceiver]) -> None:
+    def _concerns(self, message: Message) -> bool:
+        if message.model_id:
+            return self._serves(message.model_id) is not None
+        return message.kind == _wire.RESUME or any(self._serves(model_id) for model_id in message.content[0])
+
+    def _handle(self, message: Message) -> None:
         if message.kind == _wire.PREPARE:
-            self._receive_jointly(message, served)
-        elif message.kind == _wire.REGISTER:
-            served[message.model_id]._join(message)
-        else:
-            _apply_all({message.model_id: message}, served)
+            self._receive_jointly(message)
+        elif message.model_id:  # else it ends a meeting that is over
+            with self._inbox.lock:
+                receiver = self._serves(message.model_id)
+                if receiver is None:  # its own thread was quicker
+                    self._inbox.put_back(message)
+                elif message.kind == _wire.REGISTER:
+                    receiver._join(message)
+                else:
+                    _apply_all({message.model_id: message}, {message.model_id: receiver})
 
-    def _receive_jointly(self, first: Message, served: Mapping[str, PipeReceiver]) -> None:
+    def _receive_jointly(self, first: Message) -> None:
         """Several models at once: no forward runs in here, so none sees one model new and another old."""
         inbox = self._inbox
         ids, (number, version) = first.content
         inbox.answer(first, _wire.PREPARED)
-        awaited = ids & served.keys()
+        served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
 
         def belongs(message: Message) -> bool:
-            return message.model_id in awaited or (message.kind == _wire.RESUME and message.content[1][0] == number)
+            ends = message.kind == _wire.PREPARE or (message.kind == _wire.RESUME and message.content[1][0] == number)
+            return ends or message.model_id in served
 
         arrived: dict[str, Message] = {}
-        while len(arrived) < len(awaited):
+        superseded: list[Message] = []
+        while len(arrived) < len(served):
             message = inbox.next(belongs, time.monotonic() + 0.05)
             if message is None:
                 continue
+            if message.kind == _wire.PREPARE:  # the sender has given this meeting up
+                inbox.put_back(message)
+                break
             if message.kind == _wire.RESUME:
-                return
-            if message.kind == _wire.UPDATE and message.tag is not None and message.tag.version == version:
+                break
+            if message.kind == _wire.UPDATE and message.tag is not None and message.tag.version >= version:
+                superseded += [arrived[message.model_id]] if message.model_id in arrived else []
                 arrived[message.model_id] = message
             else:  # a registration, or an earlier send of this model alone
-                self._handle(message, served)
-        _apply_all(arrived, served)
+                self._handle(message)
+        with inbox.lock:
+            _apply_all(arrived, served)
+        for message in superseded:
+            inbox.answer(message, _wire.UPDATED)
 
     def _apply_one(self, message: Message) -> bool:
         """What _apply_all() does, quicker; was it applied?"""
@@ -148,12 +166,6 @@ class PipeReceiver(WeightReceiver):
     def _use(self, message: Message) -> None:
         """Make the model use the version of the message."""
         raise NotImplementedError
-
-
-def _concerns(message: Message, served: Mapping[str, PipeReceiver]) -> bool:
-    if message.model_id:
-        return message.model_id in served
-    return message.kind == _wire.RESUME or bool(message.content[0] & served.keys())
 
 
 def _apply_all(messages: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:

@@ -57,8 +57,13 @@ class PipeSender(WeightSender):
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
         """As in WeightSender."""
+        link = Link(getattr(pipe_or_context, "pipe", pipe_or_context), process)
         super().register_worker(worker_idx, pipe_or_context, process)
-        self._links[worker_idx] = Link(pipe_or_context, process)
+        self._links[worker_idx] = link
+
+    def is_dead(self, worker_idx: int) -> bool:
+        """As in WeightSender."""
+        return self._links[worker_idx].reported
 
     def pending(self, worker_idx: int) -> list[Any]:
         """Messages from a worker that are no answers, oldest first; each is given once. A wait for answers reads the
@@ -70,14 +75,16 @@ class PipeSender(WeightSender):
         sent yet. Raises as send() does."""
         self._refuse_pending("resend")
         workers = self._chosen(worker_ids)
-        if self.version:
-            posted = self._posted(self.version, self._alive(workers))
-            self._collect(workers, posted, self._deadline(timeout))
-        return self.version
+        if not self.version:
+            return 0
+        posted = self._posted(self.version, self._alive(workers))
+        self._collect(workers, posted, self._deadline(timeout))
+        return max((tag.version for tags in posted.tags.values() for tag in tags), default=self.version)
 
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
         links = self._alive(workers)
-        version = self.version + 1
+        used = max((link.answers.highest(self._model_id) for link in links.values()), default=0)
+        version = max(self.version, used) + 1
         write([self._plan(weights, links, version)], version, deadline)
         return self._posted(version, links)
 

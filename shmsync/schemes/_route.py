@@ -22,6 +22,9 @@ class Route:
 
     def __init__(self, links: Mapping[int, Link], publisher: Publisher, optional: Container[Key]) -> None:
         self.links = links
+        links = dict(
+            sorted(links.items(), key=lambda item: item[1].answers.channel.fd)
+        )  # every route locks in one order
         self.publisher = publisher
         self.optional = optional
         self._indices = list(links)
@@ -34,23 +37,25 @@ class Route:
     def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
         """Send `message` to all, and wait a moment for `answer` from all. Those that still owe it, and for whom the
         tag is awaited."""
-        for answers in self._answers:
-            answers.lock.acquire()
+        locked = []
         try:
+            for answers in self._answers:
+                answers.lock.acquire()
+                locked.append(answers.lock)
             if not all(answers.idle for answers in self._answers):
                 for answers in self._answers:
-                    answers.send(message, tag, tag.model_id)
+                    answers.send(message, tag, replaceable=True)
                 return self._indices
             moment = int(max(0.0, min(deadline - time.monotonic(), _MOMENT)) * 1e9)
             left, done = _native.exchange_frames(self._fds, self._processes, message, answer, moment)
             if len(done) == len(self._fds):
                 return []
             for position, sent in left:
-                self._answers[position].channel.resume(message, sent, tag.model_id)
+                self._answers[position].channel.resume(message, sent, tag)
             late = sorted(set(range(len(self._fds))) - set(done))
             for position in late:
                 self._answers[position].expect(tag)
             return [self._indices[position] for position in late]
         finally:
-            for answers in self._answers:
-                answers.lock.release()
+            for lock in locked:
+                lock.release()

@@ -46,6 +46,10 @@ class WeightSender:
         """The registered workers."""
         return sorted(self._transports)
 
+    def is_dead(self, worker_idx: int) -> bool:
+        """Has a WorkerDied named this worker, so that sends leave it out?"""
+        return False
+
     def set_context(self, context: Any, model_id: str | None = None) -> None:
         """Where to look for the model when send() gets none. Held weakly."""
         self._context_ref = None if context is None else weakref.ref(context)

@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .._arguments import check_timeout, deadline_after
+from ..errors import ClosedError
 from ..strategy import Form, WeightStrategy
 from ..subscriber import Consistency
 from . import _wire
@@ -60,6 +61,7 @@ class SharedMemTransport(PipeTransport):
         self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
         self._unconfirmed: dict[str, set[int]] = {}
         self._routes: dict[str, Route] = {}
+        self._closed = False
         self._async: tuple[str, int, dict[int, list[Tag]]] | None = None
 
     # The sender's side.
@@ -100,6 +102,7 @@ class SharedMemTransport(PipeTransport):
 
     def plan(self, model_id: str, source: Any, links: Collection[int], version: int) -> Plan:
         """Check weights that are to be written once for each group of workers."""
+        self._check_open()
         if not isinstance(source, (nn.Module, TensorDictBase, Mapping)):
             raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(source).__name__}")
         if isinstance(source, TensorDictBase):
@@ -142,28 +145,32 @@ class SharedMemTransport(PipeTransport):
 
         return plan._replace(accept=accept)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
+
     def alive(self) -> dict[int, Link]:
         """The workers whose death no error has named."""
         return {index: link for index, link in self.links.items() if not link.reported}
 
-    def announce(self, model_id: str, version: int, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        """Tell these workers of a version; which answers each of them owes."""
+    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        """Tell these workers of the newest version in their arena; which answers each of them owes."""
+        self._check_open()
+        versions = {index: self.arenas.newest_for(model_id, index) for index in links}
         self._tell(model_id, links)
-        tag = Tag(model_id, version)
-        owed = {index: [tag] for index in links}
-        unconfirmed = self._unconfirmed.get(model_id)
-        if unconfirmed:
-            for index in unconfirmed & owed.keys():
-                owed[index] = [Tag(model_id, 0), tag]
-            unconfirmed.difference_update(owed)
-        payload = _wire.small(((model_id, version), _wire.UPDATE))
-        for link in links.values():
-            link.answers.send(payload, tag, model_id)
+        unconfirmed = self._unconfirmed.get(model_id, set())
+        owed = {}
+        for index, link in links.items():
+            tag = Tag(model_id, versions[index])
+            owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
+            link.answers.send(_wire.small((tuple(tag), _wire.UPDATE)), tag, replaceable=True)
+        unconfirmed.difference_update(links)
         return owed
 
     def route(self, model_id: str) -> Route | None:
         """The quick way to all workers, if all have been told where the arena is, have said that they are there, and
         are not known to be dead."""
+        self._check_open()
         route = self._routes.get(model_id)
         if route is not None and route.links == self.links and not any(link.reported for link in self.links.values()):
             return route
@@ -200,7 +207,7 @@ class SharedMemTransport(PipeTransport):
         version = self.arenas.version(model_id) + 1
         plan = self.plan(model_id, weights, alive, version)
         write([plan], version, deadline_after(None, self.timeout))
-        self._async = model_id, version, self.announce(model_id, version, alive) if alive else {}
+        self._async = model_id, version, self.announce(model_id, alive) if alive else {}
 
     def wait_ack(self) -> None:
         """Wait for the answers to the last send_weights_async(); RuntimeError when there was none."""
@@ -240,6 +247,7 @@ class SharedMemTransport(PipeTransport):
 
     def close(self) -> None:
         """End the arenas, or leave them. Idempotent."""
+        self._closed = True
         self.arenas.close()
         self.subscriptions.close()
 
@@ -401,7 +409,7 @@ class _Sender(PipeSender):
         return self._transport.plan(self._model_id, source, links, version)
 
     def _send_version(self, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        return self._transport.announce(self._model_id, self.version, links)
+        return self._transport.announce(self._model_id, links)
 
 
 class _Receiver(PipeReceiver):
@@ -446,4 +454,4 @@ class _Receiver(PipeReceiver):
         self._transport.subscriptions.needed(message.model_id)
 
     def _use(self, message: Message) -> None:
-        self._transport.subscriptions.use(message.model_id, self._resolve_model())
+        self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model())

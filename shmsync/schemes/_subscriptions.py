@@ -62,9 +62,16 @@ class Subscriptions:
             subscriber.bind(model)
             self._bound[model_id] = weakref.ref(model)
 
-    def use(self, model_id: str, model: Any) -> None:
-        """Make the model use the newest version."""
-        self.needed(model_id).refresh()
+    def use(self, model_id: str, version: int, model: Any) -> None:
+        """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
+        subscriber = self.needed(model_id)
+        subscriber.refresh()
+        if subscriber.version < version:
+            raise ProtocolError(
+                f"{model_id!r} is at version {subscriber.version} in the arena that this worker knows, not at "
+                f"{version}; was the scheme restarted? Make the receiver anew",
+                version=version,
+            )
         bound = self._bound.get(model_id)
         if bound is None or bound() is not model:
             self.bind(model_id, model)

@@ -7,6 +7,7 @@ worker applies all of it at once. A worker that does not come to its receive() i
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ._sender import WeightSender
 from ._wire import Tag
 
 _numbers = itertools.count(1)
+_one_at_a_time = threading.Lock()
 
 
 def send_together(
@@ -42,6 +44,13 @@ def send_together(
         WorkerDied, AckTimeout, a worker's exception afterwards: as in send().
     """
     pairs = _pairs(models)
+    with _one_at_a_time:  # two meetings of the same workers would wait for each other
+        return _send_together(pairs, worker_ids, timeout)
+
+
+def _send_together(
+    pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[int] | None, timeout: float | None
+) -> int:
     for sender, _ in pairs:
         sender._refuse_pending("send_together")
     links = {sender.model_id: sender._alive(sender._chosen(worker_ids)) for sender, _ in pairs}
@@ -54,7 +63,8 @@ def send_together(
                 "models that are sent together share one pipe for each worker"
             )
     deadline = deadline_after(timeout, max(sender._default_timeout for sender, _ in pairs))
-    version = max(sender.version for sender, _ in pairs) + 1
+    used = max((link.answers.highest(sender.model_id) for sender, _ in pairs for link in first.values()), default=0)
+    version = max(used, *(sender.version for sender, _ in pairs)) + 1
     meeting = _Meeting(list(links), version, first)
     met = meeting.wait(deadline)
     try:
@@ -78,8 +88,14 @@ def send_together(
             for sender, _ in pairs:
                 sender._links[index].reported = False  # this error does not name it
         raise
-    posted = [(sender, sender._posted(version, ready[sender])) for sender, _ in pairs]
-    outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]
+    try:
+        posted = [(sender, sender._posted(version, ready[sender])) for sender, _ in pairs]
+        outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]
+    except BaseException:
+        meeting.call_off()
+        raise
+    if any(outcome.late for _, outcome in outcomes):
+        meeting.call_off()  # a late worker may have lost a message to a newer one; it goes on with what it has
     for _, outcome in outcomes:
         outcome.dead = {**met.dead, **outcome.dead}
     for sender, outcome in outcomes:

@@ -375,3 +375,43 @@ def test_workers_go_when_the_trainer_is_killed(tmp_path, sign):
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "workers outlive their trainer"
         time.sleep(0.05)
+
+
+def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
+    batches = collector(environments.Slow, Constant(), num_workers=1, frames_per_batch=40, timeout=0.05)
+    waits = 0
+    while True:
+        try:
+            batch = next(batches)
+            break
+        except shmsync.AckTimeout:
+            waits += 1
+    copy = flat(batch)
+    time.sleep(0.1)  # nobody writes into it any more
+    assert waits > 0
+    assert torch.equal(flat(batch)["observation"], copy["observation"])
+    assert torch.equal(copy["next.observation"][0, :, 0], torch.arange(40) % 5 + 1.0)
+
+
+def test_dead_workers_are_restarted_and_late_ones_named(collector):
+    scheme = SharedMemWeightSyncScheme(timeout=0.5)
+    batches = collector(Counting, Constant(), restart_workers=True, weight_sync_scheme=scheme)
+    next(batches)
+    killed, stopped = (batches._fleet.members[index].process.pid for index in (0, 1))
+    os.kill(killed, signal.SIGKILL)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            batches.update_policy_weights_()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert caught.value.missing == [1] and batches.stats().restarts == 1
+    assert batches.update_policy_weights_() == 3
+
+
+def test_a_state_of_another_policy_is_refused(collector):
+    batches = collector(policy=Policy())
+    state = batches.state_dict()
+    state["policy"].pop("net.weight")
+    with pytest.raises(shmsync.ManifestMismatch, match=r"missing: net\.weight"):
+        batches.load_state_dict(state)

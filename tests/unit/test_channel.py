@@ -15,6 +15,7 @@ import pytest
 from shmsync import _native
 from shmsync.schemes import _channel
 from shmsync.schemes._channel import Channel
+from shmsync.schemes._wire import Tag
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -92,10 +93,11 @@ def test_a_full_pipe_never_blocks_and_keeps_only_the_newest_weights(pipe):
     ours, theirs = pipe
     channel = Channel.of(ours)
     big = multiprocessing.reduction.ForkingPickler.dumps(b"1" * 3_000_000)
-    channel.queue(big, "policy")  # has begun to leave, so it stays
+    assert channel.queue(big, Tag("policy", 1)) == []  # has begun to leave, so it stays
     for number in range(2, 6):
-        channel.queue(multiprocessing.reduction.ForkingPickler.dumps(number), "policy")
-    channel.queue(multiprocessing.reduction.ForkingPickler.dumps("other"), "value")
+        replaced = channel.queue(multiprocessing.reduction.ForkingPickler.dumps(number), Tag("policy", number))
+        assert replaced == ([] if number == 2 else [Tag("policy", number - 1)])
+    channel.queue(multiprocessing.reduction.ForkingPickler.dumps("other"), Tag("value", 1))
     got: list[object] = []
     reader = threading.Thread(target=lambda: got.extend(theirs.recv() for _ in range(3)))
     reader.start()
@@ -140,6 +142,34 @@ def test_a_connection_has_one_channel_and_outlives_no_descriptor(pipe):
         del one, other
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_interrupt_in_the_middle_of_a_message_ends_the_pipe(pipe):
+    ours, _ = pipe
+    channel = Channel.of(ours)
+
+    class Interrupted(socket.socket):
+        def send(self, *args):  # a handler that raises after the system call
+            super().send(*args)
+            raise KeyboardInterrupt
+
+    channel._socket.detach()
+    channel._socket = Interrupted(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=ours.fileno())
+    with pytest.raises(KeyboardInterrupt):
+        channel.queue(b"x" * 100)
+    channel.flush()
+    assert channel.ended and not channel.unsent  # rather than sending a part twice
+    channel._socket.detach()
+
+
+def test_the_default_timeout_of_sockets_changes_no_pipe(pipe):
+    ours, _ = pipe
+    socket.setdefaulttimeout(5)
+    try:
+        Channel.of(ours)
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(ours.fileno())
 
 
 def test_only_duplex_pipes_will_do():

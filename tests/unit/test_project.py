@@ -27,7 +27,8 @@ LAYERS = [
     {"publisher", "subscriber"},
     {"_joint", "strategy"},
     # schemes: what goes over a pipe; how it is waited for; what the API is made of; the schemes
-    {"schemes._wire", "schemes._channel", "schemes._peer", "schemes._context"},
+    {"schemes._wire", "schemes._peer", "schemes._context"},
+    {"schemes._channel"},
     {"schemes._answers", "schemes._inbox"},
     {"schemes._exchange", "schemes._sender", "schemes._receiver"},
     {"schemes._base", "schemes._pipe_sender", "schemes._pipe_receiver", "schemes._transport", "schemes._subscriptions"},
