@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..strategy import WeightStrategy
-from . import _buffers
+from . import _buffers, _checks
 from ._buffers import BUFFERS
 from ._fleet import DIED, Fleet, Member, pack, raise_for
 from ._worker import BATCH, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, Job
@@ -107,7 +107,7 @@ class MultiprocessCollector:
     ) -> None:
         self._closed = True  # until all of it is there
         makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
-        rows = _check(num_workers, frames_per_batch, envs_per_worker, sync, device, on_lag, max_lag, makers)
+        rows = _checks.arguments(num_workers, frames_per_batch, envs_per_worker, sync, device, on_lag, max_lag, makers)
         self.policy = policy
         self._sync = sync
         self._total_frames = total_frames
@@ -161,7 +161,7 @@ class MultiprocessCollector:
         self._sender.send(timeout=self._start_timeout)
         self._fleet.tell_all(LAYOUT)
         layouts = self._fleet.gather(LAYOUT, deadline)
-        self._buffers, self._fd = _buffers.create(_agreed(layouts), rows, steps)
+        self._buffers, self._fd = _buffers.create(_checks.agreed(layouts), rows, steps)
         self._fleet.tell_all(START, self._buffers.place)
         if not self._sync:
             for index in self._owed:
@@ -360,54 +360,6 @@ class MultiprocessCollector:
             oldest[index] = min(oldest[index], version)
         index = min(oldest, key=oldest.__getitem__)
         return index if self._sender.version - oldest[index] >= self._max_lag else None
-
-
-def _check(
-    num_workers: int,
-    frames_per_batch: int,
-    envs_per_worker: int,
-    sync: bool,
-    device: torch.device | str,
-    on_lag: str,
-    max_lag: int | None,
-    makers: Sequence[Any],
-) -> int:
-    """Refuse what makes no sense; the number of environments."""
-    for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, not {value}")
-    if len(makers) != num_workers:
-        raise ValueError(
-            f"create_env_fn has {len(makers)} functions for {num_workers} workers; give one for each, or one for all"
-        )
-    if not all(callable(maker) for maker in makers):
-        raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
-    rows = num_workers * envs_per_worker
-    share = rows if sync else envs_per_worker
-    if frames_per_batch < 1 or frames_per_batch % share:
-        raise ValueError(
-            f"frames_per_batch={frames_per_batch} does not divide evenly over the {share} environment(s) of a batch; "
-            f"use {max(1, round(frames_per_batch / share)) * share}"
-        )
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"collectors run their policies on the CPU in this version, not on {device}; use device='cpu'")
-    if on_lag not in ("warn", "wait", "drop"):
-        raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
-    if max_lag is not None and max_lag < 0:
-        raise ValueError(f"max_lag is a number of versions, 0 or more, not {max_lag}")
-    return rows
-
-
-def _agreed(layouts: dict[int, _buffers.Leaves]) -> _buffers.Leaves:
-    first = layouts[0]
-    for index, layout in layouts.items():
-        if layout != first:
-            different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
-            raise ValueError(
-                f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
-                "collector need the same spaces"
-            )
-    return first
 
 
 def _end(fleet: Fleet, scheme: WeightSyncScheme, fd: int) -> None:

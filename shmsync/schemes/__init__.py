@@ -6,7 +6,8 @@ from ._mp import MPTransport, MultiProcessWeightSyncScheme
 from ._none import NoWeightSyncScheme
 from ._receiver import WeightReceiver
 from ._sender import WeightSender
-from ._shared import SharedMemTransport, SharedMemWeightSyncScheme
+from ._shared import SharedMemWeightSyncScheme
+from ._shared_transport import SharedMemTransport
 from ._together import send_together
 
 __all__ = [
