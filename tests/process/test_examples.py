@@ -155,3 +155,11 @@ class TestStableBaselines3:
         assert len(re.findall(r"evaluator \d died, exit code -9", output)) == 1, output
         table = self.table(output)
         assert re.fullmatch(r"evaluator \d", table[max(table)][2]), output
+
+
+def test_ppo_with_the_collector_learns(run):
+    output = run("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
+    rows = re.findall(r"(\d+) frames .* version +(\d+) .* episodes +([\d.]+)", output)
+    frames, version, mean_return = rows[-1]
+    assert int(frames) >= 30_000 and int(version) == len(rows) + 1  # one for the start, one for each batch
+    assert float(rows[0][2]) < 40 < 80 < float(mean_return)
