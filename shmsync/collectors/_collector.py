@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
+import cloudpickle
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -116,7 +117,6 @@ class MultiprocessCollector:
         self._on_lag = on_lag
         self._timeout = timeout
         self._start_timeout = start_timeout
-        self._envs_per_worker = envs_per_worker
         self._frames = self._batches = self._dropped = self._restarts = 0
         self._turn = 0  # the buffer of the next batch in sync mode
         self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
@@ -127,11 +127,12 @@ class MultiprocessCollector:
         self._fleet = Fleet(start_method)
         self._fd = -1
         base = secrets.randbits(31) if seed is None else seed
-        shared = isinstance(self._scheme, SharedMemWeightSyncScheme)
+        packed = pack(policy, values=not isinstance(self._scheme, SharedMemWeightSyncScheme))
         self._jobs = [
             Job(
                 index,
-                pack([makers[index]] * envs_per_worker, policy, values=not shared),
+                cloudpickle.dumps([makers[index]] * envs_per_worker),
+                packed,
                 self._scheme,
                 base + index * envs_per_worker,
                 (index * envs_per_worker, (index + 1) * envs_per_worker),

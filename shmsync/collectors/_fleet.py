@@ -159,9 +159,9 @@ def raise_for(event: tuple[Member, str, Any]) -> None:
     raise content.exception() from RuntimeError(f"collector worker {member.index} failed:\n{content.trace}")
 
 
-def pack(makers: list[Any], policy: nn.Module, *, values: bool) -> bytes:
-    """What a worker makes its environments and its policy from. Without `values` the parameters have none: they are
-    read from shared memory."""
+def pack(policy: nn.Module, *, values: bool) -> bytes:
+    """What workers make their policy from. Without `values` the parameters have none: they are read from shared
+    memory."""
     if not values:
         memo = {
             id(parameter): nn.Parameter(
@@ -170,4 +170,4 @@ def pack(makers: list[Any], policy: nn.Module, *, values: bool) -> bytes:
             for parameter in policy.parameters()
         }
         policy = copy.deepcopy(policy, memo)
-    return cloudpickle.dumps((makers, policy))
+    return cloudpickle.dumps(policy)

@@ -34,14 +34,11 @@ class Rollout:
     `version()` says which weights the last call of the policy used.
     """
 
-    def __init__(
-        self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], *, worker: int, seed: int
-    ) -> None:
+    def __init__(self, envs: Sequence[Any], policy: nn.Module, version: Callable[[], int], *, worker: int) -> None:
         self.envs = envs
         self._policy = policy
         self._version = version
         self._worker = worker
-        self._seed = seed
         space = envs[0].observation_space
         self._to_env = _spaces.to_env(envs[0].action_space)
         self._leaves = _spaces.leaves(space, OBSERVATION)

@@ -32,7 +32,8 @@ class Job:
     """What a worker is started with."""
 
     index: int
-    make: bytes  # (list of functions that make an environment, policy), by cloudpickle
+    makers: bytes  # a list of functions that make an environment, by cloudpickle
+    policy: bytes
     scheme: WeightSyncScheme
     seed: int
     rows: tuple[int, int]  # of the batch
@@ -54,8 +55,8 @@ def _serve(job: Job, weights: Connection, control: Connection) -> None:
     random.seed(job.seed)
     np.random.seed(job.seed % 2**32)
     torch.manual_seed(job.seed)
-    makers, policy = cloudpickle.loads(job.make)
-    envs = [make() for make in makers]
+    policy = cloudpickle.loads(job.policy)
+    envs = [make() for make in cloudpickle.loads(job.makers)]
     try:
         scheme = job.scheme
         scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=job.index)
@@ -71,7 +72,7 @@ class _Worker:
         self._receiver = receiver = job.scheme.get_receiver()
         self._job = job
         self._control = control
-        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=job.index, seed=job.seed)
+        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=job.index)
         self._weights_fd = weights.fileno()
         self._control_fd = control.fileno()
         self._poll = select.poll()

@@ -15,13 +15,13 @@ import socket
 import stat
 import struct
 import threading
-import time
 import weakref
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
 from .. import _native
+from .._arguments import slice_until
 from ._wire import Tag
 
 _log = logging.getLogger("shmsync")
@@ -126,6 +126,12 @@ class Channel:
         """The next message, not unpickled, if it is small and all there; read() gives any other."""
         with self.lock:
             return _native.take_frame(self.fd) if self.idle and not self.closed else None
+
+    def take_pending(self) -> list[Any]:
+        """The messages that are not about weights, oldest first; each is given once."""
+        found = list(self.pending)
+        self.pending.clear()
+        return found
 
     @property
     def unsent(self) -> bool:
@@ -240,4 +246,4 @@ class Channel:
 
 def milliseconds(deadline: float) -> float:
     """From now to a monotonic time, for poll(); at most a slice of 50, so that the caller can look round."""
-    return max(0.0, min(deadline - time.monotonic(), 0.05)) * 1e3
+    return slice_until(deadline) / 1e6

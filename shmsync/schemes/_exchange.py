@@ -55,9 +55,7 @@ class Link:
     def take_pending(self) -> list[Any]:
         """Messages from the worker that are no answers, oldest first; each is given once."""
         self.answers.pump()
-        found = list(self.answers.channel.pending)
-        self.answers.channel.pending.clear()
-        return found
+        return self.answers.channel.take_pending()
 
     def __str__(self) -> str:
         channel = self.answers.channel

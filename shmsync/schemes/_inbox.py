@@ -96,15 +96,10 @@ class Inbox:
         with self.lock:
             payload = None if self._messages else channel.take_small()
             found = None if payload is None else channel.loads(payload)
-        if found is None:
-            return None
-        if _wire.is_message(found[0]):
-            return Message.of(found[0])
-        channel.pending.append(found[0])
-        return None
+        return None if found is None else self._ours(found[0])
 
     def put_back(self, message: Message) -> None:
-        """Give back what quick() gave."""
+        """Give back what next() or quick() gave."""
         with self.lock:
             self._messages.appendleft(message)
 
@@ -116,11 +111,16 @@ class Inbox:
             return False
         if found is None:
             return False
-        if _wire.is_message(found[0]):
-            self._messages.append(Message.of(found[0]))
-        else:
-            self.channel.pending.append(found[0])
+        if (message := self._ours(found[0])) is not None:
+            self._messages.append(message)
         return True
+
+    def _ours(self, message: Any) -> Message | None:
+        """A message about weights; any other is kept for the worker's own loop."""
+        if _wire.is_message(message):
+            return Message.of(message)
+        self.channel.pending.append(message)
+        return None
 
     def _look_for_sender(self) -> None:
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.

@@ -83,10 +83,14 @@ class PipeSender(WeightSender):
 
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
         links = self._alive(workers)
-        used = max((link.answers.highest(self._model_id) for link in links.values()), default=0)
-        version = max(self.version, used) + 1
+        version = self._next_version(links)
         write([self._plan(weights, links, version)], version, deadline)
         return self._posted(version, links)
+
+    def _next_version(self, links: Mapping[int, Link]) -> int:
+        """One that neither this sender nor an earlier one has used on these pipes."""
+        used = max((link.answers.highest(self._model_id) for link in links.values()), default=0)
+        return max(self.version, used) + 1
 
     def _posted(self, version: int, links: dict[int, Link]) -> Posted:
         self._version = version

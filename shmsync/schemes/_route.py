@@ -5,16 +5,16 @@ Whatever is not the common case, it leaves in the pipes and to _exchange.gather(
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping
 
 from .. import _native
+from .._arguments import slice_until
 from ..manifest import Key
 from ..publisher import Publisher
 from ._exchange import Link
 from ._wire import Tag
 
-_MOMENT = 0.002  # seconds; other threads that share a pipe wait so long for their turn
+_MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
 
 
 class Route:
@@ -22,9 +22,8 @@ class Route:
 
     def __init__(self, links: Mapping[int, Link], publisher: Publisher, optional: Container[Key]) -> None:
         self.links = links
-        links = dict(
-            sorted(links.items(), key=lambda item: item[1].answers.channel.fd)
-        )  # every route locks in one order
+        # Every route locks in one order.
+        links = dict(sorted(links.items(), key=lambda item: item[1].answers.channel.fd))
         self.publisher = publisher
         self.optional = optional
         self._indices = list(links)
@@ -46,7 +45,7 @@ class Route:
                 for answers in self._answers:
                     answers.send(message, tag, replaceable=True)
                 return self._indices
-            moment = int(max(0.0, min(deadline - time.monotonic(), _MOMENT)) * 1e9)
+            moment = min(slice_until(deadline), _MOMENT)
             left, done = _native.exchange_frames(self._fds, self._processes, message, answer, moment)
             if len(done) == len(self._fds):
                 return []

@@ -72,9 +72,7 @@ class Subscriptions:
                 f"{version}; was the scheme restarted? Make the receiver anew",
                 version=version,
             )
-        bound = self._bound.get(model_id)
-        if bound is None or bound() is not model:
-            self.bind(model_id, model)
+        self.bind(model_id, model)
 
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""

@@ -63,8 +63,7 @@ def _send_together(
                 "models that are sent together share one pipe for each worker"
             )
     deadline = deadline_after(timeout, max(sender._default_timeout for sender, _ in pairs))
-    used = max((link.answers.highest(sender.model_id) for sender, _ in pairs for link in first.values()), default=0)
-    version = max(used, *(sender.version for sender, _ in pairs)) + 1
+    version = max(sender._next_version(links[sender.model_id]) for sender, _ in pairs)
     meeting = _Meeting(list(links), version, first)
     met = meeting.wait(deadline)
     try:

@@ -48,9 +48,7 @@ class PipeTransport:
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
-        messages = list(self.channel.pending)
-        self.channel.pending.clear()
-        return messages
+        return self.channel.take_pending()
 
     def wait_ack(self) -> None:
         """Wait for the answer to the last send_weights_async(). Raises as send_weights()."""
