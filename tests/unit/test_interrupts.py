@@ -68,7 +68,7 @@ def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
             pub.publish()
 
     for _ in range(slots + 1):
-        either()  # makes the TensorDicts of each slot: tensordict turns an interrupt in there into an error of its own
+        update()  # makes the TensorDict of each slot: tensordict turns an interrupt in there into an error of its own
     with interrupted(either, 3000):
         pub.publish(source)
         with sub.read() as section:
