@@ -19,8 +19,8 @@ class Source(NamedTuple):
     optional: Container[Key] | None = None  # leaves that may be missing; None: all
 
 
-def publish_jointly(sources: Sequence[Source], version: int, deadline: float) -> None:
-    """Publish each source in its arena, all as `version`, by the monotonic time `deadline`.
+def publish_jointly(sources: Sequence[Source], version: int | None, deadline: float) -> None:
+    """Publish each source in its arena, all as `version`, by the monotonic time `deadline`. None: each as its next.
 
     Every source is checked, and every arena's slot is free to write, before the first byte moves. With slots = 1 no
     gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
@@ -37,7 +37,8 @@ def publish_jointly(sources: Sequence[Source], version: int, deadline: float) ->
         sides = [source.publisher._side for source in sources]
         try:
             for side in sides:
-                side.skip_to(version)
+                if version is not None:
+                    side.skip_to(version)
                 side.begin(deadline)
         except BaseException:
             for side in sides:

@@ -6,17 +6,29 @@ The common case is native (native/bind/reader.cpp), which calls the hooks here f
 from __future__ import annotations
 
 import time
+from typing import Protocol
+
+from torch import nn
 
 from . import _native
 from ._arguments import check_version, deadline_after, slice_until
 from ._attach import Attached
 from ._process import Peers, pid_of
-from .binding import Binding
 from .errors import ClosedError, Poisoned, ProtocolError, PublishTimeout, WriterBusy, WriterDied
 from .stats import Samples
 
 _SAME, _MOVED, _GATED, _POISONED, _EVICTED = range(5)  # Enter in native/include/shmsync/read_side.hpp
 _CLOSED = 1  # State in layout.hpp
+
+
+class Follower(Protocol):
+    """Something that shows the weights, and moves with the version: a bound module, for example."""
+
+    def move(self, slot: int) -> bool:
+        """Show this slot, whose version is held. False: forget me."""
+
+    def owners(self) -> set[nn.Module]:
+        """The modules that it moves."""
 
 
 class Pinned(float):
@@ -36,7 +48,7 @@ class ReadPath(_native.Reader):
         self._name = name
         self._timeout = timeout
         self._optimistic = consistency == 1
-        self._bindings: list[Binding] = []
+        self._bindings: list[Follower] = []
         self._version = 0
         self._slot = 0
         self._moves = 0

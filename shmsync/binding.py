@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -43,7 +43,9 @@ class Binding:
     objects would never be collected.
     """
 
-    def __init__(self, module: nn.Module, arena: Arena, tensors: dict[Key, torch.Tensor], buffers: str) -> None:
+    def __init__(
+        self, module: nn.Module, arena: Arena, tensors: dict[Key, torch.Tensor], buffers: str, copies: bool
+    ) -> None:
         self._arena = arena
         unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
         self._owners = [
@@ -52,7 +54,9 @@ class Binding:
             if any(id(tensor) in unique for tensor in (*child._parameters.values(), *child._buffers.values()))
         ]
         viewed = [
-            (key, tensor) for key, tensor in unique.values() if isinstance(tensor, nn.Parameter) or buffers == "view"
+            (key, tensor)
+            for key, tensor in unique.values()
+            if not copies and (isinstance(tensor, nn.Parameter) or buffers == "view")
         ]
         self._viewed_keys = [key for key, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
@@ -84,6 +88,13 @@ class Binding:
                     buffer.copy_(made[key])
         return True
 
+    def give_back(self, owners: set[nn.Module] | None = None) -> None:
+        """Make the parameters (of these modules only) private, with the values they show. Inside a section only."""
+        mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
+        for tensor in self._viewed:
+            if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
+                tensor.data = tensor.data.clone()
+
 
 class _Identity:
     """Membership by identity; `in` on a list of tensors compares values."""
@@ -103,8 +114,14 @@ def bind_module(
     guard: bool,
     buffers: Literal["copy", "view"],
     clone_outputs: bool,
+    copies: bool = False,
+    beside: Collection[Key] = (),
 ) -> Binding:
-    """Check everything, then prepare the module. Its tensors move when the caller moves the binding."""
+    """Check everything, then prepare the module. Its tensors move when the caller moves the binding.
+
+    copies: parameters too are private copies, on whatever device they are. beside: leaves of the arena that are no
+    tensors of the module.
+    """
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
     if buffers not in ("copy", "view"):
@@ -117,7 +134,8 @@ def bind_module(
     if arena.manifest.filtered:
         tensors = {key: tensor for key, tensor in tensors.items() if key in arena.manifest.by_key}
     meta = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
-    problems = mismatches({**tensors, **meta}, arena, partial=False, any_device=False, source_is="module")
+    others = {key: arena.views(0)[key] for key in beside}
+    problems = mismatches({**tensors, **meta, **others}, arena, partial=False, any_device=copies, source_is="module")
     # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
     problems += [
         f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
@@ -127,7 +145,7 @@ def bind_module(
     problems = problems or tied_apart(tensors, arena, "module")
     if problems:
         raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
-    binding = Binding(original, arena, tensors, buffers)
+    binding = Binding(original, arena, tensors, buffers, copies)
     _take_over(module, binding.owners())  # the last that can refuse
     for key, tensor in tensors.items():
         if tensor.device.type == "meta":  # a tied one was swapped with its first key
@@ -187,9 +205,24 @@ def _refuse_unsafe(module: nn.Module) -> None:
             )
 
 
-def _forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A frame of ours for Dynamo to compile: it passes over frames of torch.nn, such as Sequential's own forward."""
     return inner(*args, **kwargs)
+
+
+def unalias(out: Any, aliases: Callable[[Any], bool]) -> Any:
+    """Clone every tensor in the output that lies in the slab."""
+    if isinstance(out, torch.Tensor):
+        return out.clone() if aliases(out) else out
+    if isinstance(out, TensorDictBase):
+        if any(aliases(t) for t in out.values(True, True) if isinstance(t, torch.Tensor)):
+            for key, value in list(out.items(True, True)):
+                if isinstance(value, torch.Tensor) and aliases(value):
+                    out.set(key, value.clone())
+        return out
+    if out is None or isinstance(out, (bool, int, float, str)):
+        return out
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if aliases(t) else t, out)
 
 
 class Guard:
@@ -234,31 +267,17 @@ class Guard:
         if self._repeats:
             return subscriber.run(self._call, args, kwargs)
         with self._section:
-            out = _forward(self._inner, args, kwargs)
+            out = forward(self._inner, args, kwargs)
             if not self._clone_outputs:
                 return out
             if type(out) is torch.Tensor:
                 return out.clone() if self._aliases(out) else out
-            return self._unalias(out)
+            return unalias(out, self._aliases)
 
     @skip
     def _call(self, args: Any, kwargs: Any) -> Any:
-        out = _forward(self._inner, args, kwargs)
-        return self._unalias(out) if self._clone_outputs else out
-
-    def _unalias(self, out: Any) -> Any:
-        """Clone every tensor in the output that lies in the slab."""
-        if isinstance(out, torch.Tensor):
-            return out.clone() if self._aliases(out) else out
-        if isinstance(out, TensorDictBase):
-            if any(self._aliases(t) for t in out.values(True, True) if isinstance(t, torch.Tensor)):
-                for key, value in list(out.items(True, True)):
-                    if isinstance(value, torch.Tensor) and self._aliases(value):
-                        out.set(key, value.clone())
-            return out
-        if out is None or isinstance(out, (bool, int, float, str)):
-            return out
-        return torch.utils._pytree.tree_map_only(torch.Tensor, self._unalias, out)
+        out = forward(self._inner, args, kwargs)
+        return unalias(out, self._aliases) if self._clone_outputs else out
 
     def _look(self) -> None:
         """On the first call with gradients on: warn if they may come out wrong."""

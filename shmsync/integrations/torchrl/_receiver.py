@@ -1,0 +1,265 @@
+"""The worker's side of one model: the policy is bound to the arena, and moves with it at safe points."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from ..._segment import Handle
+from ...binding import Binding, bind_module
+from ...errors import ArenaNotFound, ShmSyncError
+from ...strategy import WeightStrategy
+from ...subscriber import Subscriber
+from . import _extra
+from ._clock import VersionClock
+from ._lines import Line
+from ._listener import Listener
+from ._safe_point import SafePoint
+
+
+class Receiver:
+    """Receives the weights of one model in a worker.
+
+    Args:
+        address: of the trainer's switchboard.
+        name: of the arena to start with.
+        worker: this worker's index.
+        timeout: for each wait on the trainer, in seconds.
+        patience: how long to wait for the arena to be there, in seconds; all workers are started before it is made.
+    """
+
+    def __init__(self, address: str, name: str, worker: int, *, timeout: float, patience: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._lock = threading.RLock()
+        self.clock = VersionClock()
+        self.cascade: Callable[[Any], None] | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._safe_point: SafePoint | None = None
+        self._hooks: list[Any] = []
+        self._line = Line(address, worker)
+        try:
+            self._subscriber = self._attach(name, patience)
+        except BaseException:
+            self._line.close()
+            raise
+        self._counted = 1  # the version that arenas start with; each later one is an update
+        self._finalizer = weakref.finalize(self, _leave, self._line)
+        Listener.here().add(self)
+
+    @property
+    def fd(self) -> int:
+        """Of the line."""
+        return self._line.fd
+
+    @property
+    def version(self) -> int:
+        """The version that the policy has."""
+        return self._subscriber.version
+
+    @property
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict, zero-copy; they change with the next version."""
+        with self._lock:
+            weights = self._subscriber.weights
+            return weights.exclude(_extra.LEAF) if self._has_extra else weights
+
+    def bind(self, module: nn.Module) -> None:
+        """Let this module use the weights from now on, in place of the one before.
+
+        Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
+        """
+        with self._lock:
+            if self._module is not None and self._module() is module:
+                return
+            binding = self._bound(self._subscriber, module)
+            self._forget_module()
+            self._module = weakref.ref(module)
+            self._safe_point = SafePoint(module, self._lock, self.clock)
+            self._safe_point.use(self._subscriber)
+            self._show(self._subscriber, binding)
+            self._count()
+            self._hooks = [
+                owner.register_load_state_dict_pre_hook(self._before_load) for owner in binding.owners()
+            ]
+
+    def refresh(self, timeout: float | None = 0.0) -> bool:
+        """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
+        if timeout != 0.0 and self._subscriber.latest <= self._subscriber.version:
+            self._subscriber.wait_version(
+                self._subscriber.version + 1, float("inf") if timeout is None else timeout
+            )
+        with self._lock:
+            return self._subscriber.refresh()
+
+    def apply(self, weights: Any) -> None:
+        """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
+        module = None if self._module is None else self._module()
+        if module is not None:
+            strategy = WeightStrategy()
+            strategy.check_weights(module, weights)
+            with self._lock:
+                self._give_back()
+                strategy.apply_weights(module, weights)
+
+    def ringing(self) -> bool:
+        """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up."""
+        try:
+            messages = self._line.take()
+            if messages is None:
+                return False
+            for handle in messages:
+                if handle is not None:
+                    self._move_to(handle)
+            with self._lock:
+                self._subscriber.refresh()
+        except Exception as error:  # the trainer is told; the policy keeps what it has
+            self._line.report(error)
+        return True
+
+    def close(self) -> None:
+        """Leave: the module keeps the weights that it has, as its own. Idempotent."""
+        self._finalizer()
+        with self._lock:
+            if not self._subscriber._closed:
+                self._forget_module()
+                self._subscriber.close()
+
+    @property
+    def _has_extra(self) -> bool:
+        return _extra.KEY in self._subscriber._arena.manifest.by_key
+
+    def _attach(self, name_or_handle: str | Handle, patience: float) -> Subscriber:
+        until = time.monotonic() + patience
+        while True:
+            try:
+                return Subscriber(name_or_handle, worker=self._worker, timeout=self._timeout)
+            except ArenaNotFound:
+                moved = [handle for handle in self._line.take() or () if handle is not None]
+                if moved:
+                    name_or_handle = moved[-1]
+                elif time.monotonic() >= until:
+                    raise
+                else:
+                    time.sleep(0.002)
+
+    def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
+        beside = [_extra.KEY] if _extra.KEY in subscriber._arena.manifest.by_key else []
+        devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+        return bind_module(
+            subscriber,
+            subscriber._arena,
+            module,
+            guard=False,
+            buffers="copy",
+            clone_outputs=True,
+            copies=not devices <= {"cpu", "meta"},  # an arena lies in CPU memory
+            beside=beside,
+        )
+
+    def _show(self, subscriber: Subscriber, binding: Binding) -> None:
+        """Let the module show this subscriber's weights now, and from now on."""
+        after = _After(self)
+        with subscriber._exclusive(), subscriber.read():
+            slot = subscriber._held & 0x7F
+            binding.move(slot)
+            after.set_extra_state(slot)
+        subscriber._bindings += [binding, after]
+
+    def _move_to(self, handle: Handle) -> None:
+        """To an arena that started as a copy of this one, and has had at least one update since."""
+        if handle.name == self._subscriber.name:
+            return
+        fresh = self._attach(handle, 0.0)
+        with self._lock:
+            earlier, module = self._subscriber, None if self._module is None else self._module()
+            try:
+                if module is not None:
+                    binding = self._bound(fresh, module)
+            except BaseException:
+                fresh.close()
+                raise
+            self._subscriber, self._counted = fresh, 1
+            if self._safe_point is not None and module is not None:
+                self._safe_point.use(fresh)
+                self._show(fresh, binding)
+            self._count()
+            earlier._bindings.clear()
+            earlier.close()
+
+    def _count(self, version: int | None = None) -> None:
+        version = self._subscriber.version if version is None else version
+        self.clock.moved(version - self._counted)
+        self._counted = version
+
+    def _forget_module(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._safe_point is not None:
+            self._safe_point.remove()
+            self._safe_point = None
+        self._give_back()
+        self._subscriber._bindings.clear()
+        self._module = None
+
+    def _give_back(self, owners: set[nn.Module] | None = None) -> None:
+        bindings = [each for each in self._subscriber._bindings if isinstance(each, Binding)]
+        with self._subscriber._exclusive():
+            try:
+                section: AbstractContextManager[Any] = self._subscriber.read()
+                with section:
+                    for binding in bindings:
+                        binding.give_back(owners)
+            except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
+                for binding in bindings:
+                    binding.give_back(owners)
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        """load_state_dict() writes into parameters; these are shared and read-only. What it loads is the worker's own,
+        until the next version."""
+        with self._lock:
+            self._give_back({module})
+
+
+class _After:
+    """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = weakref.ref(receiver)
+
+    def owners(self) -> set[nn.Module]:
+        """It moves no tensors."""
+        return set()
+
+    def move(self, slot: int) -> bool:
+        """The weights of this slot are shown now."""
+        receiver = self._receiver()
+        if receiver is None:
+            return False
+        try:
+            self.set_extra_state(slot)
+            if receiver.cascade is not None:
+                receiver.cascade(receiver._subscriber._arena.weights(slot))
+        except Exception as error:  # not the forward's fault; the trainer is told before it sees the ack
+            receiver._line.report(error)
+        receiver._count(receiver._subscriber._held >> 8)
+        return True
+
+    def set_extra_state(self, slot: int) -> None:
+        """The module's, and that of the modules in it."""
+        receiver = self._receiver()
+        module = None if receiver is None or receiver._module is None else receiver._module()
+        if receiver is not None and module is not None and receiver._has_extra:
+            _extra.set_states(module, receiver._subscriber._arena.views(slot)[_extra.KEY])
+
+
+def _leave(line: Line) -> None:
+    Listener.here().remove(line.fd)
+    line.close()

@@ -1,0 +1,178 @@
+"""The trainer's side of one model: publish, wake the workers, wait until they have applied it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..._arguments import check_worker, deadline_after
+from ..._rows import claimed, listed
+from ...errors import AckTimeout, WorkerDied
+from ...schemes._exchange import RemoteTraceback
+from ...schemes._wire import Failure
+from ._groups import Groups, Posted
+from ._lines import Switchboard
+
+_SLICE = 5_000_000  # ns between two looks at deaths and failures
+
+
+class Sender:
+    """Sends the weights of one model to its workers.
+
+    Args:
+        model_id: for messages.
+        groups: its arenas, not open yet.
+        timeout: default of a send, in seconds.
+        process_of: gives a worker's Process by index, or None.
+
+    Thread-safe: one send at a time.
+    """
+
+    def __init__(self, model_id: str, groups: Groups, timeout: float, process_of: Callable[[int], Any]) -> None:
+        self._model_id = model_id
+        self.groups = groups
+        self._timeout = timeout
+        self.lines = Switchboard(len(groups.workers), process_of)
+        self._lost: set[int] = set()  # WorkerDied has named them
+        self._lock = threading.Lock()
+
+    def send(
+        self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None
+    ) -> int:
+        """Publish each of these weights for its workers; with `wait`, until they have applied it. The newest version.
+
+        Raises:
+            As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
+            but not applied by these workers; the others have it.
+        """
+        deadline = deadline_after(timeout, self._timeout)
+        with self._lock:
+            living = [(weights, workers - self._lost) for weights, workers in wanted]
+            living = [(weights, workers) for weights, workers in living if workers]
+            if not living:
+                raise WorkerDied(
+                    f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
+                )
+            posted = self.groups.publish(living, deadline)
+            self.lines.answer()  # lets new workers in; what failed before was an earlier version
+            for post in posted:
+                for worker in post.moved:
+                    self.lines.move(worker, post.publisher.handle)
+                self.lines.ring(post.workers)
+            try:
+                if wait:
+                    _Wait(self, posted, deadline).finish()
+            finally:
+                self.groups.sweep()
+            return max(post.version for post in posted)
+
+    def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
+        """Worker indices from what users pass: None (all), an index, a device, or a list of these.
+
+        Raises ValueError for an unknown one.
+        """
+        everybody = self.groups.workers
+        if worker_ids is None:
+            return everybody
+        single = isinstance(worker_ids, (str, int)) or not hasattr(worker_ids, "__iter__")
+        chosen: set[int] = set()
+        for each in [worker_ids] if single else worker_ids:
+            if isinstance(each, int):
+                found = {check_worker(each)} & everybody
+            else:
+                found = {worker for worker, device in devices.items() if device is not None and str(device) == str(each)}
+            if not found:
+                raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
+            chosen |= found
+        return chosen
+
+    def dead(self, worker: int) -> str | None:
+        """How a worker's process ended; None while it runs, or as long as nobody knows it."""
+        peer = self.lines.peer(worker)
+        if peer is None or not peer.dead:
+            return None
+        return "ended with exit code 0" if peer.finished else f"died: {peer}"
+
+    def close(self) -> None:
+        """End the arenas and hang up. Idempotent."""
+        self.lines.close()
+        self.groups.close()
+
+
+class _Wait:
+    """Until each worker has applied what was posted for it, has failed or is dead, or the deadline is there."""
+
+    def __init__(self, sender: Sender, posted: Sequence[Posted], deadline: float) -> None:
+        self._sender = sender
+        self._deadline = deadline
+        self._posted = posted
+        self._version = max(post.version for post in posted)
+        self._waiting = {worker: post for post in posted for worker in post.workers}
+        self._dead: dict[int, str] = {}
+        self._failed: dict[int, Failure] = {}
+
+    def finish(self) -> None:
+        while True:
+            self._look()
+            if not self._waiting or time.monotonic() >= self._deadline:
+                break
+            self._sender.lines.ring_owed()
+            self._sleep()
+        self._raise()
+
+    def _look(self) -> None:
+        """Deaths before acks: who has acked and died since is done."""
+        sender = self._sender
+        gone = {worker: how for worker in self._waiting if (how := sender.dead(worker)) is not None}
+        reports = sender.lines.answer()  # what a worker reports about a version, it reports before its ack
+        for post in self._posted:
+            for worker in post.publisher._arena.control.workers_at(post.version):
+                if self._waiting.get(worker) is post:
+                    del self._waiting[worker]
+        if self._waiting.keys() & gone.keys():
+            reports += sender.lines.answer()
+        for worker, failure in reports:
+            self._waiting.pop(worker, None)
+            self._failed[worker] = failure
+        for worker, how in gone.items():
+            if self._waiting.pop(worker, None) is not None:
+                self._dead[worker] = how
+        sender._lost |= self._dead.keys()
+
+    def _sleep(self) -> None:
+        """In the kernel, until the workers of one arena have acked, for a slice at most."""
+        post = next(iter(self._waiting.values()))
+        rows = [row.id for row in claimed(post.publisher._arena.control) if self._waiting.get(row.worker) is post]
+        until = int(max(0.0, self._deadline - time.monotonic()) * 1e9)
+        if rows:
+            post.publisher._side.writer.wait_acks(post.version, rows, min(_SLICE, until))
+        else:
+            time.sleep(0.0005)  # not attached yet, or on its way to this arena
+
+    def _raise(self) -> None:
+        what = f"version {self._version} of {self._sender._model_id!r}"
+        dead = ", ".join(f"worker {worker} ({how})" for worker, how in self._dead.items())
+        late = sorted(self._waiting)
+        if self._failed:
+            texts = [f"worker {w} failed while it applied {what}:\n{f.trace}" for w, f in self._failed.items()]
+            texts += [f"dead: {dead}"] if dead else []
+            texts += [f"late: {listed(list(late))}"] if late else []
+            raise next(iter(self._failed.values())).exception() from RemoteTraceback("\n".join(texts))
+        if self._dead:
+            raise WorkerDied(
+                f"{what} is published, but {dead} before applying it"
+                + (f"; late: {listed(list(late))}" if late else "")
+                + ". The others have it, and the next update goes on without the dead; a collector cannot, so make a "
+                "new one",
+                version=self._version,
+                missing=[*self._dead, *late],
+            )
+        if late:
+            raise AckTimeout(
+                f"{what} is published, but {listed(list(late))} did not apply it in time; a worker applies between two "
+                "forwards of its policy. It will use it as soon as it can; give more time with timeout=",
+                version=self._version,
+                missing=late,
+            )
