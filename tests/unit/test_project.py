@@ -42,7 +42,13 @@ LAYERS = [
     {"collectors._fleet"},
     {"collectors._collector"},
     {"collectors.__init__"},
-    {"__init__"},
+    {"__init__", "integrations.__init__"},
+    # inside TorchRL: what needs nothing of it first
+    {"integrations.torchrl._clock", "integrations.torchrl._extra", "integrations.torchrl._lines"},
+    {"integrations.torchrl._listener", "integrations.torchrl._safe_point", "integrations.torchrl._groups"},
+    {"integrations.torchrl._receiver", "integrations.torchrl._sender", "integrations.torchrl._sources"},
+    {"integrations.torchrl._scheme"},
+    {"integrations.torchrl.__init__"},
     {"cli"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
@@ -66,12 +72,13 @@ def imports_of(path: Path) -> set[str]:
             for name in names:
                 module = ".".join([*base, *name.split(".")])
                 found.add("__init__" if name == "__version__" else module)
-    packages = {"schemes", "collectors"}
+    packages = {"schemes", "collectors", "integrations", "integrations.torchrl"}
     return {f"{name}.__init__" if name in packages else name for name in found if not name.startswith("examples")}
 
 
 def test_imports_point_down():
-    paths = [path for folder in (".", "schemes", "collectors") for path in (PACKAGE / folder).glob("*.py")]
+    folders = (".", "schemes", "collectors", "integrations", "integrations/torchrl")
+    paths = [path for folder in folders for path in (PACKAGE / folder).glob("*.py")]
     modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): imports_of(path) for path in paths}
     assert set(modules) | {"_native"} == set(LEVEL), "a new module needs a layer"
     for module, imported in modules.items():

@@ -3,7 +3,7 @@
 try:
     import torchrl.weight_update as _torchrl
 except ImportError as error:
-    raise ImportError(f"shmsync.integrations.torchrl needs TorchRL ({error}): pip install 'shmsync[torchrl]'") from error
+    raise ImportError(f"this needs TorchRL ({error}): pip install 'shmsync[torchrl]'") from error
 
 from ._scheme import ShmWeightSyncScheme
 

@@ -56,8 +56,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         super().__init__(strategy)
         if alias and (slots != 1 or per_worker_weights):
             raise ValueError(
-                f"alias=True is one storage for everybody: it needs slots=1 and no per_worker_weights, but slots={slots} "
-                f"and per_worker_weights={per_worker_weights}"
+                f"alias=True is one storage for everybody: it needs slots=1 and no per_worker_weights, but "
+                f"slots={slots} and per_worker_weights={per_worker_weights}"
             )
         self.sync = sync
         self.per_worker_weights = per_worker_weights
@@ -173,7 +173,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return weights
 
     def _prepared(self, weights: Any) -> Any:
-        if isinstance(weights, nn.Module) and self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
+        if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
             return self._strategy.extract_weights(weights)
         return dict(weights.items()) if isinstance(weights, TensorDictBase) and is_flat(weights) else weights
 
@@ -259,22 +259,22 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     @property
     def model(self) -> Any:
         """The model that is synchronised; setting it binds the new one."""
-        return _torchrl.WeightSyncScheme.model.fget(self)  # type: ignore[attr-defined]
+        return _torchrl.WeightSyncScheme.model.fget(self)
 
     @model.setter
     def model(self, model: Any) -> None:
         if model is not None and self._receiver is not None:
             self._receiver.bind(model)
-        _torchrl.WeightSyncScheme.model.fset(self, model)  # type: ignore[attr-defined]
+        _torchrl.WeightSyncScheme.model.fset(self, model)
 
     @property
     def context(self) -> Any:
         """The collector, held weakly."""
-        return _torchrl.WeightSyncScheme.context.fget(self)  # type: ignore[attr-defined]
+        return _torchrl.WeightSyncScheme.context.fget(self)
 
     @context.setter
     def context(self, context: Any) -> None:
-        _torchrl.WeightSyncScheme.context.fset(self, context)  # type: ignore[attr-defined]
+        _torchrl.WeightSyncScheme.context.fset(self, context)
         if self._receiver is not None:
             self._follow_context()
 
@@ -305,7 +305,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             return self._receiver.weights
         if self._sender is not None and self.synchronized_on_sender:
             return self._sender.groups.weights()
-        return _torchrl.WeightSyncScheme.weights.fget(self)  # type: ignore[attr-defined]
+        return _torchrl.WeightSyncScheme.weights.fget(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
         """TorchRL's transports carry weights; here they are in place already, so there is none.

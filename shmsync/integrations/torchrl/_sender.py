@@ -82,7 +82,7 @@ class Sender:
             if isinstance(each, int):
                 found = {check_worker(each)} & everybody
             else:
-                found = {worker for worker, device in devices.items() if device is not None and str(device) == str(each)}
+                found = {worker for worker, device in devices.items() if str(device) == str(each)}
             if not found:
                 raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
             chosen |= found
