@@ -13,7 +13,7 @@ from torch import nn
 
 from ..._segment import Handle
 from ...binding import Binding, bind_module
-from ...errors import ArenaNotFound, ShmSyncError
+from ...errors import ArenaNotFound, ShmSyncError, WriterDied
 from ...strategy import WeightStrategy
 from ...subscriber import Subscriber
 from . import _extra
@@ -141,9 +141,15 @@ class Receiver:
             try:
                 return Subscriber(name_or_handle, worker=self._worker, timeout=self._timeout)
             except ArenaNotFound:
-                moved = [handle for handle in self._line.take() or () if handle is not None]
-                if moved:
-                    name_or_handle = moved[-1]
+                messages = self._line.take()
+                if messages is None:
+                    raise WriterDied(
+                        f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
+                        "see what went wrong there"
+                    ) from None
+                handles = [handle for handle in messages if handle is not None]
+                if handles:
+                    name_or_handle = handles[-1]
                 elif time.monotonic() >= until:
                     raise
                 else:

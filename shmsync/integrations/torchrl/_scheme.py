@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ..._arguments import check_timeout
@@ -16,8 +17,6 @@ from ._groups import Groups
 from ._receiver import Receiver
 from ._sender import Sender
 from ._sources import First, first_weights, resolve
-
-_PATIENCE = 120.0  # seconds a worker waits for the trainer to have started all workers, and to connect()
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -93,6 +92,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
             return
+        if self._sender is not None:
+            self._sender.close()
         self._first = first = first_weights(
             model_id=model_id,
             context=context,
@@ -223,7 +224,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
         model = self.model
-        receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=_PATIENCE)
+        receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
         try:
             if model is not None:
                 receiver.bind(model)

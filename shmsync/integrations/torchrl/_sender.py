@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..._arguments import check_worker, deadline_after
 from ..._rows import claimed, listed
@@ -55,8 +55,10 @@ class Sender:
                 raise WorkerDied(
                     f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
                 )
+            earlier = dict(self.lines.answer())  # also lets new workers in
+            if earlier:
+                raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
             posted = self.groups.publish(living, deadline)
-            self.lines.answer()  # lets new workers in; what failed before was an earlier version
             for post in posted:
                 for worker in post.moved:
                     self.lines.move(worker, post.publisher.handle)
@@ -99,6 +101,12 @@ class Sender:
         """End the arenas and hang up. Idempotent."""
         self.lines.close()
         self.groups.close()
+
+
+def raise_failures(failed: Mapping[int, Failure], what: str, rest: Sequence[str] = ()) -> NoReturn:
+    """Raise a worker's exception, from the tracebacks of all."""
+    texts = [f"worker {worker} failed while it applied {what}:\n{each.trace}" for worker, each in failed.items()]
+    raise next(iter(failed.values())).exception() from RemoteTraceback("\n".join([*texts, *rest]))
 
 
 class _Wait:
@@ -156,10 +164,9 @@ class _Wait:
         dead = ", ".join(f"worker {worker} ({how})" for worker, how in self._dead.items())
         late = sorted(self._waiting)
         if self._failed:
-            texts = [f"worker {w} failed while it applied {what}:\n{f.trace}" for w, f in self._failed.items()]
-            texts += [f"dead: {dead}"] if dead else []
-            texts += [f"late: {listed(list(late))}"] if late else []
-            raise next(iter(self._failed.values())).exception() from RemoteTraceback("\n".join(texts))
+            rest = [f"dead: {dead}"] if dead else []
+            rest += [f"late: {listed(list(late))}"] if late else []
+            raise_failures(self._failed, what, rest)
         if self._dead:
             raise WorkerDied(
                 f"{what} is published, but {dead} before applying it"

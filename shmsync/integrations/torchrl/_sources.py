@@ -128,8 +128,8 @@ def _alone(names: list[str], name: str) -> None:
 def _module(model: Any, model_id: str | None) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{model_id or 'the model'} is a {type(model).__name__}, not a torch.nn.Module: it has no weights to send, "
-            "so leave its scheme out"
+            f"ShmWeightSyncScheme requires an nn.Module policy, but {model_id or 'the model'} is a "
+            f"{type(model).__name__}: it has no weights to send, so leave its scheme out"
         )
     return model
 
