@@ -49,10 +49,15 @@ class Listener:
                 os.eventfd_write(self._bell, 1)
 
     def remove(self, fd: int) -> None:
-        """Before the line of this descriptor is closed. Idempotent."""
+        """Before the line of this descriptor is closed. Waits for the thread to end with the last one. Idempotent."""
         with self._lock:
-            if self._listening.pop(fd, None) is not None and self._thread is not None:
-                os.eventfd_write(self._bell, 1)
+            thread = self._thread
+            if self._listening.pop(fd, None) is None or thread is None:
+                return
+            os.eventfd_write(self._bell, 1)
+            last = not self._listening
+        if last and thread is not threading.current_thread():
+            thread.join(1.0)
 
     def _run(self) -> None:
         while True:

@@ -85,9 +85,8 @@ class Receiver:
             self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
             self._count()
-            self._hooks = [
-                owner.register_load_state_dict_pre_hook(self._before_load) for owner in binding.owners()
-            ]
+            before = _BeforeLoad(self)
+            self._hooks = [owner.register_load_state_dict_pre_hook(before) for owner in binding.owners()]
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
         """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
@@ -215,6 +214,11 @@ class Receiver:
         self._subscriber._bindings.clear()
         self._module = None
 
+    def make_private(self, module: nn.Module) -> None:
+        """Let the parameters of this module (not of those in it) be the worker's own, until the next version."""
+        with self._lock:
+            self._give_back({module})
+
     def _give_back(self, owners: set[nn.Module] | None = None) -> None:
         bindings = [each for each in self._subscriber._bindings if isinstance(each, Binding)]
         with self._subscriber._exclusive():
@@ -226,12 +230,6 @@ class Receiver:
             except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
                 for binding in bindings:
                     binding.give_back(owners)
-
-    def _before_load(self, module: nn.Module, *_: Any) -> None:
-        """load_state_dict() writes into parameters; these are shared and read-only. What it loads is the worker's own,
-        until the next version."""
-        with self._lock:
-            self._give_back({module})
 
 
 class _After:
@@ -264,6 +262,21 @@ class _After:
         module = None if receiver is None or receiver._module is None else receiver._module()
         if receiver is not None and module is not None and receiver._has_extra:
             _extra.set_states(module, receiver._subscriber._arena.views(slot)[_extra.KEY])
+
+
+class _BeforeLoad:
+    """load_state_dict() writes into parameters, and bound ones are shared and read-only."""
+
+    def __init__(self, receiver: Receiver | None) -> None:
+        self._receiver = None if receiver is None else weakref.ref(receiver)
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        receiver = None if self._receiver is None else self._receiver()
+        if receiver is not None:
+            receiver.make_private(module)
+
+    def __reduce__(self) -> Any:
+        return _BeforeLoad, (None,)  # a copy of the module is private as it is
 
 
 def _leave(line: Line) -> None:
