@@ -163,3 +163,12 @@ def test_ppo_with_the_collector_learns(run):
     frames, version, mean_return = rows[-1]
     assert int(frames) >= 30_000 and int(version) == len(rows) + 1  # one for the start, one for each batch
     assert float(rows[0][2]) < 40 < 80 < float(mean_return)
+
+
+def test_ppo_with_torchrl_learns(run):
+    output = run("torchrl_ppo.py", "--total-frames", "20000").end()
+    rows = re.findall(r"(\d+) frames, mean return ([\d.]+), policy version (\d+) to (\d+)", output)
+    frames, mean_return, *_ = rows[-1]
+    assert int(frames) == 20_000
+    assert float(rows[0][1]) < 60 < 90 < float(mean_return)
+    assert [(int(low), int(high)) for *_, low, high in rows] == [(n, n) for n in range(len(rows))]
