@@ -7,10 +7,13 @@ guess from autograd's version counters what changed: writes through `.data` or n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
+from torch import nn
 
 from . import _native
 from ._weights import Collected, problem_with
@@ -36,6 +39,7 @@ class Transfer:
             problems.append("it gives none of the arena's leaves")
         if problems:
             raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
+        self._tensors = collected.tensors
         # Leaf offsets: tied leaves are copied once, by whichever comes first.
         self._staged: list[tuple[torch.Tensor, torch.Tensor, torch.dtype]] = []  # (source, private copy, its dtype)
         self.in_place: list[Leaf] = []  # the source is the slab itself, at the place where it belongs
@@ -61,6 +65,17 @@ class Transfer:
         self._reusable = collected.guards is not None and not untied
         others = {leaf.offset: leaf for leaf in arena.manifest.leaves if leaf.nbytes and leaf.offset not in given}
         self.carried = sorted(others.values(), key=lambda leaf: leaf.offset)  # not given: keep the current value
+
+    def shows(self, tensors: Mapping[Key, Any]) -> bool:
+        """Was it made for these very tensors?"""
+        return len(tensors) == len(self._tensors) and all(
+            self._tensors.get(key) is tensor for key, tensor in tensors.items()
+        )
+
+    @property
+    def has_parameters(self) -> bool:
+        """Are there a module's own among its tensors?"""
+        return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +114,40 @@ class Transfer:
         self._sources.copy_to(address)
 
 
+class Recent:
+    """The plan for the last TensorDict: for the same one again, or for another that shows the same tensors, as each
+    TensorDict.from_module() of a module does.
+
+    It keeps no weights alive: without the TensorDict it keeps only a plan for a module's parameters.
+    """
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[TensorDictBase] | None = None
+        self._plan: Transfer | None = None
+
+    def find(self, source: TensorDictBase, arena: Arena, collected: Callable[[], Collected]) -> Transfer | None:
+        """A plan for this source that is still right."""
+        plan = self._plan
+        if plan is None or not plan.still_valid(arena):
+            return None
+        same = self._source is not None and self._source() is source
+        return plan if same or plan.shows(collected().tensors) else None
+
+    def keep(self, source: TensorDictBase, plan: Transfer) -> None:
+        """Remember."""
+        self.clear()
+        self._plan = plan
+        self._source = weakref.ref(source, None if plan.has_parameters else self._gone)
+
+    def clear(self) -> None:
+        """Forget."""
+        self._plan = self._source = None
+
+    def _gone(self, reference: weakref.ref[TensorDictBase]) -> None:
+        if self._source is reference:
+            self.clear()
+
+
 def _direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
     return (
         tensor.dtype == leaf.dtype
@@ -113,9 +162,9 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
     """Is it the very leaf of slots = 1? Raises when it lies in the slab, but elsewhere."""
     if tensor.device.type != "cpu":
         return False
-    address, extent = tensor.data_ptr(), _extent(tensor)
+    address = tensor.data_ptr()
     for begin, end in ranges:
-        if address >= end or address + extent <= begin:
+        if address >= end or address + _extent(tensor) <= begin:
             continue
         if slots == 1 and address - begin == leaf.offset and _direct(tensor, leaf):
             return True
@@ -127,6 +176,8 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
 
 
 def _extent(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (steps + 1) * tensor.dtype.itemsize
 
@@ -174,7 +225,7 @@ def _untied(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[tuple[Lea
         leaf = arena.manifest.by_key[key]
         if leaf.nbytes:
             other = first.setdefault(leaf.offset, leaf)
-            if tie(tensors[key]) != tie(tensors[other.key]):
+            if other is not leaf and tie(tensors[key]) != tie(tensors[other.key]):
                 found.append((other, leaf))
     return found
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from .errors import ManifestMismatch
@@ -62,21 +62,13 @@ def collect(source: Weights, filter: Filter, manifest: Manifest | None = None) -
     if isinstance(source, nn.Module):
         return _from_module(source, filter)
     if isinstance(source, TensorDictBase):
-        pairs: Iterable[tuple[Key, Any]] = (
-            ((key,) if isinstance(key, str) else tuple(key), value)
-            for key, value in source.items(include_nested=True, leaves_only=True, is_leaf=_is_tensor_class)
-        )
-        return Collected(_admitted(pairs, filter), None)
+        return _from_tensordict(source, filter)
     if isinstance(source, Mapping):
         return _from_mapping(source, filter, manifest)
     raise TypeError(
         f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors, "
         f"not {type(source).__name__}"
     )
-
-
-def _is_tensor_class(cls: type) -> bool:
-    return not issubclass(cls, TensorDictBase)
 
 
 def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any]:
@@ -113,24 +105,53 @@ def not_saved(module: nn.Module) -> set[Key]:
     }
 
 
-def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest | None) -> Collected:
-    guards: list[Guard] | None = []
+class _Watch:
+    """The dicts in which leaves are found; `guards` is None when one of them cannot be watched."""
 
-    def walk(mapping: Mapping[str, Any], path: Key) -> Iterable[tuple[Key, Any]]:
-        nonlocal guards
-        if type(mapping) is dict and guards is not None:
-            guards.append((mapping, list(mapping.items()), True))
+    def __init__(self) -> None:
+        self.guards: list[Guard] | None = []
+
+    def add(self, store: object) -> None:
+        if type(store) is dict and self.guards is not None:
+            self.guards.append((store, list(store.items()), True))
         else:
-            guards = None
-        for key, value in mapping.items():
-            if not isinstance(key, str):
-                raise TypeError(f"keys must be dotted strings, not {key!r}; flatten the mapping first")
-            if isinstance(value, Mapping):
-                yield from walk(value, (*path, key))
-            else:
-                yield _resolve((*path, key), manifest), value
+            self.guards = None
 
-    return Collected(_admitted(walk(source, ()), filter), guards)
+
+def _from_tensordict(source: TensorDictBase, filter: Filter) -> Collected:
+    watch = _Watch()
+    tensors = _admitted(_in_tensordict(source, (), watch), filter)
+    return Collected(tensors, watch.guards)
+
+
+def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
+    # Its own dict: items() takes 5 µs a leaf, and this dict can be watched.
+    store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
+    watch.add(store)
+    for key, value in source.items() if type(store) is not dict else store.items():
+        if isinstance(value, TensorDictBase):
+            yield from _in_tensordict(value, (*path, key), watch)
+        else:
+            yield (*path, key), value
+
+
+def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest | None) -> Collected:
+    watch = _Watch()
+    tensors = _admitted(_in_mapping(source, (), watch, manifest), filter)
+    return Collected(tensors, watch.guards)
+
+
+def _in_mapping(
+    source: Mapping[str, Any], path: Key, watch: _Watch, manifest: Manifest | None
+) -> Iterable[tuple[Key, Any]]:
+    watch.add(source)
+    for key, value in source.items():
+        if not isinstance(key, str):
+            raise TypeError(f"keys must be dotted strings, not {key!r}; flatten the mapping first")
+        if isinstance(value, Mapping):
+            yield from _in_mapping(value, (*path, key), watch, manifest)
+        else:
+            yield _resolve((*path, key), manifest), value
 
 
 def _resolve(path: Key, manifest: Manifest | None) -> Key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -19,9 +20,9 @@ from . import _adopt, _native, _rows, _segment
 from ._arguments import check_timeout, check_worker, deadline_after
 from ._process import me
 from ._segment import Handle
-from ._transfer import Transfer, same_bytes
+from ._transfer import Recent, Transfer, same_bytes
 from ._update import Update
-from ._weights import Filter, Patterns, Weights, check_keys, collect, problem_with
+from ._weights import Collected, Filter, Patterns, Weights, check_keys, collect, problem_with
 from ._write_side import Wanted, WriteSide
 from .arena import create
 from .errors import ClosedError, ForkedHandle, ManifestMismatch, ProtocolError, WriterBusy
@@ -77,6 +78,7 @@ class Publisher:
         self._adopted: _adopt.Adoption | None = None
         self._transfers: weakref.WeakKeyDictionary[nn.Module, Transfer] = weakref.WeakKeyDictionary()
         self._source_transfer: Transfer | None = None
+        self._recent = Recent()
 
         manifest = _manifest_of(weights, self._filter, dtype)
         self._arena, segment = create(self._name, manifest, slots=slots, max_readers=max_readers)
@@ -268,6 +270,7 @@ class Publisher:
                 self._closed = True
                 self._adopted = self._source_transfer = None
                 self._transfers.clear()
+                self._recent.clear()
                 self._closing.append(True)
                 self._finalizer()
 
@@ -304,6 +307,8 @@ class Publisher:
     def _transfer(self, weights: Weights | None) -> Transfer:
         """The plan for this source: the one made before if nothing about it changed."""
         source = self._source if weights is None else weights
+        if isinstance(source, TensorDictBase):
+            return self._transfer_of(source)
         cached = None
         if source is self._source:
             cached = self._source_transfer
@@ -319,9 +324,17 @@ class Publisher:
             self._transfers[source] = plan
         return plan
 
-    def _plan(self, source: Weights) -> Transfer:
+    def _transfer_of(self, source: TensorDictBase) -> Transfer:
+        collected = functools.cache(lambda: collect(source, self._filter, self._arena.manifest))
+        plan = self._recent.find(source, self._arena, collected)
+        if plan is None:
+            plan = self._plan(source, collected())
+            self._recent.keep(source, plan)
+        return plan
+
+    def _plan(self, source: Weights, collected: Collected | None = None) -> Transfer:
         partial = not isinstance(source, nn.Module)
-        collected = collect(source, self._filter, self._arena.manifest)
+        collected = collected or collect(source, self._filter, self._arena.manifest)
         return Transfer(collected, self._arena, self._name, partial=partial, any_device=self._any_device)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import shmsync
@@ -509,3 +511,48 @@ def test_a_version_that_nobody_applied_in_time_is_no_aborted_call(publisher, sub
         pass
     assert (pub.version, pub.stats().updates, pub.stats().aborted) == (2, 1, 0)
     assert pub.publish() == 3
+
+
+def test_every_change_to_a_tensordict_is_seen(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+
+    def published(source):
+        pub.publish(source)
+        sub.refresh()
+        return [sub.weights["0", name].unique().item() for name in ("weight", "bias")]
+
+    def fill(value):
+        with torch.no_grad():
+            for tensor in module.parameters():
+                tensor.fill_(value)
+
+    shown = TensorDict.from_module(module)
+    fill(1)
+    assert published(shown) == [1, 1]
+    fill(2)
+    assert published(shown) == [2, 2]  # the same TensorDict
+    fill(3)
+    assert published(TensorDict.from_module(module)) == [3, 3]  # another, of the same tensors
+    shown["0", "bias"] = torch.full((2,), 4.0)  # a replaced leaf
+    assert published(shown) == [3, 4]
+    fill(5)
+    assert published(TensorDict.from_module(module)) == [5, 5]
+    module[0].weight.data = torch.full((2, 2), 6.0)  # elsewhere in memory
+    assert published(TensorDict.from_module(module)) == [6, 5]
+    assert published({"0": {"weight": torch.full((2, 2), 7.0)}}) == [7, 5]
+    assert published(TensorDict({"0": {"bias": torch.full((2,), 8.0)}})) == [7, 8]  # partial
+    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+        published(TensorDict({"0": {"bias": torch.zeros(3)}}))
+    assert published(TensorDict.from_module(module)) == [6, 5]
+
+
+def test_no_tensordict_of_values_is_kept_alive(publisher):
+    pub = publisher(nn.Linear(2, 2))
+    source = TensorDict({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+    alive = weakref.ref(source["weight"])
+    pub.publish(source)
+    pub.publish(source)
+    del source
+    assert alive() is None

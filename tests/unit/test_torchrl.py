@@ -372,7 +372,7 @@ def test_receive_by_hand(pair):
     receiver = both.receivers[0]
     assert receiver.receive(timeout=0.01) is None
     both.sender.send(filled(model, 2))
-    receiver.receive(timeout=5)  # the thread may have been quicker
+    receiver.receive(timeout=0.2)  # the thread may have been quicker
     assert (both.models[0][0].weight == 2).all()
 
 

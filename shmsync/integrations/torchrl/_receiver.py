@@ -84,7 +84,6 @@ class Receiver:
             self._safe_point = SafePoint(module, self._lock, self.clock)
             self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
-            self._count()
             before = _BeforeLoad(self)
             self._hooks = [owner.register_load_state_dict_pre_hook(before) for owner in binding.owners()]
 
@@ -138,7 +137,7 @@ class Receiver:
         until = time.monotonic() + patience
         while True:
             try:
-                return Subscriber(name_or_handle, worker=self._worker, timeout=self._timeout)
+                return _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
             except ArenaNotFound:
                 messages = self._line.take()
                 if messages is None:
@@ -168,14 +167,18 @@ class Receiver:
             beside=beside,
         )
 
-    def _show(self, subscriber: Subscriber, binding: Binding) -> None:
+    def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:
         """Let the module show this subscriber's weights now, and from now on."""
-        after = _After(self)
-        with subscriber._exclusive(), subscriber.read():
-            slot = subscriber._held & 0x7F
-            binding.move(slot)
-            after.set_extra_state(slot)
-        subscriber._bindings += [binding, after]
+        after = _After(self, quiet)
+        with subscriber._exclusive():
+            subscriber._bindings += [binding, after]
+            if subscriber.version == 0:
+                subscriber.refresh()  # the first version: it is acked when the module shows it
+            else:
+                with subscriber.read():
+                    binding.move(subscriber._held & 0x7F)
+                    after.set_extra_state(subscriber._held & 0x7F)
+        after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
         """To an arena that started as a copy of this one, and has had at least one update since."""
@@ -193,8 +196,9 @@ class Receiver:
             self._subscriber, self._counted = fresh, 1
             if self._safe_point is not None and module is not None:
                 self._safe_point.use(fresh)
-                self._show(fresh, binding)
-            self._count()
+                self._show(fresh, binding, quiet=True)
+            else:
+                fresh.refresh()
             earlier._bindings.clear()
             earlier.close()
 
@@ -232,11 +236,19 @@ class Receiver:
                     binding.give_back(owners)
 
 
+class _Unread(Subscriber):
+    """Applies no version, and so acks none, before something shows it."""
+
+    def _first_version(self) -> None:
+        pass
+
+
 class _After:
     """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
+        self.quiet = quiet  # errors go to the trainer, and not to whoever calls the policy
 
     def owners(self) -> set[nn.Module]:
         """It moves no tensors."""
@@ -251,8 +263,10 @@ class _After:
             self.set_extra_state(slot)
             if receiver.cascade is not None:
                 receiver.cascade(receiver._subscriber._arena.weights(slot))
-        except Exception as error:  # not the forward's fault; the trainer is told before it sees the ack
-            receiver._line.report(error)
+        except Exception as error:
+            if not self.quiet:
+                raise
+            receiver._line.report(error)  # before the trainer sees the ack
         receiver._count(receiver._subscriber._held >> 8)
         return True
 
