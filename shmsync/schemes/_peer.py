@@ -45,6 +45,14 @@ class Peer:
             self._dead = bool(poller.poll(0))
         return self._dead
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long for its end."""
+        if not self.dead and self.fd is not None:
+            poller = select.poll()
+            poller.register(self.fd, select.POLLIN)
+            self._dead = bool(poller.poll(int(seconds * 1000)))
+        return self._dead
+
     @property
     def finished(self) -> bool:
         """Did it end by itself, with exit code 0?"""

@@ -7,6 +7,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple
 
 from ..._joint import Source, publish_jointly
+from ..._rows import RowId, claimed
 from ..._segment import new_name
 from ...publisher import Publisher
 from . import _extra
@@ -18,6 +19,7 @@ class Group:
     def __init__(self, publisher: Publisher, workers: Collection[int]) -> None:
         self.publisher = publisher
         self.workers = set(workers)
+        self._rows: dict[int, RowId] = {}
         leaf = publisher._arena.manifest.by_key.get(_extra.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
 
@@ -27,11 +29,24 @@ class Group:
             return tensors
         return None if self.room is None else _extra.fitted(tensors, states, self.room)
 
+    def applied(self, version: int) -> list[int]:
+        """The workers that have this version, those that have left since included."""
+        return self.publisher._arena.control.workers_at(version)
+
+    def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
+        """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
+        if any(worker not in self._rows for worker in workers):
+            self._rows = {row.worker: row.id for row in claimed(self.publisher._arena.control)}
+        rows = [self._rows[worker] for worker in workers if worker in self._rows]
+        if rows and not self.publisher._side.writer.wait_acks(version, rows, nanoseconds):
+            self._rows = {}  # they have it, or rows have other owners now: look again if it goes on
+        return bool(rows)
+
 
 class Posted(NamedTuple):
     """A version that these workers have to apply."""
 
-    publisher: Publisher
+    group: Group
     version: int
     workers: set[int]
     moved: set[int]  # of these, who has to move to this arena first
@@ -131,7 +146,7 @@ class Groups:
         self._groups += [group for group, _ in fresh]
         moved = {id(group): movers for group, movers in fresh}
         return [
-            Posted(group.publisher, version, set(group.workers), moved.get(id(group), set()))
+            Posted(group, version, set(group.workers), moved.get(id(group), set()))
             for (group, _), version in zip(plan, versions, strict=True)
         ]
 

@@ -9,12 +9,14 @@ workers find by its name. SOCK_SEQPACKET keeps messages whole. No bytes of weigh
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import secrets
+import select
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from multiprocessing import util
 from typing import Any
 
@@ -25,6 +27,8 @@ from ...schemes._wire import Failure, small
 
 RING = b"!"
 LARGEST = 1 << 16  # bytes of a message
+Report = tuple[int, Failure]  # from which worker
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -32,23 +36,28 @@ class Switchboard:
     """The trainer's end of every line of one scheme.
 
     Args:
-        workers: how many are expected; more may call.
+        workers: their indices.
         process_of: gives a worker's Process by index, or None as long as it is not known.
     """
 
-    def __init__(self, workers: int, process_of: Callable[[int], Any]) -> None:
+    def __init__(self, workers: Collection[int], process_of: Callable[[int], Any]) -> None:
         # In the abstract namespace: nothing to unlink, and gone with the process.
         self.address = f"\0shmsync.{os.getpid()}.{secrets.token_hex(8)}"
+        self.ended: dict[int, str] = {}  # how, by worker
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(self.address)
-        self._listener.listen(max(128, 2 * workers))
+        self._listener.listen(max(128, 2 * len(workers)))
         self._listener.setblocking(False)
         self._process_of = process_of
-        self._strangers: list[socket.socket] = []  # have called, but not said who they are
+        self._unknown = set(workers)  # whose process nobody knows yet
+        self._peers: dict[int, Peer] = {}
         self._lines: dict[int, socket.socket] = {}
         self._owed: dict[int, bytes] = {}  # where to move, for those who have not heard it
-        self._peers: dict[int, Peer] = {}
-        self._closing = util.Finalize(self, _close, (self._listener, self._strangers, self._lines), exitpriority=15)
+        self._poll = select.poll()  # all of it: one call tells that nothing has happened
+        self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
+        self._open: set[socket.socket] = {self._listener}
+        self._watch(self._listener.fileno(), self._let_in)
+        self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 
     def move(self, worker: int, handle: Handle) -> None:
         """Have the next ring tell a worker to move to another arena; it is not lost when the worker cannot hear."""
@@ -61,67 +70,114 @@ class Switchboard:
             if line is None:
                 continue
             try:
-                line.send(self._owed.get(worker, RING), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                line.send(self._owed.get(worker, RING) if self._owed else RING, _AT_ONCE)
             except OSError:
                 continue  # busy, or gone: its ack is what counts
             self._owed.pop(worker, None)
 
     def ring_owed(self) -> None:
         """Ring those who have not heard yet that they have to move."""
-        self.ring(list(self._owed))
+        if self._owed:
+            self.ring(list(self._owed))
 
-    def answer(self) -> list[tuple[int, Failure]]:
-        """Let new callers in, and take what the workers reported since the last time."""
-        self._let_in()
-        reports = []
-        for worker, line in list(self._lines.items()):
-            while (message := _receive(line)) is not None:
-                if not message:
-                    line.close()
-                    del self._lines[worker]
-                    break
-                reports.append((worker, Failure(*pickle.loads(message))))
+    def look(self) -> list[Report]:
+        """Let new callers in, notice who has ended, and take what workers reported since the last time."""
+        if self._unknown:
+            self._find_processes()
+        reports: list[Report] = []
+        for fd, _ in self._poll.poll(0):
+            handler = self._handlers.get(fd)  # gone when an earlier one of these closed it
+            if handler is not None:
+                reports += handler()
         return reports
-
-    def peer(self, worker: int) -> Peer | None:
-        """A worker's process, if it is known: by the collector, or because it has called."""
-        if worker not in self._peers:
-            process = self._process_of(worker)
-            if process is not None and process.pid is not None:
-                self._peers[worker] = Peer(process=process)
-        return self._peers.get(worker)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
+        self._handlers.clear()
         self._closing()
 
-    def _let_in(self) -> None:
+    def _watch(self, fd: int, handler: Callable[[], list[Report]]) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, select.POLLIN)
+
+    def _drop(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _find_processes(self) -> None:
+        for worker in list(self._unknown):
+            process = self._process_of(worker)
+            if process is not None and process.pid is not None:
+                self._know(worker, Peer(process=process))
+
+    def _know(self, worker: int, peer: Peer) -> None:
+        self._unknown.discard(worker)
+        self._peers[worker] = peer
+        if peer.dead:
+            self._end(worker)
+        elif peer.fd is not None:
+            self._watch(peer.fd, functools.partial(self._end, worker))
+
+    def _end(self, worker: int) -> list[Report]:
+        """Its process has ended."""
+        peer = self._peers[worker]
+        if peer.fd is not None:
+            self._drop(peer.fd)
+        self.ended.setdefault(worker, "ended with exit code 0" if peer.finished else f"died: {peer}")
+        return []
+
+    def _let_in(self) -> list[Report]:
         while True:
             try:
                 caller, _ = self._listener.accept()
             except OSError:  # nobody (any more); or out of descriptors, then at the next send
-                break
+                return []
             caller.setblocking(False)
             _, uid, _ = _UCRED.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if uid == os.getuid():  # what a caller sends is unpickled
-                self._strangers.append(caller)
+                self._open.add(caller)
+                self._watch(caller.fileno(), functools.partial(self._greet, caller))
+                self._greet(caller)
             else:
                 caller.close()
-        for caller in list(self._strangers):
-            hello = _receive(caller)
-            if hello is None:
-                continue
-            self._strangers.remove(caller)
-            if not hello:
-                caller.close()
-                continue
-            worker, owner = pickle.loads(hello)
-            earlier = self._lines.pop(worker, None)
-            if earlier is not None:
-                earlier.close()
-            self._lines[worker] = caller
-            if worker not in self._peers and self._process_of(worker) is None:
-                self._peers[worker] = Peer(owner=owner)
+
+    def _greet(self, caller: socket.socket) -> list[Report]:
+        hello = _receive(caller)
+        if hello is None:
+            return []
+        if not hello:
+            self._hang_up(caller)
+            return []
+        worker, owner = pickle.loads(hello)
+        earlier = self._lines.get(worker)
+        if earlier is not None:
+            self._hang_up(earlier)
+        self._lines[worker] = caller
+        self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
+        if worker in self._unknown:
+            self._know(worker, Peer(owner=owner))
+        return self._listen(worker, caller)
+
+    def _listen(self, worker: int, line: socket.socket) -> list[Report]:
+        reports: list[Report] = []
+        while (message := _receive(line)) is not None:
+            if not message:
+                self._hang_up(line)
+                del self._lines[worker]
+                peer = self._peers.get(worker)
+                # A process that dies closes its line a moment before it is gone.
+                if peer is not None and peer.ends_within(0.2):
+                    self._end(worker)
+                else:
+                    self.ended.setdefault(worker, "shut its scheme down")
+                break
+            reports.append((worker, Failure(*pickle.loads(message))))
+        return reports
+
+    def _hang_up(self, line: socket.socket) -> None:
+        self._drop(line.fileno())
+        self._open.discard(line)
+        line.close()
 
 
 class Line:
@@ -144,14 +200,11 @@ class Line:
         """For poll(); -1 when it is closed."""
         return self._socket.fileno()
 
-    def take(self) -> list[Handle | None] | None:
-        """What came: a handle to move to, or None for each ring. None instead of a list: the trainer hung up."""
-        messages: list[Handle | None] = []
-        while (message := _receive(self._socket)) is not None:
-            if not message:
-                return None
-            messages.append(None if message == RING else Handle(*pickle.loads(message)))
-        return messages
+    def take(self) -> Handle | bytes | None:
+        """The next message: RING, or the handle of an arena to move to; None when there is none now. b"": the trainer
+        has hung up."""
+        message = _receive(self._socket)
+        return Handle(*pickle.loads(message)) if message and message != RING else message
 
     def report(self, error: BaseException) -> None:
         """Send an exception that was just caught to the trainer."""
@@ -179,8 +232,7 @@ def _receive(line: socket.socket) -> bytes | None:
         return b""
 
 
-def _close(listener: socket.socket, strangers: list[socket.socket], lines: dict[int, socket.socket]) -> None:
-    for each in (listener, *strangers, *lines.values()):
+def _close(sockets: set[socket.socket]) -> None:
+    for each in sockets:
         each.close()
-    strangers.clear()
-    lines.clear()
+    sockets.clear()

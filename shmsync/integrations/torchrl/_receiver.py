@@ -109,12 +109,11 @@ class Receiver:
     def ringing(self) -> bool:
         """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up."""
         try:
-            messages = self._line.take()
-            if messages is None:
+            message = self._line.take()
+            if message == b"":
                 return False
-            for handle in messages:
-                if handle is not None:
-                    self._move_to(handle)
+            if isinstance(message, Handle):
+                self._move_to(message)
             with self._lock:
                 self._subscriber.refresh()
         except Exception as error:  # the trainer is told; the policy keeps what it has
@@ -139,15 +138,14 @@ class Receiver:
             try:
                 return _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
             except ArenaNotFound:
-                messages = self._line.take()
-                if messages is None:
+                message = self._line.take()
+                if message == b"":
                     raise WriterDied(
                         f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
                         "see what went wrong there"
                     ) from None
-                handles = [handle for handle in messages if handle is not None]
-                if handles:
-                    name_or_handle = handles[-1]
+                if isinstance(message, Handle):
+                    name_or_handle = message
                 elif time.monotonic() >= until:
                     raise
                 else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..._arguments import check_worker, deadline_after
-from ..._rows import claimed, listed
+from ..._rows import listed
 from ...errors import AckTimeout, WorkerDied
 from ...schemes._exchange import RemoteTraceback
 from ...schemes._wire import Failure
@@ -34,7 +34,7 @@ class Sender:
         self._model_id = model_id
         self.groups = groups
         self._timeout = timeout
-        self.lines = Switchboard(len(groups.workers), process_of)
+        self.lines = Switchboard(groups.workers, process_of)
         self._lost: set[int] = set()  # WorkerDied has named them
         self._lock = threading.Lock()
 
@@ -55,13 +55,13 @@ class Sender:
                 raise WorkerDied(
                     f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
                 )
-            earlier = dict(self.lines.answer())  # also lets new workers in
+            earlier = dict(self.lines.look())  # also lets new workers in
             if earlier:
                 raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
             posted = self.groups.publish(living, deadline)
             for post in posted:
                 for worker in post.moved:
-                    self.lines.move(worker, post.publisher.handle)
+                    self.lines.move(worker, post.group.publisher.handle)
                 self.lines.ring(post.workers)
             try:
                 if wait:
@@ -90,13 +90,6 @@ class Sender:
             chosen |= found
         return chosen
 
-    def dead(self, worker: int) -> str | None:
-        """How a worker's process ended; None while it runs, or as long as nobody knows it."""
-        peer = self.lines.peer(worker)
-        if peer is None or not peer.dead:
-            return None
-        return "ended with exit code 0" if peer.finished else f"died: {peer}"
-
     def close(self) -> None:
         """End the arenas and hang up. Idempotent."""
         self.lines.close()
@@ -123,41 +116,40 @@ class _Wait:
 
     def finish(self) -> None:
         while True:
+            self._sleep()
+            self._take_acks()
             self._look()
             if not self._waiting or time.monotonic() >= self._deadline:
                 break
             self._sender.lines.ring_owed()
-            self._sleep()
         self._raise()
-
-    def _look(self) -> None:
-        """Deaths before acks: who has acked and died since is done."""
-        sender = self._sender
-        gone = {worker: how for worker in self._waiting if (how := sender.dead(worker)) is not None}
-        reports = sender.lines.answer()  # what a worker reports about a version, it reports before its ack
-        for post in self._posted:
-            for worker in post.publisher._arena.control.workers_at(post.version):
-                if self._waiting.get(worker) is post:
-                    del self._waiting[worker]
-        if self._waiting.keys() & gone.keys():
-            reports += sender.lines.answer()
-        for worker, failure in reports:
-            self._waiting.pop(worker, None)
-            self._failed[worker] = failure
-        for worker, how in gone.items():
-            if self._waiting.pop(worker, None) is not None:
-                self._dead[worker] = how
-        sender._lost |= self._dead.keys()
 
     def _sleep(self) -> None:
         """In the kernel, until the workers of one arena have acked, for a slice at most."""
         post = next(iter(self._waiting.values()))
-        rows = [row.id for row in claimed(post.publisher._arena.control) if self._waiting.get(row.worker) is post]
+        workers = [worker for worker, each in self._waiting.items() if each is post]
         until = int(max(0.0, self._deadline - time.monotonic()) * 1e9)
-        if rows:
-            post.publisher._side.writer.wait_acks(post.version, rows, min(_SLICE, until))
-        else:
+        if not post.group.wait(post.version, workers, min(_SLICE, until)):
             time.sleep(0.0005)  # not attached yet, or on its way to this arena
+
+    def _take_acks(self) -> None:
+        for post in self._posted:
+            for worker in post.group.applied(post.version):
+                if self._waiting.get(worker) is post:
+                    del self._waiting[worker]
+
+    def _look(self) -> None:
+        """After the acks: a worker reports a failure before it acks."""
+        lines = self._sender.lines
+        for worker, failure in lines.look():
+            self._waiting.pop(worker, None)
+            self._failed[worker] = failure
+        if self._waiting.keys() & lines.ended.keys():
+            self._take_acks()  # who has acked, and ended since, is done
+            for worker in self._waiting.keys() & lines.ended.keys():
+                del self._waiting[worker]
+                self._dead[worker] = lines.ended[worker]
+            self._sender._lost |= self._dead.keys()
 
     def _raise(self) -> None:
         what = f"version {self._version} of {self._sender._model_id!r}"
