@@ -46,7 +46,7 @@ model:
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
-# BENCH = engine, schemes or collectors. The last two run beside TorchRL, which is installed for them.
+# BENCH = engine, schemes, collectors or torchrl. All but the first run beside TorchRL, which is installed for them.
 BENCH ?= engine
 bench: $(STAMP)
 	[ $(BENCH) = engine ] || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation

@@ -1,6 +1,6 @@
 """What a scheme costs and keeps in real collectors of TorchRL: updates, frames per second, torn frames, files, threads.
 
-    python bench/torchrl.py                      every policy, with 2, 4 and 8 workers
+    python bench/torchrl.py                      every policy, with 2, 4 and 8 workers: half an hour
     python bench/torchrl.py --quick              4 workers, shmsync and TorchRL's SharedMem only, less than two minutes
     python bench/torchrl.py --contestants alias SharedMem --workers 2
     python bench/torchrl.py --out DIR            where torchrl.json and torchrl.md go (default ./bench-results)
@@ -21,7 +21,8 @@ torn        frames whose policy call saw weights change, or half written.
 wrong       frames whose ("next", "policy_version"), and whose root "policy_version", is not that of their weights.
 stall       how much longer than the median a policy call took, on average, in microseconds for each frame. Mostly that
             is the machine's own unrest: compare it with the row without updates.
-updates/s   more than 10 ms for an update means that there are less than 100.
+updates/s   an update that takes more than 10 ms makes them less than 100, which leaves more time for frames.
+trainer     files and threads beyond those before the collector was made; left: after its shutdown.
 
 The speed's verdict looks at pairs of neighbouring turns: met when the median of their ratios is at least 1, even when
 it is not but the upper quartile is, MISSED otherwise. After each case checksums prove that every worker has the weights
@@ -35,33 +36,41 @@ import json
 import multiprocessing
 import os
 import signal
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torchrl_report as report
 from torchrl_report import ALIAS, LEARNER, NONE, OURS, OWN, THEIRS, Row
 
 SHMSYNC = "shmsync.integrations.torchrl:ShmWeightSyncScheme"
 CONTESTANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    OURS: (SHMSYNC, {"timeout": 60.0}),
-    ALIAS: (SHMSYNC, {"timeout": 60.0, "alias": True}),
-    "shmsync, 2 slots": (SHMSYNC, {"timeout": 60.0, "slots": 2}),
+    OURS: (SHMSYNC, {"timeout": 30.0}),
+    ALIAS: (SHMSYNC, {"timeout": 30.0, "alias": True}),
+    "shmsync, 2 slots": (SHMSYNC, {"timeout": 30.0, "slots": 2}),
     THEIRS: ("torchrl.weight_update:SharedMemWeightSyncScheme", {}),
     "TorchRL MultiProcess": ("torchrl.weight_update:MultiProcessWeightSyncScheme", {}),
 }
 CONTEXT = multiprocessing.get_context("spawn")
-CASES = [  # policy, collector, and whether updates with idle workers and frames are measured
-    ("CartPole, 5k parameters", "sync", True, False),
-    ("200 tensors, 1.6 MB", "sync", True, False),
-    ("CartPole, 5k + 100k parameters", "sync", False, True),
-    ("CartPole, 5k + 100k parameters", "async", False, True),
-    ("vision, 5M parameters", "sync", True, True),
-    ("vision, 5M parameters", "async", False, True),
+
+
+class Case(NamedTuple):
+    policy: str
+    collector: str  # "sync" or "async"
+    idle: bool  # measure updates with idle workers
+    collect: bool  # measure frames
+    quick: bool = True
+
+
+CASES = [
+    Case("CartPole, 5k parameters", "sync", idle=True, collect=False),
+    Case("200 tensors, 1.6 MB", "sync", idle=True, collect=False),
+    Case("CartPole, 5k + 100k parameters", "sync", idle=False, collect=True, quick=False),
+    Case("CartPole, 5k + 100k parameters", "async", idle=False, collect=True),
+    Case("vision, 5M parameters", "sync", idle=True, collect=True),
+    Case("vision, 5M parameters", "async", idle=False, collect=True, quick=False),
 ]
-LEFT_OUT_OF_QUICK = 2  # the row of CASES whose place the next one and vision take
 FRAMES = 32  # of a worker, in a batch
 TURN = 0.1  # seconds of an idle turn
 
@@ -87,16 +96,24 @@ class Contestant:
 
     def ask(self, command: str, *arguments: Any) -> Any:
         """None when it is in trouble, perhaps since now: TorchRL's schemes wait for ever for a dead worker."""
+        self.send(command, *arguments)
+        return self.receive()
+
+    def send(self, command: str, *arguments: Any) -> None:
+        if self.trouble is None:
+            self._signal(signal.SIGCONT)
+            self._conn.send((command, *arguments))
+
+    def receive(self) -> Any:
+        """The answer, as from ask()."""
         if self.trouble is not None:
             return None
         try:
-            self._signal(signal.SIGCONT)
-            self._conn.send((command, *arguments))
             return self.answer()
         except (EOFError, OSError, RuntimeError) as error:  # TimeoutError is an OSError
-            print(f"{self.name}, {command}: {error!s}", flush=True)
             self.trouble = "hung" if isinstance(error, TimeoutError) else "failed"
-            self.kill()
+            print(f"{self.name}: {error!s}", flush=True)
+            self.stop(5.0)
             return None
 
     def answer(self) -> Any:
@@ -114,85 +131,82 @@ class Contestant:
             self._signal(signal.SIGSTOP)
         return answer
 
-    def kill(self) -> None:
+    def stop(self, patience: float = 20.0) -> None:
+        """The trainer may end by itself first, which leaves nothing behind; idempotent."""
+        self._signal(signal.SIGCONT)
+        self._conn.close()
+        self._process.join(patience)
         self._signal(signal.SIGKILL)
         self._process.kill()
         self._process.join()
-        self._conn.close()
-
-    def stop(self) -> None:
-        if self.trouble is None:
-            self._signal(signal.SIGCONT)
-            self._conn.close()
-            self._process.join(20)
-        self.kill()
 
     def _signal(self, number: int) -> None:
-        """To everybody in its process group, which is not there before the first answer."""
+        """To everybody in its process group, which is there from the first answer on."""
         try:
             os.killpg(self._process.pid, number)
-        except (ProcessLookupError, TypeError):
+        except ProcessLookupError:
             pass
+
+
+def ask_all(contestants: list[Contestant], command: str, *arguments: Any) -> dict[str, Any]:
+    """At the same time: nothing is timed here."""
+    for each in contestants:
+        each.send(command, *arguments)
+    return {each.name: each.receive() for each in contestants}
+
+
+def close_all(contestants: list[Contestant]) -> None:
+    """Who is in trouble gets a new process."""
+    ask_all(contestants, "close")
+    again = [each for each in contestants if each.trouble is not None]
+    for each in again:
+        each.start()
+    for each in again:
+        each.answer()
 
 
 def resources(contestants: list[Contestant]) -> list[Row]:
     """Files and threads, with one tensor and with many; in processes that have done nothing else yet."""
     rows: list[Row] = []
     for policy in ("1 tensor", "600 tensors"):
-        for each in contestants:
-            before = each.ask("count")
-            each.ask("open", policy, "sync", 1, FRAMES)
-            each.ask("idle", OWN, 0.0)
-            during = each.ask("count")
-            each.ask("close")
-            after = each.ask("count")
-            row: Row = {"policy": policy, "contestant": each.name, "trouble": each.trouble}
-            if each.trouble is None:
-                row["worker"] = during["worker"]
-                for name, counts in (("trainer", during), ("left", after)):
-                    row[name] = {what: counts["trainer"][what] - before["trainer"][what] for what in before["trainer"]}
-            rows.append(row)
-            report.show_resources(row)
-            if each.trouble is not None:
-                each.start()
-                each.answer()
+        before = ask_all(contestants, "count")
+        ask_all(contestants, "open", policy, "sync", 1, FRAMES)
+        ask_all(contestants, "idle", OWN, 0.0)
+        during = ask_all(contestants, "count")
+        troubles = {each.name: each.trouble for each in contestants}
+        close_all(contestants)
+        after = ask_all(contestants, "count")
+        for name, trouble in troubles.items():
+            rows.append(report.resources(policy, name, trouble, before[name], during[name], after[name]))
+            report.show_resources(rows[-1])
     return rows
 
 
-def case(
-    contestants: list[Contestant], policy: str, kind: str, workers: int, parts: tuple[bool, bool], options: Any
-) -> Row:
+def run(case: Case, contestants: list[Contestant], workers: int, options: argparse.Namespace) -> Row:
     """Everybody's turns with one policy and one kind of collector."""
-    idle, collect = parts
     for each in contestants:
-        each.turn("open", policy, kind, workers, FRAMES)
-    row: Row = {"policy": policy, "collector": kind, "workers": workers, "idle": [], "collect": []}
-    for whose in (OWN, LEARNER) if idle else ():
+        each.turn("open", case.policy, case.collector, workers, FRAMES)
+    row: Row = {"policy": case.policy, "collector": case.collector, "workers": workers, "idle": [], "collect": []}
+    for whose in (OWN, LEARNER) if case.idle else ():
         samples: dict[str, list[float]] = {each.name: [] for each in contestants}
         end = time.monotonic() + options.seconds
-        while any(each.trouble is None for each in contestants):
+        while True:
             for each in contestants:
                 samples[each.name] += each.turn("idle", whose, TURN) or []
             if time.monotonic() >= end:
                 break
-        row["idle"].append(report.idle(policy, workers, whose, samples))
+        row["idle"].append(report.idle(case.policy, workers, whose, samples))
         report.show_idle(row["idle"][-1])
-    for whose in (NONE, LEARNER) if options.quick else (NONE, LEARNER, OWN) if collect else ():
-        if not collect:
-            break
+    for whose in ((NONE, LEARNER) if options.quick else (NONE, LEARNER, OWN)) if case.collect else ():
         turns: dict[str, list[Row]] = {each.name: [] for each in contestants}
-        for _ in range(options.rounds):
-            for each in contestants:
-                found = each.turn("collect", whose, options.seconds / 2)
-                turns[each.name] += [] if found is None else [found]
-        row["collect"].append(report.collect(policy, kind, workers, whose, turns))
+        for number in range(options.rounds):
+            for each in contestants if number % 2 == 0 else reversed(contestants):  # nobody is always the first
+                turns[each.name].append(each.turn("collect", whose, options.seconds / 4))
+        row["collect"].append(report.collect(case.policy, case.collector, workers, whose, turns))
         report.show_collect(row["collect"][-1])
-    row["checksums"] = {each.name: each.ask("check") or each.trouble for each in contestants}
-    for each in contestants:
-        each.ask("close")
-        if each.trouble is not None:
-            each.start()
-            each.answer()
+    checksums = ask_all(contestants, "check")
+    row["checksums"] = {each.name: each.trouble or checksums[each.name] for each in contestants}
+    close_all(contestants)
     wrong = {name: result for name, result in row["checksums"].items() if result != "ok"}
     print(f"  checksums: {wrong or 'ok'}", flush=True)
     return row
@@ -202,20 +216,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 workers, two contestants, few turns")
     parser.add_argument("--workers", nargs="*", type=int, help="default: 2 4 8")
-    parser.add_argument("--rounds", type=int, help="turns of collecting; default: 6, quick 3")
-    parser.add_argument("--seconds", type=float, help="of a row with idle workers, and of two turns of collecting")
+    parser.add_argument("--rounds", type=int, help="turns of collecting; default: 6, quick 5")
+    parser.add_argument("--seconds", type=float, help="of a row with idle workers, and of four turns of collecting")
     parser.add_argument("--cases", nargs="*", default=[""], help="parts of the policies' names; default: all")
     parser.add_argument("--contestants", nargs="*", help="parts of their names; default: all")
     parser.add_argument("--patience", type=float, default=60, help="seconds until a contestant counts as hung")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     options = parser.parse_args()
-    options.rounds = options.rounds or (3 if options.quick else 6)
-    options.seconds = options.seconds or (2.0 if options.quick else 4.0)
+    options.rounds = options.rounds or (5 if options.quick else 6)
+    options.seconds = options.seconds or (1.6 if options.quick else 4.0)
     names = [OURS, THEIRS] if options.quick else list(CONTESTANTS)
     if options.contestants:
         names = [name for name in CONTESTANTS if any(part in name for part in options.contestants)]
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    os.environ |= {"PYTHONWARNINGS": "ignore", "RL_LOGGING_LEVEL": "WARNING"}
+    os.environ |= {"PYTHONWARNINGS": "ignore", "RL_WARNINGS": "0", "RL_LOGGING_LEVEL": "WARNING"}
     print(f"{multiprocessing.cpu_count()} processors, one thread to compute in each process", flush=True)
     contestants: list[Contestant] = []
     rows: list[Row] = []
@@ -227,11 +241,9 @@ def main() -> None:
                 each.answer()
             counts = resources(contestants)
             for workers in options.workers or ([4] if options.quick else [2, 4, 8]):
-                for index, (policy, kind, *parts) in enumerate(CASES):
-                    if any(part in policy for part in options.cases) and not (
-                        options.quick and index == LEFT_OUT_OF_QUICK
-                    ):
-                        rows.append(case(contestants, policy, kind, workers, (parts[0], parts[1]), options))
+                for case in CASES:
+                    if any(part in case.policy for part in options.cases) and (case.quick or not options.quick):
+                        rows.append(run(case, contestants, workers, options))
         finally:
             for each in contestants:
                 each.stop()

@@ -8,7 +8,7 @@ from typing import Any
 from measure import percentiles
 
 OURS, ALIAS, THEIRS = "shmsync", "shmsync, alias", "TorchRL SharedMem"
-OWN, LEARNER, NONE = "own", "learner", "none"
+OWN, LEARNER, NONE = "own", "learner", "none"  # whose weights updates send; none: there are no updates
 TIMES_FASTER = {  # at p50, with idle workers
     ("CartPole, 5k parameters", 4): 5.0,
     ("vision, 5M parameters", 4): 5.0,
@@ -28,24 +28,33 @@ def idle(policy: str, workers: int, whose: str, samples: dict[str, list[float]])
             continue
         ratio = row["contestants"][THEIRS]["p50_us"] / row["contestants"][name]["p50_us"]
         verdict = None if aim is None else "met" if ratio >= aim else "MISSED"
-        row["ratios"].append({"what": f"{THEIRS} / {name}", "ratio": ratio, "aim": aim, "verdict": verdict})
+        row["ratios"].append({"of": name, "what": f"{THEIRS} / {name}", "ratio": ratio, "aim": aim, "verdict": verdict})
     return row
 
 
-def collect(policy: str, kind: str, workers: int, whose: str, turns: dict[str, list[Row]]) -> Row:
+def collect(policy: str, kind: str, workers: int, whose: str, turns: dict[str, list[Any]]) -> Row:
     row: Row = {"policy": policy, "sync": COLLECTORS[kind], "workers": workers, "weights": whose, "contestants": {}}
     row["ratios"] = []
     for name, each in turns.items():
-        if each:
+        if None not in each:  # it had no trouble
             row["contestants"][name] = _together(each)
-    theirs = turns.get(THEIRS, [])
+    theirs = turns.get(THEIRS, []) if THEIRS in row["contestants"] else []
     for name in row["contestants"]:
         if name.startswith("shmsync") and theirs:
             pairs = [a["frames_per_s"] / b["frames_per_s"] for a, b in zip(turns[name], theirs, strict=False)]
             low, median, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
             verdict = "met" if median >= 1 else "even" if high >= 1 else "MISSED"
-            what = f"frames/s, {name} / {THEIRS}"
-            row["ratios"].append({"what": what, "ratio": median, "quartiles": (low, high), "aim": 1, "verdict": verdict})
+            ratio = {"ratio": median, "quartiles": (low, high), "aim": 1, "verdict": verdict}
+            row["ratios"].append({"of": name, "what": f"frames/s, {name} / {THEIRS}", **ratio})
+    return row
+
+
+def resources(policy: str, name: str, trouble: str | None, before: Any, during: Any, after: Any) -> Row:
+    row: Row = {"policy": policy, "contestant": name, "trouble": trouble}
+    if trouble is None and after is not None:
+        row["worker"] = during["worker"]
+        for what, counts in (("trainer", during), ("left", after)):
+            row[what] = {each: counts["trainer"][each] - count for each, count in before["trainer"].items()}
     return row
 
 
@@ -54,6 +63,7 @@ def _together(turns: list[Row]) -> Row:
     updates = [sample for turn in turns for sample in turn["updates"]]
     return {
         "frames_per_s": statistics.median(turn["frames_per_s"] for turn in turns),
+        "turns": [turn["frames_per_s"] for turn in turns],
         "updates_per_s": len(updates) / seconds,
         **_spent(updates),
         **{key: statistics.median(turn[key] for turn in turns) for key in ("forward_us", "stall_us")},
@@ -116,11 +126,7 @@ def markdown(rows: list[Row], counts: list[Row]) -> str:
 
 
 def _by_name(row: Row) -> dict[str, str]:
-    return {name: _ratio(each) for each in row["ratios"] for name in (OURS, ALIAS) if _is_of(each["what"], name)}
-
-
-def _is_of(what: str, name: str) -> bool:
-    return what in (f"{THEIRS} / {name}", f"frames/s, {name} / {THEIRS}")
+    return {each["of"]: _ratio(each) for each in row["ratios"]}
 
 
 def _ratio(each: Row) -> str:
@@ -133,8 +139,11 @@ def _ratio(each: Row) -> str:
 def _counts(row: Row) -> list[str]:
     if row["trouble"] is not None:
         return [row["trouble"], "", ""]
-    signs = {"trainer": "+", "worker": "", "left": "+"}
-    return [f"{name} {sign}{row[name]['fds']} fds, {sign}{row[name]['threads']} threads" for name, sign in signs.items()]
+    return [
+        "trainer {fds:+} fds, {threads:+} threads".format(**row["trainer"]),
+        "worker {fds} fds, {threads} threads".format(**row["worker"]),
+        "left {fds:+} fds, {threads:+} threads".format(**row["left"]),
+    ]
 
 
 def _wrong(each: Row) -> str:

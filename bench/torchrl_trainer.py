@@ -9,20 +9,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torchrl_policies as policies
 from tensordict import TensorDict, TensorDictBase
+from torchrl_report import NONE, OWN
 
-OWN, LEARNER, NONE = "own", "learner", "none"  # whose weights an update sends; none: there are no updates
 EVERY = 0.010  # seconds between two updates of an asynchronous collector
 CAPACITY = 100_000  # frames of the replay buffer, more than one turn collects
 MOST_UPDATES = 20  # in one idle turn
 SLOW = 0.1  # seconds; the first update of a turn, which is not timed, would cost more than it is worth
-Frames = list[TensorDictBase]
+_LOOKED_AT = ("low", "high", "seconds", "policy_version", ("next", "policy_version"))
 
 
 class Session:
@@ -94,31 +93,29 @@ class Session:
     def collect(self, whose: str, seconds: float) -> dict[str, Any]:
         """One turn of it; the first moments do not count for the speed, but every frame is looked at."""
         turn = self._every_batch if self.kind == "sync" else self._every_ten_milliseconds
-        speed, updates, frames = turn(whose, seconds)
-        seen = _seen(torch.cat([each.reshape(-1) for each in frames]))
-        return {"frames_per_s": speed, "seconds": spent, "updates": updates, **seen}
+        counted, spent, updates, frames = turn(whose, seconds)
+        return {"frames_per_s": counted / spent, "seconds": spent, "updates": updates, **_seen(frames)}
 
-    def _every_batch(self, whose: str, seconds: float) -> tuple[float, list[float], Frames]:
+    def _every_batch(self, whose: str, seconds: float) -> tuple[int, float, list[float], TensorDictBase]:
         frames, updates, start = [], [], 0.0
         while not start or time.perf_counter() < start + seconds:
-            frames.append(next(self.batches).select(*_LOOKED_AT))
+            frames.append(next(self.batches).select(*_LOOKED_AT).reshape(-1))
             start = start or time.perf_counter()
             if whose != NONE:
                 updates.append(self.update(whose))
         elapsed = time.perf_counter() - start
-        return sum(each.numel() for each in frames[1:]) / elapsed, updates, frames
+        return sum(each.numel() for each in frames[1:]), elapsed, updates, torch.cat(frames)
 
-    def _every_ten_milliseconds(self, whose: str, seconds: float) -> tuple[float, list[float], Frames]:
+    def _every_ten_milliseconds(self, whose: str, seconds: float) -> tuple[int, float, list[float], TensorDictBase]:
         first = self.buffer.write_count
         self.work()
-        updates: list[float] = []
         self._updates_until(time.perf_counter() + 0.1, whose)
         start, written = time.perf_counter(), self.buffer.write_count
         updates = self._updates_until(start + seconds, whose)
-        speed = (self.buffer.write_count - written) / (time.perf_counter() - start)
+        counted, elapsed = self.buffer.write_count - written, time.perf_counter() - start
         self.rest()
         positions = torch.arange(first, self.buffer.write_count) % CAPACITY
-        return speed, updates, [self.buffer[positions].select(*_LOOKED_AT)]
+        return counted, elapsed, updates, self.buffer[positions].select(*_LOOKED_AT)
 
     def _updates_until(self, end: float, whose: str) -> list[float]:
         samples = []
@@ -150,9 +147,6 @@ class Session:
         self.collector.shutdown()
 
 
-_LOOKED_AT = ("low", "high", "seconds", "policy_version", ("next", "policy_version"))
-
-
 def _buffer() -> Any:
     """The first worker makes its storage: made here it would have no policy_version."""
     from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -178,44 +172,37 @@ def _count(pid: int) -> dict[str, int]:
     return {what: len(os.listdir(f"/proc/{pid}/{folder}")) for what, folder in (("fds", "fd"), ("threads", "task"))}
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def main(made_by: str, options: dict[str, Any], conn: Connection) -> None:
     """Of the process; a scheme is made by calling `made_by`, module:class, with these options."""
+    warnings.simplefilter("ignore")
     os.setpgid(0, 0)  # it can be stopped and killed together with its workers
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # torch shares each tensor by a descriptor of its own
     torch.set_num_threads(1)
+    module, _, kind = made_by.partition(":")
+    make = getattr(importlib.import_module(module), kind)
+    importlib.import_module("torchrl.collectors.utils")  # else the first update would
+    conn.send(("done", None))
     session: Session | None = None
-    with _quiet():
-        module, _, kind = made_by.partition(":")
-        make = getattr(importlib.import_module(module), kind)
-        importlib.import_module("torchrl.collectors.utils")  # else the first update would
-        conn.send(("done", os.getpid()))
-        while True:
-            try:
-                command, *arguments = conn.recv()
-            except EOFError:
-                break
-            try:
-                answer: Any = None
-                if command == "open":
-                    session = Session(make(**options), *arguments)
-                elif command == "count":
-                    answer = {"trainer": _count(os.getpid())}
-                    if session is not None:
-                        answer["worker"] = _count(session.collector.procs[0].pid)
-                else:
-                    assert session is not None
-                    answer = getattr(session, command)(*arguments)
-                    session = None if command == "close" else session
-                conn.send(("done", answer))
-            except Exception:
-                conn.send(("failed", traceback.format_exc()))
+    while True:
+        try:
+            command, *arguments = conn.recv()
+        except EOFError:
+            break
+        try:
+            answer: Any = None
+            if command == "open":
+                session = Session(make(**options), *arguments)
+            elif command == "count":
+                answer = {"trainer": _count(os.getpid())}
+                if session is not None:
+                    answer["worker"] = _count(session.collector.procs[0].pid)
+            else:
+                assert session is not None
+                answer = getattr(session, command)(*arguments)
+                session = None if command == "close" else session
+            conn.send(("done", answer))
+        except Exception:
+            conn.send(("failed", traceback.format_exc()))
     if session is not None:
         session.close()

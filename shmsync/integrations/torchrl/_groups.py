@@ -16,9 +16,10 @@ from . import _extra
 class Group:
     """One arena, and the workers that use it."""
 
-    def __init__(self, publisher: Publisher, workers: Collection[int]) -> None:
+    def __init__(self, publisher: Publisher, workers: Collection[int], *, told: bool) -> None:
         self.publisher = publisher
         self.workers = set(workers)
+        self._arrived = set(workers) if told else set()
         self._rows: dict[int, RowId] = {}
         leaf = publisher._arena.manifest.by_key.get(_extra.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
@@ -29,9 +30,16 @@ class Group:
             return tensors
         return None if self.room is None else _extra.fitted(tensors, states, self.room)
 
+    @property
+    def strangers(self) -> set[int]:
+        """Its workers that have to be told to move here, as long as none of their acks was seen here."""
+        return self.workers - self._arrived
+
     def applied(self, version: int) -> list[int]:
         """The workers that have this version, those that have left since included."""
-        return self.publisher._arena.control.workers_at(version)
+        workers: list[int] = self.publisher._arena.control.workers_at(version)
+        self._arrived.update(workers)
+        return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
         """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
@@ -49,7 +57,6 @@ class Posted(NamedTuple):
     group: Group
     version: int
     workers: set[int]
-    moved: set[int]  # of these, who has to move to this arena first
 
 
 class Groups:
@@ -90,10 +97,6 @@ class Groups:
         """Every worker."""
         return {worker for _, _, workers in self._planned for worker in workers}
 
-    def sources(self) -> dict[int, Any]:
-        """The weights each worker started with, by worker."""
-        return {worker: source for _, source, workers in self._planned for worker in workers}
-
     def open(self) -> None:
         """Make the arenas, with the values that the sources have now. Raises what Publisher() raises."""
         for name, source, workers in self._planned:
@@ -104,7 +107,7 @@ class Groups:
                     "without alias="
                 )
             publisher = self._make(tensors if states is None else _extra.together(tensors, states), name)
-            self._groups.append(Group(publisher, workers))
+            self._groups.append(Group(publisher, workers, told=True))
             if self._alias:
                 publisher.adopt(source)
 
@@ -144,11 +147,7 @@ class Groups:
             for group in self._groups:
                 group.workers -= movers
         self._groups += [group for group, _ in fresh]
-        moved = {id(group): movers for group, movers in fresh}
-        return [
-            Posted(group, version, set(group.workers), moved.get(id(group), set()))
-            for (group, _), version in zip(plan, versions, strict=True)
-        ]
+        return [Posted(group, version, set(group.workers)) for (group, _), version in zip(plan, versions, strict=True)]
 
     def sweep(self) -> None:
         """End the arenas that nobody is meant to use any more; a worker that has not moved yet keeps what it has."""
@@ -177,7 +176,7 @@ class Groups:
         current: Any = group.publisher.weights
         if states is not None:
             current = _extra.together(self.weights(next(iter(workers))), states, 2 * (group.room or 0))
-        return Group(self._make(current, new_name()), workers)
+        return Group(self._make(current, new_name()), workers, told=False)
 
     def _make(self, weights: Any, name: str) -> Publisher:
         return Publisher(
