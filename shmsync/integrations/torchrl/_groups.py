@@ -14,12 +14,11 @@ from . import _extra
 
 
 class Group:
-    """One arena, and the workers that use it."""
+    """One arena for workers that have the same weights. `told`: they know it from the beginning."""
 
-    def __init__(self, publisher: Publisher, workers: Collection[int], *, told: bool) -> None:
+    def __init__(self, publisher: Publisher, told: Collection[int] = ()) -> None:
         self.publisher = publisher
-        self.workers = set(workers)
-        self._arrived = set(workers) if told else set()
+        self.arrived = set(told)
         self._rows: dict[int, RowId] = {}
         leaf = publisher._arena.manifest.by_key.get(_extra.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
@@ -30,15 +29,10 @@ class Group:
             return tensors
         return None if self.room is None else _extra.fitted(tensors, states, self.room)
 
-    @property
-    def strangers(self) -> set[int]:
-        """Its workers that have to be told to move here, as long as none of their acks was seen here."""
-        return self.workers - self._arrived
-
     def applied(self, version: int) -> list[int]:
         """The workers that have this version, those that have left since included."""
         workers: list[int] = self.publisher._arena.control.workers_at(version)
-        self._arrived.update(workers)
+        self.arrived.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
@@ -51,12 +45,31 @@ class Group:
         return bool(rows)
 
 
+class Member(NamedTuple):
+    """A group, who belongs to it, and the groups that others have left it for."""
+
+    group: Group
+    workers: frozenset[int]
+    left_for: tuple[tuple[Group, frozenset[int]], ...] = ()
+
+    def still_used_by(self) -> tuple[tuple[Group, frozenset[int]], ...]:
+        """Those of left_for whose workers have not been seen there, and so may use this arena."""
+        for group, _ in self.left_for:
+            group.applied(group.publisher.version)
+        return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
+
+
 class Posted(NamedTuple):
     """A version that these workers have to apply."""
 
     group: Group
     version: int
-    workers: set[int]
+    workers: frozenset[int]
+
+    @property
+    def strangers(self) -> frozenset[int]:
+        """Those who have to be told to move to the group's arena, as long as none of their acks was seen there."""
+        return self.workers - self.group.arrived
 
 
 class Groups:
@@ -76,15 +89,14 @@ class Groups:
     ) -> None:
         self._slots, self._timeout, self._alias = slots, timeout, alias
         self._readers = max(64, 2 * len(sources))
-        self._planned: list[tuple[str, Any, list[int]]] = []  # name, source, workers
-        by_source: dict[int, tuple[str, Any, list[int]]] = {}
+        planned: dict[int, tuple[str, Any, list[int]]] = {}  # name, source, workers
         for worker, source in sources.items():
             key = worker if apart else id(source)
-            if key not in by_source:
-                by_source[key] = (new_name(), source, [])
-                self._planned.append(by_source[key])
-            by_source[key][2].append(worker)
-        self._groups: list[Group] = []
+            planned.setdefault(key, (new_name(), source, []))[2].append(worker)
+        self._planned = list(planned.values())
+        self.workers = set(sources)
+        self._members: tuple[Member, ...] = ()  # replaced as a whole: an interrupt may land anywhere
+        self._groups: list[Group] = []  # every one that has an arena
         self._closing = util.Finalize(self, _close, (self._groups,), exitpriority=25)
 
     @property
@@ -92,13 +104,9 @@ class Groups:
         """The name of the arena that each worker starts with."""
         return {worker: name for name, _, workers in self._planned for worker in workers}
 
-    @property
-    def workers(self) -> set[int]:
-        """Every worker."""
-        return {worker for _, _, workers in self._planned for worker in workers}
-
     def open(self) -> None:
         """Make the arenas, with the values that the sources have now. Raises what Publisher() raises."""
+        members = []
         for name, source, workers in self._planned:
             tensors, states = _extra.separate(source)
             if self._alias and states:
@@ -106,14 +114,15 @@ class Groups:
                     "alias=True cannot share what get_extra_state() returns, which is no tensor; make the scheme "
                     "without alias="
                 )
-            publisher = self._make(tensors if states is None else _extra.together(tensors, states), name)
-            self._groups.append(Group(publisher, workers, told=True))
+            group = self._make(tensors if states is None else _extra.together(tensors, states), name, workers)
+            members.append(Member(group, frozenset(workers)))
             if self._alias:
-                publisher.adopt(source)
+                group.publisher.adopt(source)
+        self._members = tuple(members)
 
     def weights(self, worker: int | None = None) -> Any:
         """The newest weights, of one worker, as a TensorDict."""
-        group = next(group for group in self._groups if worker is None or worker in group.workers)
+        group = next(member.group for member in self._members if worker is None or worker in member.workers)
         weights = group.publisher.weights
         return weights if group.room is None else weights.exclude(_extra.LEAF)
 
@@ -123,41 +132,51 @@ class Groups:
         Raises as Publisher.publish() does; then no arena has changed, and no group either.
         """
         plan: list[tuple[Group, Any]] = []
-        fresh: list[tuple[Group, set[int]]] = []  # with the workers that have to move there
+        chosen_for: list[frozenset[int]] = []
+        fresh: list[Member] = []
         try:
             for weights, workers in wanted:
                 tensors, states = _extra.separate(weights)
-                for group in self._groups:
-                    chosen = workers & group.workers
+                for member in self._members:
+                    chosen = member.workers & workers
                     if not chosen:
                         continue
-                    source = group.taken(tensors, states)
-                    if source is None or chosen != group.workers:
-                        # Not the group's own any more, or larger: an arena of its own, which starts as a copy.
+                    group, source = member.group, member.group.taken(tensors, states)
+                    if source is None or chosen != member.workers or member.still_used_by():
+                        # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
                         group = self._branch(group, chosen, states)
-                        fresh.append((group, chosen))
+                        fresh.append(Member(group, chosen))
                         source = group.taken(tensors, states)
                     plan.append((group, source))
+                    chosen_for.append(chosen)
+            members = self._after(fresh)
             versions = self._publish(plan, deadline)
+            self._members = members
         except BaseException:
-            for group, _ in fresh:
-                group.publisher.close()
+            self.sweep()
             raise
-        for _, movers in fresh:
-            for group in self._groups:
-                group.workers -= movers
-        self._groups += [group for group, _ in fresh]
-        return [Posted(group, version, set(group.workers)) for (group, _), version in zip(plan, versions, strict=True)]
+        return [Posted(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)]
 
     def sweep(self) -> None:
-        """End the arenas that nobody is meant to use any more; a worker that has not moved yet keeps what it has."""
-        for group in [group for group in self._groups if not group.workers]:
+        """End the arenas that nobody is meant to use (any more); a worker that has not moved yet keeps what it has."""
+        current = {id(member.group) for member in self._members}
+        for group in [group for group in self._groups if id(group) not in current]:
             group.publisher.close()
             self._groups.remove(group)
 
     def close(self) -> None:
         """End every arena. Idempotent."""
         self._closing()
+
+    def _after(self, fresh: Sequence[Member]) -> tuple[Member, ...]:
+        """The members once these have got workers of the others."""
+        members = []
+        for member in self._members:
+            gone = tuple((new.group, new.workers) for new in fresh if new.workers & member.workers)
+            rest = member.workers.difference(*(workers for _, workers in gone))
+            if rest:
+                members.append(Member(member.group, rest, member.still_used_by() + gone))
+        return (*members, *fresh)
 
     def _publish(self, plan: Sequence[tuple[Group, Any]], deadline: float) -> list[int]:
         if len(plan) == 1:
@@ -167,7 +186,7 @@ class Groups:
         publish_jointly([Source(group.publisher, source) for group, source in plan], None, deadline)
         return [group.publisher.version for group, _ in plan]
 
-    def _branch(self, group: Group, workers: set[int], states: _extra.States | None) -> Group:
+    def _branch(self, group: Group, workers: frozenset[int], states: _extra.States | None) -> Group:
         if self._alias:
             raise ValueError(
                 f"alias=True is one storage for all workers, so workers {sorted(workers)} alone cannot get weights of "
@@ -175,13 +194,16 @@ class Groups:
             )
         current: Any = group.publisher.weights
         if states is not None:
-            current = _extra.together(self.weights(next(iter(workers))), states, 2 * (group.room or 0))
-        return Group(self._make(current, new_name()), workers, told=False)
+            current = current if group.room is None else current.exclude(_extra.LEAF)
+            current = _extra.together(current, states, 2 * (group.room or 0))
+        return self._make(current, new_name())
 
-    def _make(self, weights: Any, name: str) -> Publisher:
-        return Publisher(
+    def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:
+        publisher = Publisher(
             weights, name=name, slots=self._slots, max_readers=self._readers, device="cpu", timeout=self._timeout
         )
+        self._groups.append(Group(publisher, told))
+        return self._groups[-1]
 
 
 def _close(groups: list[Group]) -> None:

@@ -55,7 +55,7 @@ class Switchboard:
         self._owed: dict[int, bytes] = {}  # where to move, for those who have not heard it
         self._poll = select.poll()  # all of it: one call tells that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
-        self._open: set[socket.socket] = {self._listener}
+        self._open = {self._listener: None}  # in order: the listener closes first, so that nobody calls again
         self._watch(self._listener.fileno(), self._let_in)
         self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 
@@ -86,9 +86,11 @@ class Switchboard:
             self._find_processes()
         reports: list[Report] = []
         for fd, _ in self._poll.poll(0):
-            handler = self._handlers.get(fd)  # gone when an earlier one of these closed it
+            handler = self._handlers.get(fd)
             if handler is not None:
                 reports += handler()
+            else:  # an earlier one of these closed it, or an interrupt came between
+                self._forget(fd)
         return reports
 
     def close(self) -> None:
@@ -96,13 +98,22 @@ class Switchboard:
         self._handlers.clear()
         self._closing()
 
+    # An interrupt may land between any two lines here. What is half done then is done again at the next look(), and a
+    # caller that was lost calls again.
+
     def _watch(self, fd: int, handler: Callable[[], list[Report]]) -> None:
-        self._handlers[fd] = handler
         self._poll.register(fd, select.POLLIN)
+        self._handlers[fd] = handler
 
     def _drop(self, fd: int) -> None:
-        if self._handlers.pop(fd, None) is not None:
+        self._handlers.pop(fd, None)
+        self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        try:
             self._poll.unregister(fd)
+        except KeyError:
+            pass
 
     def _find_processes(self) -> None:
         for worker in list(self._unknown):
@@ -111,19 +122,19 @@ class Switchboard:
                 self._know(worker, Peer(process=process))
 
     def _know(self, worker: int, peer: Peer) -> None:
-        self._unknown.discard(worker)
         self._peers[worker] = peer
         if peer.dead:
             self._end(worker)
         elif peer.fd is not None:
             self._watch(peer.fd, functools.partial(self._end, worker))
+        self._unknown.discard(worker)
 
     def _end(self, worker: int) -> list[Report]:
         """Its process has ended."""
         peer = self._peers[worker]
+        self.ended.setdefault(worker, "ended with exit code 0" if peer.finished else f"died: {peer}")
         if peer.fd is not None:
             self._drop(peer.fd)
-        self.ended.setdefault(worker, "ended with exit code 0" if peer.finished else f"died: {peer}")
         return []
 
     def _let_in(self) -> list[Report]:
@@ -135,14 +146,14 @@ class Switchboard:
             caller.setblocking(False)
             _, uid, _ = _UCRED.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
             if uid == os.getuid():  # what a caller sends is unpickled
-                self._open.add(caller)
                 self._watch(caller.fileno(), functools.partial(self._greet, caller))
+                self._open[caller] = None
                 self._greet(caller)
             else:
                 caller.close()
 
     def _greet(self, caller: socket.socket) -> list[Report]:
-        hello = _receive(caller)
+        hello = _receive(caller, socket.MSG_PEEK)  # an interrupt may land anywhere: it is taken when all is done
         if hello is None:
             return []
         if not hello:
@@ -150,12 +161,12 @@ class Switchboard:
             return []
         worker, owner = pickle.loads(hello)
         earlier = self._lines.get(worker)
-        if earlier is not None:
-            self._hang_up(earlier)
-        self._lines[worker] = caller
-        self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
         if worker in self._unknown:
             self._know(worker, Peer(owner=owner))
+        self._lines[worker] = caller
+        self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
+        if earlier is not None and earlier is not caller:
+            self._hang_up(earlier)
         return self._listen(worker, caller)
 
     def _listen(self, worker: int, line: socket.socket) -> list[Report]:
@@ -163,7 +174,7 @@ class Switchboard:
         while (message := _receive(line)) is not None:
             if not message:
                 self._hang_up(line)
-                del self._lines[worker]
+                self._lines.pop(worker, None)
                 peer = self._peers.get(worker)
                 # A process that dies closes its line a moment before it is gone.
                 if peer is not None and peer.ends_within(0.2):
@@ -171,12 +182,14 @@ class Switchboard:
                 else:
                     self.ended.setdefault(worker, "shut its scheme down")
                 break
-            reports.append((worker, Failure(*pickle.loads(message))))
+            content = pickle.loads(message)
+            if len(content) == len(Failure._fields):  # else it is the HELLO
+                reports.append((worker, Failure(*content)))
         return reports
 
     def _hang_up(self, line: socket.socket) -> None:
         self._drop(line.fileno())
-        self._open.discard(line)
+        self._open.pop(line, None)
         line.close()
 
 
@@ -184,16 +197,34 @@ class Line:
     """The worker's end."""
 
     def __init__(self, address: str, worker: int) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._address, self._worker = address, worker
+        self._socket = self._call()
+
+    def _call(self) -> socket.socket:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._socket.connect(address)
-            self._socket.send(small((worker, me().owner)))
+            line.connect(self._address)
+            line.send(small((self._worker, me().owner)))
         except OSError as error:
-            self._socket.close()
+            line.close()
             raise ConnectionError(
-                f"worker {worker} does not reach its trainer: {error}; is the trainer still there, and on this machine?"
+                f"worker {self._worker} does not reach its trainer: {error}; is the trainer still there, and on this "
+                "machine?"
             ) from error
-        self._socket.setblocking(False)
+        line.setblocking(False)
+        return line
+
+    def call_again(self) -> bool:
+        """After the other side hung up: an interrupt in the trainer may have cost it this line alone. False when the
+        trainer is gone."""
+        try:
+            fresh = self._call()
+        except ConnectionError:
+            return False
+        # The same number: others know the line by it.
+        os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
+        fresh.close()
+        return True
 
     @property
     def fd(self) -> int:
@@ -222,17 +253,17 @@ class Line:
         self._socket.close()
 
 
-def _receive(line: socket.socket) -> bytes | None:
+def _receive(line: socket.socket, flags: int = 0) -> bytes | None:
     """The next message; None when there is none now, b"" when the other side hung up."""
     try:
-        return line.recv(LARGEST + 1)
+        return line.recv(LARGEST + 1, flags)
     except BlockingIOError:
         return None
     except OSError:
         return b""
 
 
-def _close(sockets: set[socket.socket]) -> None:
-    for each in sockets:
+def _close(sockets: dict[socket.socket, None]) -> None:
+    for each in list(sockets):
         each.close()
     sockets.clear()

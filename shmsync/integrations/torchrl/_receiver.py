@@ -111,7 +111,7 @@ class Receiver:
         try:
             message = self._line.take()
             if message == b"":
-                return False
+                return self._line.call_again()
             if isinstance(message, Handle):
                 self._move_to(message)
             with self._lock:

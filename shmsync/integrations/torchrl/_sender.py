@@ -60,7 +60,7 @@ class Sender:
                 raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
             posted = self.groups.publish(living, deadline)
             for post in posted:
-                for worker in post.group.strangers:
+                for worker in post.strangers:
                     self.lines.move(worker, post.group.publisher.handle)
                 self.lines.ring(post.workers)
             try:
