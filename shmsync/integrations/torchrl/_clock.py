@@ -3,12 +3,14 @@
 TorchRL's PolicyVersion transform stamps a frame after the environment's step with the version that is current then.
 Weights may be newer by that time, when they moved between the forward and the stamp. So the transform's number moves on
 only when no frame is between the two. And a frame's root entry, which TorchRL carries over from the step before, is
-corrected before a forward that uses a newer version.
+corrected before a forward that uses a newer version: in what the policy is called with, and in what the collector
+carries on, which is another TensorDict when devices are given.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -26,8 +28,10 @@ class VersionClock:
         self._in_flight = False  # a forward has begun whose frame is not stamped
         self._stamped: Any = None
 
-    def follow(self, tracker: Any) -> None:
-        """Drive this transform; None: there is none (any more)."""
+    def follow(self, collector: Any) -> None:
+        """Drive the transform of this leaf collector, if it tracks versions."""
+        tracker = getattr(collector, "policy_version_tracker", None)
+        self._collector = weakref.ref(collector)
         if tracker is self._tracker or (tracker is not None and not hasattr(tracker, "increment_version")):
             return
         self._tracker = tracker
@@ -53,16 +57,18 @@ class VersionClock:
             self._settle()
             self._in_flight = True
             version = self._tracker.version
-        if version != self._stamped and inputs and isinstance(inputs[0], TensorDictBase):
-            if _KEY in inputs[0].keys():  # noqa: SIM118  # a TensorDict iterates over its batch
-                self._step(None, inputs[0])
+        if version != self._stamped:
+            for td in (*inputs[:1], getattr(self._collector(), "_carrier", None)):
+                if isinstance(td, TensorDictBase) and _KEY in td.keys():  # noqa: SIM118  # it iterates over its batch
+                    self._step(None, td)
             self._stamped = version
 
     def _stamp(self, tensordict: Any, next_tensordict: Any) -> Any:
         with self._lock:
-            self._stamped = self._tracker.version
+            version = self._tracker.version
             result = self._step(tensordict, next_tensordict)
-            if tensordict is not None:  # None: a reset, which ends no frame
+            if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
+                self._stamped = version
                 self._in_flight = False
                 self._settle()
             return result

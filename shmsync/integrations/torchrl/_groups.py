@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..._joint import Source, publish_jointly
 from ..._rows import RowId, claimed
 from ..._segment import new_name
@@ -109,6 +111,11 @@ class Groups:
         members = []
         for name, source, workers in self._planned:
             tensors, states = _extra.separate(source)
+            if self._alias and not isinstance(source, nn.Module):
+                raise ValueError(
+                    f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
+                    f"{type(source).__name__}; initialise the scheme with model="
+                )
             if self._alias and states:
                 raise ValueError(
                     "alias=True cannot share what get_extra_state() returns, which is no tensor; make the scheme "

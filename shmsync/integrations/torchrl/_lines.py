@@ -167,6 +167,7 @@ class Switchboard:
         self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
         if earlier is not None and earlier is not caller:
             self._hang_up(earlier)
+        self.ring([worker])  # it may have looked at its arena just before a version that it was not woken for
         return self._listen(worker, caller)
 
     def _listen(self, worker: int, line: socket.socket) -> list[Report]:

@@ -26,7 +26,7 @@ class Listener:
     """The thread of this process; it ends when nobody is listening any more."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection in the middle of an addition may remove another
         self._listening: dict[int, weakref.ref[Listening]] = {}  # by descriptor
         self._thread: threading.Thread | None = None
         self._bell = -1  # an eventfd: the lines have changed
@@ -69,7 +69,7 @@ class Listener:
                     return
                 bell = self._bell
                 poll.register(bell, select.POLLIN)
-                for fd in self._listening:
+                for fd in list(self._listening):
                     poll.register(fd, select.POLLIN)
             self._serve(poll, bell)
 

@@ -6,21 +6,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
 from ..._segment import Handle
 from ...binding import Binding, bind_module
-from ...errors import ArenaNotFound, ShmSyncError, WriterDied
+from ...errors import ArenaNotFound, WriterDied
 from ...strategy import WeightStrategy
 from ...subscriber import Subscriber
 from . import _extra
 from ._clock import VersionClock
 from ._lines import Line
 from ._listener import Listener
-from ._safe_point import SafePoint
+from ._safe_point import LoadPoint, SafePoint, make_private
 
 
 class Receiver:
@@ -42,7 +41,7 @@ class Receiver:
         self.cascade: Callable[[Any], None] | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._safe_point: SafePoint | None = None
-        self._hooks: list[Any] = []
+        self._load_points: list[LoadPoint] = []
         self._line = Line(address, worker)
         try:
             self._subscriber = self._attach(name, patience)
@@ -84,8 +83,7 @@ class Receiver:
             self._safe_point = SafePoint(module, self._lock, self.clock)
             self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
-            before = _BeforeLoad(self)
-            self._hooks = [owner.register_load_state_dict_pre_hook(before) for owner in binding.owners()]
+            self._load_points = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
         """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
@@ -103,7 +101,7 @@ class Receiver:
             strategy = WeightStrategy()
             strategy.check_weights(module, weights)
             with self._lock:
-                self._give_back()
+                make_private(self._subscriber)
                 strategy.apply_weights(module, weights)
 
     def ringing(self) -> bool:
@@ -206,32 +204,15 @@ class Receiver:
         self._counted = version
 
     def _forget_module(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for load_point in self._load_points:
+            load_point.remove()
+        self._load_points = []
         if self._safe_point is not None:
             self._safe_point.remove()
             self._safe_point = None
-        self._give_back()
+        make_private(self._subscriber)
         self._subscriber._bindings.clear()
         self._module = None
-
-    def make_private(self, module: nn.Module) -> None:
-        """Let the parameters of this module (not of those in it) be the worker's own, until the next version."""
-        with self._lock:
-            self._give_back({module})
-
-    def _give_back(self, owners: set[nn.Module] | None = None) -> None:
-        bindings = [each for each in self._subscriber._bindings if isinstance(each, Binding)]
-        with self._subscriber._exclusive():
-            try:
-                section: AbstractContextManager[Any] = self._subscriber.read()
-                with section:
-                    for binding in bindings:
-                        binding.give_back(owners)
-            except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
-                for binding in bindings:
-                    binding.give_back(owners)
 
 
 class _Unread(Subscriber):
@@ -274,21 +255,6 @@ class _After:
         module = None if receiver is None or receiver._module is None else receiver._module()
         if receiver is not None and module is not None and receiver._has_extra:
             _extra.set_states(module, receiver._subscriber._arena.views(slot)[_extra.KEY])
-
-
-class _BeforeLoad:
-    """load_state_dict() writes into parameters, and bound ones are shared and read-only."""
-
-    def __init__(self, receiver: Receiver | None) -> None:
-        self._receiver = None if receiver is None else weakref.ref(receiver)
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        receiver = None if self._receiver is None else self._receiver()
-        if receiver is not None:
-            receiver.make_private(module)
-
-    def __reduce__(self) -> Any:
-        return _BeforeLoad, (None,)  # a copy of the module is private as it is
 
 
 def _leave(line: Line) -> None:

@@ -6,33 +6,67 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch._dynamo.decorators import skip
 
-from ...binding import forward, unalias
+from ...binding import Binding, forward, unalias
+from ...errors import ShmSyncError
 from ...subscriber import Subscriber
 from ._clock import VersionClock
 
 
-class SafePoint:
+class _StandIn:
+    """Stands in for a method of one module. In a copy (deepcopy, pickle) of the module it is just the copy's own."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._inner: Callable[..., Any] = getattr(module, name)
+        functools.update_wrapper(cast(Any, self), self._inner)  # TorchRL reads a policy's signature
+        setattr(module, name, self)
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        if self._module.__dict__.get(self._name) is self:
+            if getattr(self._inner, "__func__", None) is getattr(type(self._module), self._name):
+                delattr(self._module, self._name)
+            else:
+                setattr(self._module, self._name, self._inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _Plain(self._inner).__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        return _Plain, (self._inner,)
+
+
+class _Plain:
+    """What a copied module has in place of a _StandIn."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Plain:
+        return _Plain(copy.deepcopy(self._inner, memo))
+
+
+class SafePoint(_StandIn):
     """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
 
     The lock also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
     it stays when the policy is bound to another arena, so that a forward on its way in finds the new one.
-
-    A copy (deepcopy, pickle) of the policy is a plain private module.
     """
 
     def __init__(self, module: nn.Module, lock: AbstractContextManager[Any], clock: VersionClock) -> None:
-        self._module = module
-        self._inner: Callable[..., Any] = module.forward
         self._lock = lock
         self._clock = clock
         self._subscriber: Subscriber | None = None
-        functools.update_wrapper(self, self._inner)  # TorchRL reads a policy's signature
-        module.forward = self
+        super().__init__(module, "forward")
 
     def use(self, subscriber: Subscriber) -> None:
         """From now on sections are this subscriber's. Hold the lock."""
@@ -41,13 +75,9 @@ class SafePoint:
         self._subscriber = subscriber
 
     def remove(self) -> None:
-        """Give the module its own forward back. Hold the lock."""
+        """As in _StandIn. Hold the lock."""
         self._subscriber = None
-        if self._module.__dict__.get("forward") is self:
-            if getattr(self._inner, "__func__", None) is type(self._module).forward:
-                del self._module.forward
-            else:
-                self._module.forward = self._inner
+        super().remove()
 
     @skip  # as Guard's: Dynamo compiles the module's own forward below, not this frame
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,28 +91,33 @@ class SafePoint:
                 self._clock.forward_begins(args)
                 return unalias(forward(self._inner, args, kwargs), self._aliases)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Plain.of(self).__deepcopy__(memo)
 
-    def __reduce__(self) -> Any:
-        return _Plain.of(self).__reduce__()
+class LoadPoint(_StandIn):
+    """Stands in for the part of `load_state_dict()` that writes a module's own parameters. Bound ones are shared and
+    read-only: they become private first, and stay so until they are loaded.
+    """
 
-
-class _Plain:
-    """The forward of a copied policy: just the copy's own."""
-
-    def __init__(self, module: nn.Module, inner: Callable[..., Any]) -> None:
-        self._module, self._inner = module, inner
-
-    @classmethod
-    def of(cls, safe_point: SafePoint) -> _Plain:
-        return cls(safe_point._module, safe_point._inner)
+    def __init__(self, module: nn.Module, policy: SafePoint) -> None:
+        self._policy = policy
+        super().__init__(module, "_load_from_state_dict")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
+        """Load, with nothing moving meanwhile."""
+        with self._policy._lock:
+            if self._policy._subscriber is not None:
+                make_private(self._policy._subscriber, {self._module})
+            return self._inner(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Plain:
-        return _Plain(copy.deepcopy(self._module, memo), copy.deepcopy(self._inner, memo))
 
-    def __reduce__(self) -> Any:
-        return _Plain, (self._module, self._inner)
+def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -> None:
+    """Let bound parameters (of these modules only) be private, until the next version."""
+    bindings = [each for each in subscriber._bindings if isinstance(each, Binding)]
+    with subscriber._exclusive():
+        try:
+            section: AbstractContextManager[Any] = subscriber.read()
+            with section:
+                for binding in bindings:
+                    binding.give_back(owners)
+        except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
+            for binding in bindings:
+                binding.give_back(owners)

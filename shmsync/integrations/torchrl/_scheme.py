@@ -295,7 +295,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
             receiver.cascade = cascade
         elif model_id == "policy":
-            receiver.clock.follow(getattr(context, "policy_version_tracker", None))
+            receiver.clock.follow(context)
 
     # Both
 
