@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from contextlib import ExitStack
 from typing import NamedTuple
 
 from ._weights import Weights
@@ -28,30 +27,40 @@ def publish_jointly(sources: Sequence[Source], version: int | None, deadline: fl
 
     Raises as Publisher.publish() does; then nothing was published.
     """
-    with ExitStack() as locks:
-        for source in sources:
-            locks.enter_context(source.publisher._side.lock)
-        transfers = [source.publisher._checked(source.weights, source.optional) for source in sources]
-        for transfer in transfers:
-            transfer.stage()
-        sides = [source.publisher._side for source in sources]
-        try:
-            for side in sides:
-                if version is not None:
-                    side.skip_to(version)
-                side.begin(deadline)
-        except BaseException:
-            for side in sides:
-                side.writer.abort()  # nothing is written yet
-            raise
-        left = list(sides)
-        try:
-            for source, transfer in zip(sources, transfers, strict=True):
-                source.publisher._write(transfer)
-            while left:
-                left[0].writer.commit()
-                del left[0]
-        except BaseException:
-            for side in left:
-                side.undo()
-            raise
+    _locked(sources, version, deadline, len(sources))
+
+
+def _locked(sources: Sequence[Source], version: int | None, deadline: float, left: int) -> None:
+    # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an ExitStack,
+    # lose some.
+    if left == 0:
+        return _publish(sources, version, deadline)
+    with sources[-left].publisher._side.lock:
+        return _locked(sources, version, deadline, left - 1)
+
+
+def _publish(sources: Sequence[Source], version: int | None, deadline: float) -> None:
+    transfers = [source.publisher._checked(source.weights, source.optional) for source in sources]
+    for transfer in transfers:
+        transfer.stage()
+    sides = [source.publisher._side for source in sources]
+    try:
+        for side in sides:
+            if version is not None:
+                side.skip_to(version)
+            side.begin(deadline)
+    except BaseException:
+        for side in sides:
+            side.writer.abort()  # nothing is written yet
+        raise
+    left = list(sides)
+    try:
+        for source, transfer in zip(sources, transfers, strict=True):
+            source.publisher._write(transfer)
+        while left:
+            left[0].writer.commit()
+            del left[0]
+    except BaseException:
+        for side in left:
+            side.undo()
+        raise

@@ -8,6 +8,7 @@ import torchrl_parts as parts
 from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl_parts import Tagged, ask, seen, tags
+from workers import Call
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
@@ -159,7 +160,8 @@ def test_workers_that_were_updated_alone_keep_following(collector):
     policy = Tagged()
     collecting = collector(policy)
     batches = iter(collecting)
-    for tag, worker_ids, expected in [(1, 0, [1, 0]), (2, 1, [1, 2]), (3, None, [3, 3]), (4, [0], [4, 3]), (5, None, [5, 5])]:
+    steps = [(0, [1, 0]), (1, [1, 2]), (None, [3, 3]), ([0], [4, 3]), (None, [5, 5])]
+    for tag, (worker_ids, expected) in enumerate(steps, start=1):
         policy.set(tag)
         collecting.update_policy_weights_(worker_ids=worker_ids)
         assert tags(collecting) == expected
@@ -180,6 +182,14 @@ def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector, worker_ids)
     assert tags(collecting) == [0, 0]
 
 
+def test_an_update_for_nobody_does_nothing(collector):
+    collecting = collector(Tagged())
+    collecting.update_policy_weights_(Tagged(1), worker_ids=[])
+    assert tags(collecting) == [0, 0]
+    collecting.update_policy_weights_(Tagged(2))
+    assert tags(collecting) == [2, 2]
+
+
 def test_an_unknown_worker_in_a_dict_is_refused(collector):
     collecting = collector(Tagged())
     with pytest.raises(ValueError, match="Worker 5 not registered"):
@@ -194,6 +204,25 @@ def test_without_sync_an_update_arrives_soon(collector):
     collecting.update_policy_weights_()
     while tags(collecting) != [1, 1]:  # the watchdog is the limit
         pass
+
+
+def test_updates_may_come_from_several_threads(collector):
+    collecting = collector(Tagged())
+    threads = [Call(lambda: [collecting.update_policy_weights_(Tagged(n)) for n in range(30)]) for _ in range(3)]
+    for thread in threads:
+        thread.result()
+    assert tags(collecting) == [29, 29]
+    assert (next(iter(collecting))["policy_version"] == 90).all()
+
+
+def test_a_compiled_policy_uses_what_arrives(collector):
+    policy = Tagged()
+    collecting = collector(policy, compile_policy={"backend": "eager", "warmup": 1})
+    batches = iter(collecting)
+    for tag in range(4):
+        policy.set(tag)
+        collecting.update_policy_weights_()
+        assert seen(next(batches)).unique().tolist() == [tag]
 
 
 def test_a_mismatch_names_what_differs_and_changes_nothing(collector):

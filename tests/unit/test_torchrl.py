@@ -6,6 +6,8 @@ import copy
 import gc
 import os
 import pickle
+import random
+import signal
 import threading
 import time
 
@@ -305,6 +307,171 @@ def test_nothing_moves_in_a_forward_and_everything_after_it(pair):
         thread.join()
         assert (ended[0] == 3).all(), "that forward used version 1 to its end"
         assert (both.models[0](torch.ones(1, 2)) == 6).all()
+
+
+class Held(nn.Linear):
+    """Its forward waits for `go`."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo):
+        return filled(Held(self.in_features, self.out_features), self.weight.mean().item())
+
+    def forward(self, x):
+        self.entered.set()
+        self.go.wait(10)
+        return super().forward(x)
+
+
+@pytest.fixture
+def in_forward():
+    """in_forward(module) calls it in a thread, and returns when it is in its forward; fill in .out when it is out."""
+    threads = []
+
+    def start(module):
+        out = []
+
+        def call():
+            with torch.no_grad():
+                out.append(module(torch.ones(1, module.in_features)).mean().item())
+
+        threads.append((module, threading.Thread(target=call)))
+        threads[-1][1].start()
+        assert module.entered.wait(5)
+
+        def end():
+            module.go.set()
+            threads[-1][1].join()
+            return out[0]
+
+        return end
+
+    yield start
+    for module, thread in threads:
+        module.go.set()
+        thread.join()
+
+
+def test_a_forward_of_one_model_does_not_hold_up_another(pair, in_forward):
+    policy, value = pair(filled(Held(2, 2), 1), workers=1), pair(filled(net(), 1), workers=1)
+    end = in_forward(policy.models[0])
+    value.sender.send(filled(net(), 2))  # one thread serves both
+    policy.sender.sync = False
+    with pytest.raises(shmsync.ReaderStalled):
+        policy.sender.send(filled(Held(2, 2), 2), timeout=0.2)
+    assert end() == 3
+    policy.sender.send(filled(Held(2, 2), 2))
+    assert (value.models[0][0].weight == 2).all()
+
+
+def test_an_update_that_came_in_a_forward_is_applied_when_it_ends(pair, in_forward):
+    both = pair(filled(Held(2, 2), 1), slots=2)
+    end = in_forward(both.models[0])
+    with pytest.raises(shmsync.AckTimeout) as late:
+        both.sender.send(filled(Held(2, 2), 2), timeout=0.3)
+    assert late.value.missing == [0]
+    assert (both.models[1].weight == 2).all() and (both.models[0].weight == 1).all()
+    assert end() == 3
+    assert (both.models[0].weight == 2).all()
+
+
+def test_a_worker_that_has_not_moved_yet_never_sees_the_weights_of_others(pair, in_forward):
+    both = pair(filled(Held(2, 2), 1), slots=2, sync=False)
+    end = in_forward(both.models[0])
+    both.sender.send(filled(Held(2, 2), 100), worker_ids=[0])
+    both.sender.send(filled(Held(2, 2), 7), worker_ids=[1])
+    assert end() == 3
+    with torch.no_grad():
+        assert both.models[0](torch.ones(1, 2)).mean() == 300
+
+
+def test_a_second_thread_waits_no_longer_than_its_timeout(pair, in_forward):
+    both = pair(filled(Held(2, 2), 1), slots=2)
+    end = in_forward(both.models[0])
+    first = threading.Thread(target=both.sender.send, args=(filled(Held(2, 2), 2),))
+    first.start()
+    time.sleep(0.2)
+    with pytest.raises(shmsync.WriterBusy, match="another thread"):
+        both.sender.send(filled(Held(2, 2), 3), timeout=0.1)
+    end()
+    first.join()
+    assert (both.models[0].weight == 2).all()
+
+
+def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    both.receivers[0].shutdown()
+    with pytest.raises(shmsync.WorkerDied) as gone:
+        both.sender.send(filled(model, 2))
+    assert gone.value.missing == [0]
+    both.sender.send(filled(model, 3))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [1, 3]
+    assert len(both.sender._sender.groups._groups) == 1, "those that remain stay where they are"
+    again = pickle.loads(pickle.dumps(both.sender))
+    again.init_on_receiver(model=both.models[0], model_id="policy", worker_idx=0)
+    again.connect(worker_idx=0)
+    both.receivers.append(again)
+    both.sender.send(filled(model, 4))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
+
+
+def test_interrupted_sends_lose_no_worker(pair):
+    """Alarms that raise at random moments, in sends to all and to some."""
+
+    class Interrupt(Exception):
+        pass
+
+    def handler(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupt
+
+    model = filled(net(), 1)
+    both = pair(model)
+    both.sender.send(model, worker_ids=[0])
+    chance, armed, landed = random.Random(0), False, 0
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for round in range(400):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
+                both.sender.send(model, worker_ids=[[0], None, [1]][round % 3])
+                armed = False
+            except Interrupt:
+                landed += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert landed > 20
+    for value in (2, 3):
+        both.sender.send(filled(model, value))
+        assert [w.mean().item() for w in both.weights("0.weight")] == [value, value]
+    assert len(both.sender._sender.groups._groups) <= 2
+
+
+def test_loading_and_updating_at_once(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = threading.Event()
+
+    def load():
+        while not done.is_set():
+            both.models[0].load_state_dict(state)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    for value in range(2, 100):
+        both.sender.send(filled(model, value))
+    done.set()
+    loader.join()
+    both.sender.send(filled(model, 100))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [100, 100]
 
 
 def test_outputs_do_not_change_later(pair):

@@ -133,8 +133,11 @@ class Groups:
         weights = group.publisher.weights
         return weights if group.room is None else weights.exclude(_extra.LEAF)
 
-    def publish(self, wanted: Sequence[tuple[Any, set[int]]], deadline: float) -> list[Posted]:
+    def publish(
+        self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float
+    ) -> list[Posted]:
         """Publish weights for sets of workers, each for its own; a set that is part of a group leaves that group.
+        `absent`: workers that are gone, and in nobody's way.
 
         Raises as Publisher.publish() does; then no arena has changed, and no group either.
         """
@@ -149,7 +152,8 @@ class Groups:
                     if not chosen:
                         continue
                     group, source = member.group, member.group.taken(tensors, states)
-                    if source is None or chosen != member.workers or member.still_used_by():
+                    others = member.workers.difference(chosen, absent)
+                    if source is None or others or member.still_used_by():
                         # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
                         group = self._branch(group, chosen, states)
                         fresh.append(Member(group, chosen))

@@ -161,8 +161,10 @@ class Switchboard:
             return []
         worker, owner = pickle.loads(hello)
         earlier = self._lines.get(worker)
-        if worker in self._unknown:
+        if worker in self._unknown or worker in self.ended:
             self._know(worker, Peer(owner=owner))
+        if not self._peers[worker].dead:
+            self.ended.pop(worker, None)
         self._lines[worker] = caller
         self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
         if earlier is not None and earlier is not caller:

@@ -42,6 +42,7 @@ class Receiver:
         self._module: weakref.ref[nn.Module] | None = None
         self._safe_point: SafePoint | None = None
         self._load_points: list[LoadPoint] = []
+        self._next_arena: Handle | None = None
         self._line = Line(address, worker)
         try:
             self._subscriber = self._attach(name, patience)
@@ -105,17 +106,37 @@ class Receiver:
                 strategy.apply_weights(module, weights)
 
     def ringing(self) -> bool:
-        """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up."""
+        """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up.
+
+        It does not wait for a forward that is running, since the thread serves other models too: the forward's thread
+        does the work when it has ended.
+        """
+        message = self._line.take()
+        if message == b"":
+            return self._line.call_again()
+        if isinstance(message, Handle):
+            self._next_arena = message
+        safe_point = self._safe_point
+        if not self._catch_up() and safe_point is not None:
+            safe_point.rang = self._catch_up
+            self._catch_up()  # the forward may have ended just before it could see that
+        return True
+
+    def _catch_up(self) -> bool:
+        """Move to where the trainer is; False when a forward is running."""
+        if not self._lock.acquire(blocking=False):
+            return False
         try:
-            message = self._line.take()
-            if message == b"":
-                return self._line.call_again()
-            if isinstance(message, Handle):
-                self._move_to(message)
-            with self._lock:
-                self._subscriber.refresh()
+            if self._safe_point is not None:
+                self._safe_point.rang = None
+            handle, self._next_arena = self._next_arena, None
+            if handle is not None:
+                self._move_to(handle)
+            self._subscriber.refresh()
         except Exception as error:  # the trainer is told; the policy keeps what it has
             self._line.report(error)
+        finally:
+            self._lock.release()
         return True
 
     def close(self) -> None:

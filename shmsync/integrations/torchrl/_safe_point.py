@@ -66,6 +66,7 @@ class SafePoint(_StandIn):
         self._lock = lock
         self._clock = clock
         self._subscriber: Subscriber | None = None
+        self.rang: Callable[[], Any] | None = None  # what the thread could not do, because a forward was running
         super().__init__(module, "forward")
 
     def use(self, subscriber: Subscriber) -> None:
@@ -85,11 +86,15 @@ class SafePoint(_StandIn):
         if self._subscriber is None:
             return self._inner(*args, **kwargs)
         with self._lock:
-            if self._subscriber is None:  # removed meanwhile
+            subscriber = self._subscriber
+            if subscriber is None:  # removed meanwhile
                 return self._inner(*args, **kwargs)
             with self._section:
                 self._clock.forward_begins(args)
-                return unalias(forward(self._inner, args, kwargs), self._aliases)
+                out = unalias(forward(self._inner, args, kwargs), self._aliases)
+        if self.rang is not None and not subscriber._mine:  # the outermost of nested calls
+            self.rang()
+        return out
 
 
 class LoadPoint(_StandIn):

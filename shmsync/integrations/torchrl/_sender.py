@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from ... import _native
 from ..._arguments import check_worker, deadline_after
 from ..._rows import listed
-from ...errors import AckTimeout, WorkerDied
+from ...errors import AckTimeout, WorkerDied, WriterBusy
 from ...schemes._exchange import RemoteTraceback
 from ...schemes._wire import Failure
 from ._groups import Groups, Posted
@@ -36,7 +36,7 @@ class Sender:
         self._timeout = timeout
         self.lines = Switchboard(groups.workers, process_of)
         self._lost: set[int] = set()  # WorkerDied has named them
-        self._lock = threading.Lock()
+        self._lock = _native.WriterLock()
 
     def send(
         self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None
@@ -48,17 +48,20 @@ class Sender:
             but not applied by these workers; the others have it.
         """
         deadline = deadline_after(timeout, self._timeout)
-        with self._lock:
+        holder = object()
+        try:
+            self._take_lock(holder, deadline)
+            earlier = dict(self.lines.look())  # also lets new workers in
+            if earlier:
+                raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
+            self._lost &= self.lines.ended.keys()  # others have come back
             living = [(weights, workers - self._lost) for weights, workers in wanted]
             living = [(weights, workers) for weights, workers in living if workers]
             if not living:
                 raise WorkerDied(
                     f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
                 )
-            earlier = dict(self.lines.look())  # also lets new workers in
-            if earlier:
-                raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
-            posted = self.groups.publish(living, deadline)
+            posted = self.groups.publish(living, self._lost, deadline)
             for post in posted:
                 for worker in post.strangers:
                     self.lines.move(worker, post.group.publisher.handle)
@@ -69,6 +72,19 @@ class Sender:
             finally:
                 self.groups.sweep()
             return max(post.version for post in posted)
+        finally:
+            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+
+    def _take_lock(self, holder: object, deadline: float) -> None:
+        while True:
+            try:
+                return self._lock.acquire(holder)
+            except WriterBusy:
+                if time.monotonic() >= deadline:
+                    raise WriterBusy(
+                        f"another thread is sending {self._model_id!r}; nothing was published, wait for it first"
+                    ) from None
+                time.sleep(0.001)
 
     def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
         """Worker indices from what users pass: None (all), an index, a device, or a list of these.
