@@ -31,8 +31,8 @@ def publish_jointly(sources: Sequence[Source], version: int | None, deadline: fl
 
 
 def _locked(sources: Sequence[Source], version: int | None, deadline: float, left: int) -> None:
-    # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an ExitStack,
-    # lose some.
+    # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an
+    # ExitStack, lose some.
     if left == 0:
         return _publish(sources, version, deadline)
     with sources[-left].publisher._side.lock:
