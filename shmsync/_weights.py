@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,7 +17,7 @@ from torch import nn
 from .errors import ManifestMismatch
 from .manifest import Key, Manifest
 
-Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 Patterns = str | Sequence[str] | None
 # (dict, [(key, value), ...], whole): a dict in which leaves were found; `whole`: its size counts too.
 Guard = tuple[dict[str, Any], list[tuple[str, Any]], bool]
