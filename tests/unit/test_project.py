@@ -44,7 +44,12 @@ LAYERS = [
     {"collectors.__init__"},
     {"__init__", "integrations.__init__"},
     # inside TorchRL: what needs nothing of it first
-    {"integrations.torchrl._clock", "integrations.torchrl._extra", "integrations.torchrl._lines"},
+    {
+        "integrations.torchrl._clock",
+        "integrations.torchrl._extra",
+        "integrations.torchrl._lines",
+        "integrations.torchrl._pickling",
+    },
     {"integrations.torchrl._listener", "integrations.torchrl._safe_point", "integrations.torchrl._groups"},
     {"integrations.torchrl._receiver", "integrations.torchrl._sender", "integrations.torchrl._sources"},
     {"integrations.torchrl._scheme"},

@@ -66,13 +66,29 @@ def flat(tensors: Any) -> dict[str, Any]:
     return {".".join(key): tensor for key, tensor in collect(tensors, Filter.of(None, None)).tensors.items()}
 
 
+def unpacked(weights: TensorDictBase) -> Any:
+    """Weights as they lie in an arena, in a form that a scheme sends on."""
+    if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+        return weights
+    return {**flat(weights.exclude(LEAF)), **by_key(_states(weights.get(LEAF)))}
+
+
+def by_key(states: States) -> dict[str, Any]:
+    """Extra states under the keys that a state_dict has for them."""
+    return {f"{path}.{_STATE_DICT_KEY}" if path else _STATE_DICT_KEY: state for path, state in states.items()}
+
+
 def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
     """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
+    for path, state in _states(leaf).items():
+        module.get_submodule(path).set_extra_state(state)
+
+
+def _states(leaf: torch.Tensor) -> States:
     data = leaf.numpy()
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
-    for path, state in states.items():
-        module.get_submodule(path).set_extra_state(state)
+    return states
 
 
 def _leaf(packed: bytes, size: int) -> torch.Tensor:

@@ -107,7 +107,9 @@ class Groups:
         return {worker: name for name, _, workers in self._planned for worker in workers}
 
     def open(self) -> None:
-        """Make the arenas, with the values that the sources have now. Raises what Publisher() raises."""
+        """Make the arenas, with the values that the sources have now. Raises what Publisher() raises. Idempotent."""
+        if self._members:
+            return
         members = []
         for name, source, workers in self._planned:
             tensors, states = _extra.separate(source)
@@ -126,6 +128,11 @@ class Groups:
             if self._alias:
                 group.publisher.adopt(source)
         self._members = tuple(members)
+
+    @property
+    def version(self) -> int:
+        """The newest."""
+        return max(member.group.publisher.version for member in self._members)
 
     def weights(self, worker: int | None = None) -> Any:
         """The newest weights, of one worker, as a TensorDict."""

@@ -19,7 +19,7 @@ from . import _extra
 from ._clock import VersionClock
 from ._lines import Line
 from ._listener import Listener
-from ._safe_point import LoadPoint, SafePoint, make_private
+from ._safe_point import LoadPoint, SafePoint, StatePoint, make_private
 
 
 class Receiver:
@@ -41,7 +41,7 @@ class Receiver:
         self.cascade: Callable[[Any], None] | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._safe_point: SafePoint | None = None
-        self._load_points: list[LoadPoint] = []
+        self._stand_ins: list[LoadPoint | StatePoint] = []
         self._next_arena: Handle | None = None
         self._line = Line(address, worker)
         try:
@@ -84,7 +84,8 @@ class Receiver:
             self._safe_point = SafePoint(module, self._lock, self.clock)
             self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
-            self._load_points = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
+            self._stand_ins = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
+            self._stand_ins.append(StatePoint(module, self._safe_point))
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
         """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
@@ -225,9 +226,9 @@ class Receiver:
         self._counted = version
 
     def _forget_module(self) -> None:
-        for load_point in self._load_points:
-            load_point.remove()
-        self._load_points = []
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        self._stand_ins = []
         if self._safe_point is not None:
             self._safe_point.remove()
             self._safe_point = None

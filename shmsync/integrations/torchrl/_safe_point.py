@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
@@ -95,6 +96,26 @@ class SafePoint(_StandIn):
         if self.rang is not None and not subscriber._mine:  # the outermost of nested calls
             self.rang()
         return out
+
+
+class StatePoint(_StandIn):
+    """Stands in for a policy's `state_dict()`: a private copy of one version."""
+
+    def __init__(self, module: nn.Module, policy: SafePoint) -> None:
+        self._policy = policy
+        super().__init__(module, "state_dict")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state_dict(), taken in a section."""
+        with self._policy._lock:
+            if self._policy._subscriber is None:
+                return self._inner(*args, **kwargs)
+            with self._policy._section:
+                state = self._inner(*args, **kwargs)
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # else keep_vars=True
+                        state[key] = value.clone()
+                return state
 
 
 class LoadPoint(_StandIn):

@@ -11,9 +11,12 @@ from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
+from ... import _native
 from ..._arguments import check_timeout
 from ...strategy import WeightStrategy, is_flat
+from . import _extra
 from ._groups import Groups
+from ._pickling import send_bound_tensors_by_value
 from ._receiver import Receiver
 from ._sender import Sender
 from ._sources import First, first_weights, resolve
@@ -70,8 +73,14 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _sender: Sender | None = None
     _receiver: Receiver | None = None
     _first: First | None = None
+    _generation = -1  # of the process that is the trainer
 
     # The trainer
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Is this the trainer? A forked worker has the trainer's object, but is not."""
+        return self._initialized_on_sender and self._generation == _native.fork_generation()
 
     def _init_on_sender_impl(
         self,
@@ -87,6 +96,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         ctx: Any = None,
     ) -> None:
         """As SharedMemWeightSyncScheme's. Nothing is copied yet: the workers get the values that connect() finds."""
+        self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
         self._local = context is not None and getattr(context, "num_workers", None) is None
@@ -124,7 +134,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         sender = self._needed_sender()
         sender.groups.open()
         if weights is not None:
-            self.send(weights)
+            sender.send(list(self._wanted(weights, None)), wait=False)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -183,8 +193,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         source = self._source(weights) if weights is not None else getattr(self.context, "_orig_policy", None)
         target = resolve(self.context, self._model_id or "policy")
         if source is not None and source is not target:
-            strategy = WeightStrategy()
-            strategy.apply_weights(target, strategy.extract_weights(source))
+            tensors, states = _extra.separate(source)
+            weights = {**_extra.flat(target), **_extra.flat(tensors), **_extra.by_key(states or {})}  # may be partial
+            WeightStrategy().apply_weights(target, weights)
         return 0
 
     def _needed_sender(self) -> Sender:
@@ -208,6 +219,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             model = resolve(context, model_id or "policy") if model is None else model
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self._receiver = None
+        self._initialized_on_sender = self._synchronized_on_sender = False  # a forked worker inherited them
         self.model_id = model_id
         self.context = context
         self._model_ref = None if model is None else weakref.ref(model)
@@ -223,6 +235,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             worker = next(iter(names))
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
+        send_bound_tensors_by_value()
         model = self.model
         receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
         try:
@@ -291,7 +304,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             def cascade(weights: Any) -> None:
                 collector = reference()
                 if collector is not None:
-                    collector.update_policy_weights_(model_id=model_id, policy_or_weights=weights)
+                    collector.update_policy_weights_(model_id=model_id, policy_or_weights=_extra.unpacked(weights))
 
             receiver.cascade = cascade
         elif model_id == "policy":

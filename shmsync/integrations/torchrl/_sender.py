@@ -47,6 +47,8 @@ class Sender:
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
             but not applied by these workers; the others have it.
         """
+        if not any(workers for _, workers in wanted):
+            return self.groups.version  # for nobody
         deadline = deadline_after(timeout, self._timeout)
         holder = object()
         try:
