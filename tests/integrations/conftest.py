@@ -1,0 +1,65 @@
+"""ShmWeightSyncScheme without a collector. Real collectors: tests/process/test_torchrl_*.py."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+try:
+    from torchrl_pair import Pair
+except ImportError:  # no TorchRL here
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(60))
+
+
+@pytest.fixture
+def pair():
+    made = []
+
+    def make(*args, **options):
+        made.append(Pair(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def in_forward():
+    """in_forward(module) calls it in a thread, and returns when it is in its forward; fill in .out when it is out."""
+    threads = []
+
+    def start(module):
+        out = []
+
+        def call():
+            with torch.no_grad():
+                out.append(module(torch.ones(1, module.in_features)).mean().item())
+
+        threads.append((module, threading.Thread(target=call)))
+        threads[-1][1].start()
+        assert module.entered.wait(5)
+
+        def end():
+            module.go.set()
+            threads[-1][1].join()
+            return out[0]
+
+        return end
+
+    yield start
+    for module, thread in threads:
+        module.go.set()
+        thread.join()

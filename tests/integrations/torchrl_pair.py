@@ -1,0 +1,84 @@
+"""A trainer and its workers in one process, and models to send."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import torch
+from torch import nn
+
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+
+
+def filled(module, value):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(value)
+    return module
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Counting(nn.Module):
+    """Has extra state that grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.words = ["a"]
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return {"words": list(self.words)}
+
+    def set_extra_state(self, state):
+        if state["words"] == ["refused"]:
+            raise ArithmeticError("no such word")
+        self.words = state["words"]
+
+
+class Held(nn.Linear):
+    """Its forward waits for `go`."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo):
+        return filled(Held(self.in_features, self.out_features), self.weight.mean().item())
+
+    def forward(self, x):
+        self.entered.set()
+        self.go.wait(10)
+        return super().forward(x)
+
+
+class Pair:
+    """A trainer's scheme, and a receiver's for each worker, in this process."""
+
+    def __init__(self, model, workers=2, **options):
+        start = options.pop("start", None) or {"model": model, "devices": [None] * workers}
+        self.sender = ShmWeightSyncScheme(timeout=5.0, **options)
+        self.sender.init_on_sender(model_id="policy", **start)
+        self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(workers)]
+        self.models = [copy.deepcopy(model) for _ in range(workers)]
+        self.sender.connect()
+        for index, (receiver, own) in enumerate(zip(self.receivers, self.models, strict=True)):
+            for tensor in own.state_dict().values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+            receiver.init_on_receiver(model=own, model_id="policy", worker_idx=index)
+            receiver.connect(worker_idx=index)
+
+    def weights(self, name):
+        return [own.state_dict()[name].clone() for own in self.models]
+
+    def close(self):
+        for scheme in (*self.receivers, self.sender):
+            scheme.shutdown()
