@@ -210,6 +210,7 @@ def forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
 
+@skip
 def unalias(out: Any, aliases: Callable[[Any], bool]) -> Any:
     """Clone every tensor in the output that lies in the slab."""
     if isinstance(out, torch.Tensor):
@@ -225,6 +226,7 @@ def unalias(out: Any, aliases: Callable[[Any], bool]) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if aliases(t) else t, out)
 
 
+@skip
 def _any_leaf(td: TensorDictBase, test: Callable[[Any], bool]) -> bool:
     # Its own dict: values() takes 1 µs a leaf, and this runs after each forward.
     store = getattr(td, "_tensordict", None) if type(td) is TensorDict else None

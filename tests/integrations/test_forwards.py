@@ -82,17 +82,64 @@ def test_a_second_thread_waits_no_longer_than_its_timeout(pair, in_forward):
     assert (both.models[0].weight == 2).all()
 
 
+def test_a_long_send_ends_no_other_workers_forward(pair, in_forward):
+    both = pair(filled(Held(2, 2), 1), timeout=0.2)
+    end = in_forward(both.models[0])
+    sending = threading.Thread(target=both.sender.send, args=(filled(Held(2, 2), 2),), kwargs={"timeout": 5.0})
+    sending.start()
+    time.sleep(0.2)
+    other = in_forward(both.models[1], enters=False)  # waits at the gate, for worker 0
+    time.sleep(0.5)
+    assert end() == 3
+    sending.join()
+    assert other() == 6
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_update_that_came_in_somebody_elses_turn_is_applied_after_it(pair, raises):
+    class Slow(nn.Linear):
+        def forward(self, x):
+            entered.set()
+            time.sleep(0.3)
+            raise ArithmeticError
+
+        def _load_from_state_dict(self, *args, **kwargs):
+            entered.set()
+            time.sleep(0.3)
+            super()._load_from_state_dict(*args, **kwargs)
+
+    entered = threading.Event()
+    both = pair(filled(Slow(2, 2), 1), slots=2)
+    own = both.models[0]
+
+    def use():
+        if raises:
+            with pytest.raises(ArithmeticError), torch.no_grad():
+                own(torch.ones(1, 2))
+        else:
+            own.load_state_dict(filled(nn.Linear(2, 2), 9).state_dict())
+
+    user = threading.Thread(target=use)
+    user.start()
+    entered.wait()
+    both.sender.send(filled(nn.Linear(2, 2), 2))
+    user.join()
+    assert (own.weight == 2).all()
+
+
 def test_outputs_do_not_change_later(pair):
     class Shows(nn.Linear):
         def forward(self, x):
-            return {"weight": self.weight, "copies": [self.bias[None]]}
+            return {"weight": self.weight, "copies": [self.bias[None], self.buffer[0]]}
 
-    model = filled(Shows(2, 2), 1)
+    model = Shows(2, 2)
+    model.register_buffer("buffer", torch.ones(2))
+    filled(model, 1)
     both = pair(model)
     with torch.no_grad():
         out = both.models[0](None)
     both.sender.send(filled(model, 2))
-    assert (out["weight"] == 1).all() and (out["copies"][0] == 1).all()
+    assert (out["weight"] == 1).all() and (out["copies"][0] == 1).all() and out["copies"][1] == 1
 
 
 def test_a_compiled_policy_follows(pair):

@@ -11,6 +11,7 @@ from torch import nn
 from torchrl_pair import Counting, filled, net
 
 import shmsync
+from shmsync.arena import _all_mapped
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 
 
@@ -172,6 +173,10 @@ def test_extra_state_goes_with_the_weights_and_may_grow(pair):
     assert [len(own.words) for own in both.models] == [2000, 2000]
     both.sender.send({**filled(model, 5).state_dict(), "_extra_state": {"words": ["d"]}})
     assert [own.words for own in both.models] == [["d"], ["d"]]
+    both.sender.send(filled(nn.ModuleDict({"linear": nn.Linear(2, 2)}), 8))  # has none: what is there stays
+    assert [own.words for own in both.models] == [["d"], ["d"]]
+    assert all((w == 8).all() for w in both.weights("linear.weight"))
+    assert len([arena for arena in _all_mapped() if arena.slab.writable is not None]) == 1, "arenas that were left"
     weights = TensorDict.from_module(filled(model, 6)).data
     weights["__extra_state__"] = TensorDict({"words": torch.ones(2)})
     both.sender.send(weights)

@@ -64,7 +64,7 @@ class Pair:
 
     def __init__(self, model, workers=2, **options):
         start = options.pop("start", None) or {"model": model, "devices": [None] * workers}
-        self.sender = ShmWeightSyncScheme(timeout=5.0, **options)
+        self.sender = ShmWeightSyncScheme(**{"timeout": 5.0, **options})
         self.sender.init_on_sender(model_id="policy", **start)
         self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(workers)]
         self.models = [copy.deepcopy(model) for _ in range(workers)]

@@ -13,7 +13,9 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch._dynamo.decorators import skip
 
 _KEY = "policy_version"
 
@@ -49,6 +51,7 @@ class VersionClock:
             if self._tracker is not None and not self._in_flight:
                 self._settle()
 
+    @skip  # Dynamo compiles the policy, not this
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """The thread that collects is about to use the weights that are there, on these inputs."""
         if self._tracker is None:
@@ -58,10 +61,14 @@ class VersionClock:
             self._in_flight = True
             version = self._tracker.version
         if version != self._stamped:
-            for td in (*inputs[:1], getattr(self._collector(), "_carrier", None)):
-                if isinstance(td, TensorDictBase) and _KEY in td.keys():  # noqa: SIM118  # it iterates over its batch
-                    self._step(None, td)
+            self._correct_roots(inputs[:1])
             self._stamped = version
+
+    @torch._dynamo.disable
+    def _correct_roots(self, inputs: tuple[Any, ...]) -> None:
+        for td in (*inputs, getattr(self._collector(), "_carrier", None)):
+            if isinstance(td, TensorDictBase) and _KEY in td.keys():  # noqa: SIM118  # it iterates over its batch
+                self._step(None, td)
 
     def _stamp(self, tensordict: Any, next_tensordict: Any) -> Any:
         with self._lock:
@@ -73,7 +80,13 @@ class VersionClock:
                 self._settle()
             return result
 
+    @skip
     def _settle(self) -> None:
+        if self._owed:
+            self._increment()
+
+    @torch._dynamo.disable
+    def _increment(self) -> None:
         for _ in range(self._owed):
             self._tracker.increment_version()
         self._owed = 0

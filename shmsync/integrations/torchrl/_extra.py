@@ -1,7 +1,7 @@
 """What modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
 
 A leaf has a fixed shape, so the pickled state lies in a uint8 tensor with room to grow: 8 bytes of length, then the
-bytes, then whatever was there. So it changes together with the tensors, or not at all.
+bytes, then whatever was there. So it comes together with the tensors.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Group:
 
     def taken(self, tensors: Any, states: _extra.States | None) -> Any:
         """What to publish here; None when the extra state does not fit, or has no place."""
-        if states is None:
-            return tensors
+        if states is None:  # the state that lies there stays
+            return _extra.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
         return None if self.room is None else _extra.fitted(tensors, states, self.room)
 
     def applied(self, version: int) -> list[int]:
@@ -214,7 +214,11 @@ class Groups:
         if states is not None:
             current = current if group.room is None else current.exclude(_extra.LEAF)
             current = _extra.together(current, states, 2 * (group.room or 0))
-        return self._make(current, new_name())
+        branch = self._make(current, new_name())
+        branch.publisher._source = {}  # it would keep the arena that it was copied from; every send brings its own
+        branch.publisher._source_transfer = None
+        branch.publisher._recent.clear()
+        return branch
 
     def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:
         publisher = Publisher(

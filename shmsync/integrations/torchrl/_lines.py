@@ -16,6 +16,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 from collections.abc import Callable, Collection, Iterable
 from multiprocessing import util
 from typing import Any
@@ -99,7 +100,7 @@ class Switchboard:
         self._closing()
 
     # An interrupt may land between any two lines here. What is half done then is done again at the next look(), and a
-    # caller that was lost calls again.
+    # caller that was lost calls again; but not one that was lost inside accept(), whose descriptor stays open.
 
     def _watch(self, fd: int, handler: Callable[[], list[Report]]) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -138,19 +139,21 @@ class Switchboard:
         return []
 
     def _let_in(self) -> list[Report]:
+        reports: list[Report] = []
         while True:
             try:
                 caller, _ = self._listener.accept()
             except OSError:  # nobody (any more); or out of descriptors, then at the next send
-                return []
+                return reports
             caller.setblocking(False)
-            _, uid, _ = _UCRED.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-            if uid == os.getuid():  # what a caller sends is unpickled
-                self._watch(caller.fileno(), functools.partial(self._greet, caller))
-                self._open[caller] = None
-                self._greet(caller)
-            else:
+            try:
+                _check_uid(caller)  # what a caller sends is unpickled
+            except OSError:
                 caller.close()
+                continue
+            self._watch(caller.fileno(), functools.partial(self._greet, caller))
+            self._open[caller] = None
+            reports += self._greet(caller)
 
     def _greet(self, caller: socket.socket) -> list[Report]:
         hello = _receive(caller, socket.MSG_PEEK)  # an interrupt may land anywhere: it is taken when all is done
@@ -202,11 +205,13 @@ class Line:
     def __init__(self, address: str, worker: int) -> None:
         self._address, self._worker = address, worker
         self._socket = self._call()
+        self._closing = threading.RLock()  # close() and call_again() exclude each other
 
     def _call(self) -> socket.socket:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.connect(self._address)
+            _check_uid(line)  # what comes is unpickled, and anybody may take the name of a trainer that is gone
             line.send(small((self._worker, me().owner)))
         except OSError as error:
             line.close()
@@ -220,14 +225,17 @@ class Line:
     def call_again(self) -> bool:
         """After the other side hung up: an interrupt in the trainer may have cost it this line alone. False when the
         trainer is gone."""
-        try:
-            fresh = self._call()
-        except ConnectionError:
-            return False
-        # The same number: others know the line by it.
-        os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
-        fresh.close()
-        return True
+        with self._closing:
+            if self._socket.fileno() < 0:
+                return False
+            try:
+                fresh = self._call()
+            except ConnectionError:
+                return False
+            # The same number: others know the line by it.
+            os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
+            fresh.close()
+            return True
 
     @property
     def fd(self) -> int:
@@ -253,7 +261,15 @@ class Line:
 
     def close(self) -> None:
         """Hang up. Idempotent."""
-        self._socket.close()
+        with self._closing:
+            self._socket.close()
+
+
+def _check_uid(line: socket.socket) -> None:
+    """Raise PermissionError when another user is at the other end."""
+    _, uid, _ = _UCRED.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid != os.getuid():
+        raise PermissionError(f"the other end belongs to user {uid}, not to {os.getuid()}")
 
 
 def _receive(line: socket.socket, flags: int = 0) -> bytes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from . import _extra
 from ._clock import VersionClock
 from ._lines import Line
 from ._listener import Listener
-from ._safe_point import LoadPoint, SafePoint, StatePoint, make_private
+from ._safe_point import LoadPoint, SafePoint, StatePoint, Turn, make_private
 
 
 class Receiver:
@@ -36,7 +36,7 @@ class Receiver:
     def __init__(self, address: str, name: str, worker: int, *, timeout: float, patience: float) -> None:
         self._worker = worker
         self._timeout = timeout
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self.clock = VersionClock()
         self.cascade: Callable[[Any], None] | None = None
         self._module: weakref.ref[nn.Module] | None = None
@@ -66,7 +66,7 @@ class Receiver:
     @property
     def weights(self) -> Any:
         """The newest weights as a TensorDict, zero-copy; they change with the next version."""
-        with self._lock:
+        with self._turn:
             weights = self._subscriber.weights
             return weights.exclude(_extra.LEAF) if self._has_extra else weights
 
@@ -75,14 +75,14 @@ class Receiver:
 
         Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
         """
-        with self._lock:
+        with self._turn:
             if self._module is not None and self._module() is module:
                 return
             binding = self._bound(self._subscriber, module)
             self._forget_module()
             self._module = weakref.ref(module)
-            self._safe_point = SafePoint(module, self._lock, self.clock)
-            self._safe_point.use(self._subscriber)
+            self._safe_point = SafePoint(module, self._turn, self.clock)
+            self._safe_point.use(self._subscriber, binding)
             self._show(self._subscriber, binding)
             self._stand_ins = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
             self._stand_ins.append(StatePoint(module, self._safe_point))
@@ -93,7 +93,7 @@ class Receiver:
             self._subscriber.wait_version(
                 self._subscriber.version + 1, float("inf") if timeout is None else timeout
             )
-        with self._lock:
+        with self._turn:
             return self._subscriber.refresh()
 
     def apply(self, weights: Any) -> None:
@@ -102,48 +102,45 @@ class Receiver:
         if module is not None:
             strategy = WeightStrategy()
             strategy.check_weights(module, weights)
-            with self._lock:
+            with self._turn:
                 make_private(self._subscriber)
                 strategy.apply_weights(module, weights)
 
     def ringing(self) -> bool:
         """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up.
 
-        It does not wait for a forward that is running, since the thread serves other models too: the forward's thread
-        does the work when it has ended.
+        It does not wait for a forward that is running, since the thread serves other models too.
         """
         message = self._line.take()
         if message == b"":
             return self._line.call_again()
         if isinstance(message, Handle):
             self._next_arena = message
-        safe_point = self._safe_point
-        if not self._catch_up() and safe_point is not None:
-            safe_point.rang = self._catch_up
-            self._catch_up()  # the forward may have ended just before it could see that
+        if not self._catch_up():
+            self._turn.rang = self._catch_up
+            self._catch_up()  # the turn may have ended just before it could see that
         return True
 
     def _catch_up(self) -> bool:
-        """Move to where the trainer is; False when a forward is running."""
-        if not self._lock.acquire(blocking=False):
+        """Move to where the trainer is; False when it is somebody else's turn."""
+        if not self._turn.try_enter():
             return False
         try:
-            if self._safe_point is not None:
-                self._safe_point.rang = None
+            self._turn.rang = None
             handle, self._next_arena = self._next_arena, None
             if handle is not None:
                 self._move_to(handle)
             self._subscriber.refresh()
-        except Exception as error:  # the trainer is told; the policy keeps what it has
+        except Exception as error:  # the trainer is told
             self._line.report(error)
         finally:
-            self._lock.release()
+            self._turn.__exit__()
         return True
 
     def close(self) -> None:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
         self._finalizer()
-        with self._lock:
+        with self._turn:
             if not self._subscriber._closed:
                 self._forget_module()
                 self._subscriber.close()
@@ -156,7 +153,10 @@ class Receiver:
         until = time.monotonic() + patience
         while True:
             try:
-                return _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
+                subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
+                # Sections wait as long as the trainer does, for another worker's forward perhaps; its death ends that.
+                subscriber._timeout = math.inf
+                return subscriber
             except ArenaNotFound:
                 message = self._line.take()
                 if message == b"":
@@ -203,7 +203,7 @@ class Receiver:
         if handle.name == self._subscriber.name:
             return
         fresh = self._attach(handle, 0.0)
-        with self._lock:
+        with self._turn:
             earlier, module = self._subscriber, None if self._module is None else self._module()
             try:
                 if module is not None:
@@ -213,7 +213,7 @@ class Receiver:
                 raise
             self._subscriber, self._counted = fresh, 1
             if self._safe_point is not None and module is not None:
-                self._safe_point.use(fresh)
+                self._safe_point.use(fresh, binding)
                 self._show(fresh, binding, quiet=True)
             else:
                 fresh.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -56,28 +57,65 @@ class _Plain:
         return _Plain(copy.deepcopy(self._inner, memo))
 
 
+class Turn:
+    """The lock of one model in a worker: who uses the model, and who moves it, take turns. Re-entrant.
+
+    The thread that listens does not wait for its turn: it leaves its work in `rang`, and whoever has the turn does that
+    when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self.rang: Callable[[], Any] | None = None
+
+    @skip
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def try_enter(self) -> bool:
+        """Enter if nobody else has the turn."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._depth += 1
+        return True
+
+    @skip
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        outermost = self._depth == 0
+        self._lock.release()
+        if outermost and self.rang is not None:
+            self.rang()
+
+
 class SafePoint(_StandIn):
     """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
 
-    The lock also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
+    The turn also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
     it stays when the policy is bound to another arena, so that a forward on its way in finds the new one.
     """
 
-    def __init__(self, module: nn.Module, lock: AbstractContextManager[Any], clock: VersionClock) -> None:
-        self._lock = lock
+    def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
+        self.turn = turn
         self._clock = clock
         self._subscriber: Subscriber | None = None
-        self.rang: Callable[[], Any] | None = None  # what the thread could not do, because a forward was running
         super().__init__(module, "forward")
 
-    def use(self, subscriber: Subscriber) -> None:
-        """From now on sections are this subscriber's. Hold the lock."""
+    def use(self, subscriber: Subscriber, binding: Binding) -> None:
+        """From now on sections are this subscriber's. In a turn."""
         self._section = subscriber.read()
-        self._aliases = subscriber._aliases
+        # Private copies (buffers, and all that is not in CPU memory) change in place, as the slab does.
+        copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding._copied}
+        in_slab = subscriber._aliases
+        self._aliases: Callable[[Any], bool] = in_slab
+        if copies:
+            self._aliases = lambda tensor: in_slab(tensor) or tensor.untyped_storage().data_ptr() in copies
         self._subscriber = subscriber
 
     def remove(self) -> None:
-        """As in _StandIn. Hold the lock."""
+        """As in _StandIn. In a turn."""
         self._subscriber = None
         super().remove()
 
@@ -86,16 +124,12 @@ class SafePoint(_StandIn):
         """The module's forward, inside a section."""
         if self._subscriber is None:
             return self._inner(*args, **kwargs)
-        with self._lock:
-            subscriber = self._subscriber
-            if subscriber is None:  # removed meanwhile
+        with self.turn:
+            if self._subscriber is None:  # removed meanwhile
                 return self._inner(*args, **kwargs)
             with self._section:
                 self._clock.forward_begins(args)
-                out = unalias(forward(self._inner, args, kwargs), self._aliases)
-        if self.rang is not None and not subscriber._mine:  # the outermost of nested calls
-            self.rang()
-        return out
+                return unalias(forward(self._inner, args, kwargs), self._aliases)
 
 
 class StatePoint(_StandIn):
@@ -107,7 +141,7 @@ class StatePoint(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state_dict(), taken in a section."""
-        with self._policy._lock:
+        with self._policy.turn:
             if self._policy._subscriber is None:
                 return self._inner(*args, **kwargs)
             with self._policy._section:
@@ -129,7 +163,7 @@ class LoadPoint(_StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Load, with nothing moving meanwhile."""
-        with self._policy._lock:
+        with self._policy.turn:
             if self._policy._subscriber is not None:
                 make_private(self._policy._subscriber, {self._module})
             return self._inner(*args, **kwargs)

@@ -114,8 +114,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             device_map_fn=device_map_fn,
             num_workers=num_workers,
         )
+        prepared = {id(source): self._prepared(source) for source in first.sources.values()}
         groups = Groups(
-            first.sources,
+            {worker: prepared[id(source)] for worker, source in first.sources.items()},
             apart=first.apart or self.per_worker_weights,
             slots=self.slots,
             timeout=self.timeout,
