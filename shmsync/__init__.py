@@ -5,6 +5,8 @@ worker:   sub = shmsync.Subscriber(handle);  sub.bind(model)  or  with sub.read(
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 if not _sys.platform.startswith("linux"):
     raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
@@ -47,6 +49,22 @@ from .schemes import (
 from .stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
 from .subscriber import Snapshot, Subscriber, attach
 
+if _TYPE_CHECKING:
+    from .schemes import (
+        DistributedTransport,
+        DistributedWeightSyncScheme,
+        RayActorTransport,
+        RayModuleTransformReceiver,
+        RayModuleTransformScheme,
+        RayModuleTransformSender,
+        RayTransport,
+        RayWeightSyncScheme,
+        RayWeightUpdater,
+        RPCTransport,
+        RPCWeightSyncScheme,
+        WeightUpdaterBase,
+    )
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -55,6 +73,8 @@ __all__ = [
     "ArenaExists",
     "ArenaNotFound",
     "ClosedError",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "ForkedHandle",
     "Handle",
     "Latency",
@@ -69,6 +89,15 @@ __all__ = [
     "PublishTimeout",
     "Publisher",
     "PublisherStats",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
+    "RayWeightSyncScheme",
+    "RayWeightUpdater",
     "ReadSection",
     "ReaderInfo",
     "ReaderStalled",
@@ -84,8 +113,17 @@ __all__ = [
     "WeightSender",
     "WeightStrategy",
     "WeightSyncScheme",
+    "WeightUpdaterBase",
     "WorkerDied",
     "WriterBusy",
     "WriterDied",
     "attach",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    from . import schemes
+
+    if name in __all__:
+        return getattr(schemes, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,7 +54,7 @@ class Transfer:
             if _own_place(tensor, leaf, ranges, arena.slots, name):
                 self.in_place.append(leaf)
                 rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
-            elif _direct(tensor, leaf):
+            elif direct(tensor, leaf):
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
                 copy = torch.empty(leaf.shape, dtype=leaf.dtype)
@@ -148,7 +148,8 @@ class Recent:
             self.clear()
 
 
-def _direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
+def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Can its bytes be copied to the leaf as they are?"""
     return (
         tensor.dtype == leaf.dtype
         and tensor.device.type == "cpu"
@@ -166,7 +167,7 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
     for begin, end in ranges:
         if address >= end or address + _extent(tensor) <= begin:
             continue
-        if slots == 1 and address - begin == leaf.offset and _direct(tensor, leaf):
+        if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
             return True
         raise ManifestMismatch(
             f"the source of {leaf.name} lies inside arena {name!r} itself, so publishing would read what it "

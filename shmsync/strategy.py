@@ -54,9 +54,9 @@ class WeightStrategy:
             if isinstance(source, nn.Module):
                 return TensorDict.from_module(source).data
             if isinstance(source, TensorDictBase):
-                return source if not is_flat(source) else nested(_leaves(source)[0])
+                return source if not is_flat(source) else nested(leaves_of(source)[0])
             if isinstance(source, Mapping):
-                return nested(_leaves(source)[0])
+                return nested(leaves_of(source)[0])
         raise ValueError(
             f"weights come from a torch.nn.Module, a TensorDict or a dict, not from a {type(source).__name__}"
         )
@@ -94,8 +94,8 @@ class WeightStrategy:
                 f"weights are applied to a torch.nn.Module, a TensorDict or a dict, not to a "
                 f"{type(destination).__name__}"
             )
-        given, extra = _leaves(weights)
-        targets, _ = _leaves(destination)
+        given, extra = leaves_of(weights)
+        targets, _ = leaves_of(destination)
         optional: set[Key] = set()
         modules: dict[Key, nn.Module] = {}
         if isinstance(destination, nn.Module):
@@ -124,7 +124,7 @@ def is_flat(weights: TensorDictBase) -> bool:
     return any("." in key for key in weights.keys())  # noqa: SIM118  # a TensorDict iterates over its batch
 
 
-def _leaves(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
+def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
     """Tensors by key path, and what modules keep beside them by the module's path."""
     extra: dict[Key, Any] = {}
     if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):

@@ -1,4 +1,11 @@
-"""Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API."""
+"""Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API.
+
+The schemes for several machines are imported when they are first used.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
 from ..strategy import WeightStrategy
 from ._base import TransportBackend, WeightSyncScheme
@@ -10,10 +17,37 @@ from ._shared import SharedMemWeightSyncScheme
 from ._shared_transport import SharedMemTransport
 from ._together import send_together
 
+if _TYPE_CHECKING:
+    from .remote import (
+        DistributedTransport,
+        DistributedWeightSyncScheme,
+        RayActorTransport,
+        RayModuleTransformReceiver,
+        RayModuleTransformScheme,
+        RayModuleTransformSender,
+        RayTransport,
+        RayWeightSyncScheme,
+        RayWeightUpdater,
+        RPCTransport,
+        RPCWeightSyncScheme,
+        WeightUpdaterBase,
+    )
+
 __all__ = [
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
+    "RayWeightSyncScheme",
+    "RayWeightUpdater",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",
@@ -21,5 +55,12 @@ __all__ = [
     "WeightSender",
     "WeightStrategy",
     "WeightSyncScheme",
+    "WeightUpdaterBase",
     "send_together",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in __all__:
+        return getattr(_import_module(".remote", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

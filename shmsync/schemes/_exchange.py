@@ -65,13 +65,14 @@ class Link:
 
 
 class Outcome:
-    """Who did what by the deadline."""
+    """Who did what by the deadline. Workers are named by their index, others in words."""
 
-    def __init__(self) -> None:
-        self.done: list[int] = []
-        self.late: list[int] = []
-        self.dead: dict[int, str] = {}
-        self.failed: dict[int, Failure | str] = {}
+    def __init__(self, hint: str = "a worker applies at its next receive()") -> None:
+        self.done: list[Any] = []
+        self.late: list[Any] = []
+        self.dead: dict[Any, str] = {}
+        self.failed: dict[Any, Failure | str] = {}
+        self._hint = hint  # what may keep the late
 
     def check(self, what: str, version: int | None) -> None:
         """Raise what went wrong, if anything did: a worker's own exception first, then deaths, then the late."""
@@ -83,14 +84,14 @@ class Outcome:
             raise WorkerDied(
                 f"{what} reached {_others(self.done)}, but {_named(self.dead)} died before applying it"
                 + (f"; {rest[-1]}" if self.late else "")
-                + ". The next send goes on without the dead; start them again and register their new pipes",
+                + ". The next send goes on without the dead; start them again and register them anew",
                 version=version,
                 missing=[*self.dead, *self.late],
             )
         if self.late:
             raise AckTimeout(
-                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; a worker applies at its "
-                "next receive(). Their late answers count for nothing: send again, or give more time with timeout=",
+                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; {self._hint}. Their late "
+                "answers count for nothing: send again, or give more time with timeout=",
                 version=version,
                 missing=list(self.late),
             )
@@ -98,9 +99,9 @@ class Outcome:
     def _raise_failure(self, what: str, rest: Sequence[str]) -> None:
         worker, failure = next(iter(self.failed.items()))
         if isinstance(failure, str):
-            raise RuntimeError(f"worker {worker} was sent {what}, but {failure} instead of 'updated'")
+            raise RuntimeError(f"{listed([worker])} was sent {what}, but {failure} instead of 'updated'")
         texts = [
-            f"worker {index} failed while it applied {what}:\n{each.trace}"
+            f"{listed([index])} failed while it applied {what}:\n{each.trace}"
             for index, each in self.failed.items()
             if isinstance(each, Failure)
         ]
@@ -208,8 +209,8 @@ def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:
         outcome.failed[index] = failure
 
 
-def _named(dead: Mapping[int, str]) -> str:
-    return ", ".join(f"worker {index} ({how})" for index, how in dead.items())
+def _named(dead: Mapping[Any, str]) -> str:
+    return ", ".join(f"{listed([name])} ({how})" for name, how in dead.items())
 
 
 def _others(done: Sequence[int]) -> str:

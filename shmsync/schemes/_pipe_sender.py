@@ -111,7 +111,7 @@ class PipeSender(WeightSender):
         if workers and not links:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
-                "was sent. Start them again and register their new pipes",
+                "was sent. Start them again and register them anew",
                 missing=workers,
             )
         return links

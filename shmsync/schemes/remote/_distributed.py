@@ -1,0 +1,284 @@
+"""The transport over torch.distributed: announced and answered through a store, moved by the process group."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ..._arguments import check_timeout
+from ...errors import ProtocolError
+from ...manifest import fingerprint
+from ...strategy import WeightStrategy
+from .._wire import Failure
+from . import _mailbox
+from ._calls import Answered, Call, Destination, sleeping
+from ._lifeline import Lifeline, Listener
+from ._mail_calls import MailCall
+from ._mailbox import Mailbox
+from ._parcel import Announcement, Label, Packer, Stamp, unpack
+from ._place import here
+from ._relay import RelayOptions, publish_here
+from ._sender import finish_alone
+from ._transfers import Transfer, irecv, isend, my_rank, received, tag_of
+
+_STRATEGY = WeightStrategy()
+
+
+class DistributedTransport(Destination):
+    """Reaches one rank, or in that rank's process the sender, whichever it is used as first.
+
+    Args:
+        weights_buffer: a TensorDict that receive_weights() fills; None: it gives views of a buffer of its own.
+        store: a store that both processes use. None: every call does nothing.
+        rank: the worker's. None: every call does nothing.
+        sync: kept for code that has it; both kinds of transfer end by the deadline.
+        timeout: seconds that a send waits, and that a transfer may take; math.inf waits for ever.
+
+    The default process group of torch.distributed (gloo) moves the tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights_buffer: Any = None,
+        store: Any = None,
+        rank: int | None = None,
+        sync: bool = True,
+        timeout: float = 60.0,
+    ) -> None:
+        self.weights_buffer = weights_buffer
+        self.store = store
+        self.rank = rank
+        self.sync = sync
+        self.timeout = check_timeout(timeout)
+        self.mailbox = None if store is None or rank is None else Mailbox(store, rank)
+        # The sender's side.
+        self._packer = Packer()
+        self._sent = 0
+        self._pending: tuple[Call, str] | None = None
+        self._layout: str | None = None  # the manifest that the store has
+        self._lifeline: Lifeline | None = None
+        # The worker's side.
+        self._listener: Listener | None = None
+        self._manifest: tuple[str, bytes] | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._transfer: Transfer | None = None
+        self._answering: dict[str, Any] | None = None  # the message that the next send_ack() answers
+
+    # The sender's side.
+
+    def post(self, payload: Any, relay: RelayOptions | None = None) -> Call:
+        """Send a parcel or an announcement. `relay`: the rank publishes it for its node, and answers where."""
+        if self.mailbox is None:
+            return Answered()
+        stamp: Stamp = payload.stamp if isinstance(payload, Announcement) else payload.label.stamp
+        message: dict[str, Any] = {"stamp": stamp, "from": my_rank()}
+        if isinstance(payload, Announcement):
+            message["announcement"] = _mailbox.to_text(payload)
+            return MailCall(self.mailbox, self.watch, message, payload, None)
+        label = payload.label
+        layout = f"{fingerprint(label.manifest):016x}"
+        if layout != self._layout:
+            self.mailbox.put_layout(layout, label.manifest)
+            self._layout = layout
+        message.update(bytes=payload.nbytes, layout=layout, kind=label.kind)
+        if label.extra:
+            message["extra"] = _mailbox.to_text(label.extra)
+        if relay is not None:
+            message["relay"] = list(relay)
+        return MailCall(self.mailbox, self.watch, message, payload, payload.buffer)
+
+    def watch(self) -> Lifeline | None:
+        """What tells of the worker's death, once the worker has said where it is."""
+        assert self.mailbox is not None
+        if self._lifeline is None and (introduced := self.mailbox.introduced()) is not None:
+            self.place = introduced[0]
+            self._lifeline = Lifeline(*introduced)
+        return self._lifeline
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send a TensorDict or a dict, and wait until the worker has answered. Raises WorkerDied, AckTimeout, the
+        worker's own exception, RuntimeError for an answer that is none."""
+        self.send_weights_async(model_id, weights)
+        self.wait_ack()
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Send; wait_ack() waits."""
+        if self.mailbox is None:
+            self._pending = Answered(), model_id
+            return
+        self._sent += 1
+        self._pending = self.post(self._packer.pack(weights, model_id, self._sent)), model_id
+
+    def wait_ack(self) -> None:
+        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
+        if self._pending is None:
+            raise RuntimeError("no send is pending; call send_weights_async() first")
+        (call, model_id), self._pending = self._pending, None
+        finish_alone(self, call, sleeping, self.timeout, model_id)
+
+    def send_initial_weights(self, weights: Any) -> None:
+        """Send without the store, for a worker that is in receive_initial_weights()."""
+        if self.rank is not None:
+            parcel = self._packer.pack(weights, "policy", 0)
+            label = torch.frombuffer(bytearray(_mailbox.to_text(parcel.label).encode()), dtype=torch.uint8)
+            sizes = torch.tensor([label.numel(), parcel.nbytes])
+            assert isinstance(parcel.buffer, torch.Tensor)
+            for part in (sizes, label, parcel.buffer):
+                Transfer(isend(part, self.rank, 0), part).wait(time.monotonic() + self.timeout, "the worker")
+
+    # The worker's side.
+
+    def introduce(self) -> None:
+        """Say where this worker is, so that the sender sees its death, and knows which node it is on."""
+        if self.mailbox is not None and self._listener is None:
+            self._listener = Listener(self.store)
+            self.mailbox.introduce(here(), self._listener.address)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> tuple[str, Any] | None:
+        """The next weights as (model_id, weights); None when there are none within `timeout` seconds.
+
+        Args:
+            timeout: None is the transport's own.
+            weights: a TensorDict or a dict to copy into; None: the constructor's. Without either the result shows a
+                buffer that the next message overwrites.
+            model: a module, TensorDict or dict to apply them to.
+            strategy: how; None: in whatever form they come.
+
+        send_ack() answers. Raises ManifestMismatch for weights that fit neither, WriterDied when the sender is gone.
+        """
+        if self.mailbox is None:
+            return None
+        deadline = time.monotonic() + check_timeout(self.timeout if timeout is None else timeout)
+        message = self._next_message(deadline)
+        if message is None:
+            return None
+        received = self._unpack(message)
+        if isinstance(received, Announcement):
+            raise ProtocolError(
+                'these weights were sent with fan_out="node"; receive them with the receiver of the scheme, which binds '
+                "the model to shared memory"
+            )
+        target = self.weights_buffer if weights is None else weights
+        for destination in (target, model):
+            if destination is not None:
+                (strategy or _STRATEGY).apply_weights(destination, received)
+        return Stamp(*message["stamp"]).model_id, received if target is None else target
+
+    def receive(self, deadline: float) -> Any:
+        """For the scheme: stamped weights or an announcement; None if none came. send_ack() or fail() answers."""
+        message = self._next_message(deadline)
+        return None if message is None else self._unpack(message)
+
+    def _next_message(self, deadline: float) -> dict[str, Any] | None:
+        """The next one whose bytes are there too."""
+        assert self.mailbox is not None
+        self.introduce()
+        while True:
+            if self._transfer is None:
+                if not self.mailbox.arrives("in", deadline):
+                    return None
+                word, message = self.mailbox.take("in", "message")
+                if word != _mailbox.UPDATE:
+                    raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
+                self._answering = message
+                if "bytes" in message:
+                    self._transfer = self._start_transfer(message)
+            # A sender that is stopped in the middle keeps nobody here for ever; the next call goes on.
+            if self._transfer is not None and not self._transfer.done_by(max(deadline, time.monotonic() + 0.05)):
+                return None
+            transfer, self._transfer = self._transfer, None
+            if transfer is not None:
+                transfer.check("the sender")
+            assert self._answering is not None
+            if "relay" not in self._answering:
+                return self._answering
+            self._publish(self._answering)
+
+    def _start_transfer(self, message: dict[str, Any]) -> Transfer:
+        size = int(message["bytes"])
+        if self._buffer.numel() != size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        if not size:
+            return Transfer(None, self._buffer)
+        return Transfer(irecv(self._buffer, int(message["from"]), tag_of(message["stamp"])), self._buffer)
+
+    def _unpack(self, message: dict[str, Any]) -> Any:
+        if "announcement" in message:
+            return _mailbox.from_text(message["announcement"])
+        assert self.mailbox is not None
+        layout = message["layout"]
+        if self._manifest is None or self._manifest[0] != layout:
+            self._manifest = layout, self.mailbox.layout(layout)
+        extra = _mailbox.from_text(message["extra"]) if "extra" in message else {}
+        return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
+
+    def _publish(self, message: dict[str, Any]) -> None:
+        """Be the relay of this node."""
+        try:
+            announcement = publish_here(RelayOptions(*message["relay"]), self._unpack(message))
+        except Exception as error:
+            self.fail(error)
+        else:
+            self._answer(_mailbox.UPDATED, {"result": _mailbox.to_text(announcement)})
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Answer the weights that came last."""
+        if self.mailbox is not None:
+            self._answer(message.encode(), {})
+
+    def fail(self, error: BaseException) -> None:
+        """Answer that they could not be applied; the error raises in the sender. To be called where it is handled."""
+        self._answer(_mailbox.FAILED, {"failure": _mailbox.to_text(Failure.of(error, None))})
+
+    def _answer(self, word: bytes, content: dict[str, Any]) -> None:
+        answered, self._answering = self._answering, None
+        assert self.mailbox is not None
+        self.mailbox.put("out", word, "answer", {"stamp": answered and answered["stamp"], **content})
+
+    def receive_initial_weights(self) -> Any:
+        """Weights from send_initial_weights(); None when the transport has no rank. Waits as long as its timeout."""
+        if self.rank is None:
+            return None
+        deadline = time.monotonic() + self.timeout
+        sizes = received(torch.zeros(2, dtype=torch.int64), deadline)
+        label = received(torch.empty(int(sizes[0]), dtype=torch.uint8), deadline)
+        buffer = received(torch.empty(int(sizes[1]), dtype=torch.uint8), deadline)
+        weights = unpack(_mailbox.from_text(bytes(label.numpy()).decode()), buffer)
+        if self.weights_buffer is None:
+            return weights
+        _STRATEGY.apply_weights(self.weights_buffer, weights)
+        return self.weights_buffer
+
+    # Either side.
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Wait for the answer to the last send_weights_async(), which should be `message`."""
+        self.wait_ack()
+
+    def check_connection(self) -> bool:
+        """Is there a process group in this process?"""
+        return torch.distributed.is_initialized()
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing: init_process_group() has made the connection."""
+
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
+    ) -> None:
+        """Nothing: init_process_group() has made the connection."""
+
+    def close(self) -> None:
+        """Watch the other side no more. Idempotent."""
+        for held in (self._lifeline, self._listener):
+            if held is not None:
+                held.close()

@@ -1,0 +1,179 @@
+"""Fan-out: one copy of the weights goes to each node, and all of its workers attach to it there.
+
+On the sender's own node the sender publishes itself. On every other node a relay does: an actor, or one of the node's
+own workers. A relay that died is replaced during the send that found it dead; that send still says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from ._calls import Call, Delivery, Destination, Failed, Gone
+from ._parcel import Announcement, Packer, Parcel, Stamp
+from ._place import Place, here
+from ._relay import Relay, RelayOptions
+
+
+class Site(NamedTuple):
+    """Workers that can share an arena: those of one node, and of one user and process namespace on it."""
+
+    node: str
+    boot_id: str
+    pid_namespace: int
+    user: int
+
+    @classmethod
+    def of(cls, place: Place) -> Site:
+        """Where a process belongs."""
+        return cls(*place[:4])
+
+    @property
+    def relay_name(self) -> str:
+        """What errors call its relay."""
+        return f"the relay on node {self.node}"
+
+
+class FanOut:
+    """The relays of one sender. Kinds of transports derive from it."""
+
+    def __init__(self, options: RelayOptions) -> None:
+        self.options = options
+        self._local: Relay | None = None
+        self._relays: dict[Site, Destination] = {}
+
+    # What the kinds of transports do differently.
+
+    def home(self) -> Place:
+        """Where the sender runs."""
+        return here()
+
+    def locate(self, worker: Destination) -> Call:
+        """Ask a worker where it runs; the answer is a Place."""
+        raise NotImplementedError
+
+    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
+        """A relay for a node; `members` are its workers that are not known to be dead."""
+        raise NotImplementedError
+
+    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
+        """Which of these workers the relay is part of; None: it is a process of its own."""
+        return None
+
+    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
+        """Can this relay go on, with these workers alive?"""
+        return True
+
+    def relay_call(self, relay: Destination, payload: Any) -> Call:
+        """Give a relay new weights; the answer is an Announcement."""
+        return relay.post(payload)
+
+    def close_relay(self, relay: Destination) -> None:
+        """End a relay and its arenas."""
+
+    # The send.
+
+    def deliver(
+        self,
+        delivery: Delivery,
+        packer: Packer,
+        payload_of: Callable[[Parcel], Any],
+        stamp: Stamp,
+        weights: Any,
+        sites: Mapping[Site, Mapping[int, Destination]],
+    ) -> None:
+        """Start sending to whole nodes. Raises what Publisher.publish() raises on the sender's own node, before
+        anything left it."""
+        home = Site.of(self.home())
+        far = {site: members for site, members in sites.items() if site != home}
+        parcel = packer.pack(weights, stamp.model_id, stamp.version) if far else None
+        if home in sites:
+            if self._local is None:
+                self._local = Relay(self.options)
+            announcement = self._local.publish_as(stamp, weights)
+            self._announce(delivery, sites[home], announcement)
+        if parcel is not None:
+            payload = payload_of(parcel)
+            for site, members in far.items():
+                delivery.unreached.update(members)
+                self._relay(delivery, site, members, payload, restarts=1)
+
+    def _relay(
+        self, delivery: Delivery, site: Site, members: Mapping[int, Destination], payload: Any, *, restarts: int
+    ) -> None:
+        relay = self._relays.get(site)
+        if relay is None or not self.serves(relay, members):
+            relay = self._relays[site] = self.make_relay(site, members)
+
+        def then(result: Any) -> None:
+            if isinstance(result, Announcement):
+                delivery.unreached.difference_update(members)
+                self._announce(delivery, members, result)
+            elif isinstance(result, Gone):
+                delivery.outcome.dead[site.relay_name] = str(result)
+                self._relays.pop(site, None)
+                host = self.host_of(relay, members)
+                left = {index: member for index, member in members.items() if index != host}
+                if host is not None:
+                    members[host].reported = result.final
+                    delivery.outcome.dead[host] = str(result)
+                    delivery.unreached.discard(host)
+                if restarts and left:
+                    self._relay(delivery, site, left, payload, restarts=restarts - 1)
+            elif isinstance(result, Failed):
+                delivery.outcome.failed[site.relay_name] = result.failure
+
+        start = partial(self.relay_call, relay, payload)
+        delivery.ask(site.relay_name, relay, start, then=then, record=False)
+
+    def _announce(self, delivery: Delivery, members: Mapping[int, Destination], announcement: Announcement) -> None:
+        for index, worker in members.items():
+            delivery.ask(index, worker, partial(worker.post, announcement))
+
+    def close(self) -> None:
+        """End every relay, and every arena. Idempotent."""
+        if self._local is not None:
+            self._local.close()
+        while self._relays:
+            self.close_relay(self._relays.popitem()[1])
+
+
+def find_places(fan_out: FanOut, delivery: Delivery, workers: Mapping[int, Destination], deadline: float) -> None:
+    """Ask those workers where they run who were not asked yet."""
+
+    def save(index: int, worker: Destination, result: Any) -> None:
+        if isinstance(result, Place):
+            worker.place = result
+        else:
+            delivery.unreached.discard(index)  # the outcome tells more
+
+    for index, worker in workers.items():
+        if worker.place is None:
+            delivery.unreached.add(index)
+            delivery.ask(
+                index, worker, partial(fan_out.locate, worker), then=partial(save, index, worker), record="failures"
+            )
+    delivery.finish(deadline)
+    # Whoever answers later than this has missed this send.
+    delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
+
+
+def sites_of(workers: Mapping[int, Destination]) -> dict[Site, dict[int, Destination]]:
+    """Workers by node; those whose place is not known are left out."""
+    sites: dict[Site, dict[int, Destination]] = {}
+    for index, worker in workers.items():
+        if worker.place is not None:
+            sites.setdefault(Site.of(worker.place), {})[index] = worker
+    return sites
+
+
+def check_whole_nodes(chosen: Mapping[int, Destination], everybody: Mapping[int, Destination]) -> None:
+    """Refuse to send to some of the workers that share an arena. Raises ValueError."""
+    for site, members in sites_of(everybody).items():
+        wanted = sorted(members.keys() & chosen.keys())
+        if wanted and len(wanted) < len(members):
+            raise ValueError(
+                f"workers {sorted(members)} share one arena on node {site.node}, so a send cannot reach {wanted} "
+                "alone; send to all of them, or use fan_out=None"
+            )

@@ -1,0 +1,91 @@
+"""Seeing the death of a process of another rank: its pidfd on the same machine, else a TCP connection.
+
+The worker only listens. The kernel accepts the connection for it and ends it when the process dies, so no thread of
+the worker is needed, and a stopped worker counts as alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from typing import Any
+
+from ..._process import Peers, pid_of
+from ._place import Place, here
+
+_CONNECTING = 2.0  # seconds
+
+
+class Listener:
+    """The worker's side.
+
+    Args:
+        store: through which the trainer's host can be reached: the address that leads there is the one to listen on.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._socket = socket.create_server((_address_towards(store), 0), backlog=64)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+
+    def close(self) -> None:
+        """Stop. The trainer takes the worker for dead then."""
+        self._socket.close()
+
+
+def _address_towards(store: Any) -> str:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    if host is None:
+        return "127.0.0.1"  # a store in files or in this process: nobody is on another machine
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+class Lifeline:
+    """The sender's side: does that process still live?"""
+
+    def __init__(self, place: Place, address: tuple[str, int]) -> None:
+        self._place = place
+        self._peers: Peers | None = None
+        self._socket: socket.socket | None = None
+        self._ended = False
+        if place.sees_processes_of(here()):
+            self._peers = Peers()
+            return
+        try:
+            self._socket = socket.create_connection(address, timeout=_CONNECTING)
+        except ConnectionRefusedError:
+            self._ended = True
+        except OSError:  # a firewall, perhaps; then deadlines tell
+            return
+        else:
+            self._socket.setblocking(False)
+            for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    @property
+    def dead(self) -> bool:
+        """Has the process ended, as far as can be known?"""
+        if not self._ended:
+            if self._peers is not None:
+                self._ended = not self._peers.alive(self._place.owner)
+            elif self._socket is not None:
+                poller = select.poll()
+                poller.register(self._socket, select.POLLIN)
+                self._ended = bool(poller.poll(0))  # nothing is ever sent: only an end is news
+        return self._ended
+
+    def close(self) -> None:
+        """Watch no more."""
+        if self._peers is not None:
+            self._peers.close()
+        if self._socket is not None:
+            self._socket.close()
+
+    def __str__(self) -> str:
+        return f"pid {pid_of(self._place.owner)} on node {self._place.node}"

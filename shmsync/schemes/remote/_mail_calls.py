@@ -1,0 +1,87 @@
+"""Messages for a rank, until they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _mailbox
+from ._calls import Call, Failed, Gone
+from ._lifeline import Lifeline
+from ._mailbox import Mailbox
+from ._place import Place
+from ._transfers import isend, tag_of
+
+
+class MailCall(Call):
+    """A message for one rank, until its answer is there."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        watch: Callable[[], Lifeline | None],
+        message: dict[str, Any],
+        payload: Any,
+        buffer: torch.Tensor | None,
+    ) -> None:
+        self.payload = payload
+        self._mailbox = mailbox
+        self._watch = watch
+        self._stamp = list(message["stamp"])
+        self._answer: tuple[bytes, dict[str, Any]] | None = None
+        self._gone: str | None = None
+        if (lifeline := watch()) is not None and lifeline.dead:
+            raise Gone(str(lifeline))
+        self._mailbox.put("in", _mailbox.UPDATE, "message", message)
+        if buffer is not None and buffer.numel():
+            try:
+                self._work = isend(buffer, mailbox.rank, tag_of(message["stamp"]))
+            except RuntimeError as error:
+                raise Gone(f"torch.distributed: {str(error)[:200]}") from error
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if self._answer is None and self._gone is None:
+            # Its death first: what it wrote, it wrote before.
+            lifeline = self._watch()
+            dead = lifeline is not None and lifeline.dead
+            while self._mailbox.has("out"):
+                word, answer = self._mailbox.take("out", "answer")
+                if answer.get("stamp") in (self._stamp, None):  # else it is late, and for an earlier message
+                    self._answer = word, answer
+                    break
+            else:
+                if dead:
+                    self._gone = str(lifeline)
+        return self._answer is not None or self._gone is not None
+
+    def result(self) -> Any:
+        """As in Call."""
+        if self._answer is None:
+            raise Gone(self._gone or "")
+        word, answer = self._answer
+        if word == _mailbox.FAILED:
+            raise Failed(_mailbox.from_text(answer["failure"]))
+        if word != _mailbox.UPDATED:
+            raise Failed(f"it answered {word.decode()!r}")
+        return _mailbox.from_text(answer["result"]) if "result" in answer else None
+
+
+class PlaceCall(Call):
+    """The question where a rank is; its worker answers when it is initialised."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._place: Place | None = None
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if self._place is None and (introduced := self._mailbox.introduced()) is not None:
+            self._place = introduced[0]
+        return self._place is not None
+
+    def result(self) -> Any:
+        """As in Call."""
+        return self._place

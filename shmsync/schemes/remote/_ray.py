@@ -1,0 +1,245 @@
+"""Weights for actors of Ray that have a method update_policy_weights_(), such as collectors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from ..._arguments import check_timeout
+from ...strategy import Form
+from ...subscriber import Consistency
+from .._context import Arguments
+from . import _ray_calls
+from ._calls import Answered, Call, Destination
+from ._fan_out import FanOut, Site
+from ._parcel import Packer, Parcel
+from ._place import Place
+from ._relay import Relay, RelayOptions
+from ._sender import RemoteScheme, RemoteSender, finish_alone
+
+TensorTransport = Literal["object_store", "nixl"]
+
+
+class RayTransport(Destination):
+    """Reaches one actor through Ray's object store.
+
+    Args:
+        remote_collector: the actor; None: every call does nothing.
+        tensor_transport: how Ray moves the weights.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
+
+    Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
+    """
+
+    def __init__(
+        self, remote_collector: Any = None, tensor_transport: TensorTransport = "object_store", *, timeout: float = 60.0
+    ) -> None:
+        _ray_calls.require_ray(type(self).__name__)
+        check_tensor_transport(tensor_transport)
+        self.actor = remote_collector
+        self.tensor_transport = tensor_transport
+        self.timeout = check_timeout(timeout)
+        self._packer = Packer()
+        self._sent = 0
+        self._pending: tuple[Call, str] | None = None
+
+    def post(self, payload: Any) -> Call:
+        """Call the actor with weights in the object store, or with an announcement."""
+        if self.actor is None:
+            return Answered()
+        return _ray_calls.RayCall(self._invoke(payload), payload)
+
+    def call_with(self, reference: Any) -> Call:
+        """The same for actors that may call their argument otherwise."""
+        return _ray_calls.RayCall(self.actor.update_policy_weights_.remote(reference), reference)
+
+    def _invoke(self, payload: Any) -> Any:
+        return self.actor.update_policy_weights_.remote(policy_or_weights=payload)
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send a TensorDict or a dict, and wait until the actor has applied it. Raises WorkerDied, AckTimeout, the
+        actor's own exception."""
+        self.send_weights_async(model_id, weights)
+        self.wait_ack()
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Send; wait_ack() waits."""
+        if self.actor is not None:
+            self._sent += 1
+            payload = _ray_calls.put(self._packer.pack(weights, model_id, self._sent), self.tensor_transport)
+            self._pending = self.post(payload), model_id
+        else:
+            self._pending = Answered(), model_id
+
+    def wait_ack(self) -> None:
+        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
+        if self._pending is None:
+            raise RuntimeError("no send is pending; call send_weights_async() first")
+        (call, model_id), self._pending = self._pending, None
+        finish_alone(self, call, _ray_calls.wait, self.timeout, model_id)
+
+    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+        """None: actors get weights as an argument of a call."""
+        return None
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing: the call's return is the answer."""
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Nothing: wait_ack() waits for the call's return."""
+
+    def check_connection(self) -> bool:
+        """Is Ray running in this process?"""
+        return bool(_ray_calls.require_ray(type(self).__name__).is_initialized())
+
+
+def check_tensor_transport(tensor_transport: str) -> None:
+    """Raise ValueError for one that Ray does not have."""
+    if tensor_transport not in ("object_store", "nixl"):
+        raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
+
+
+class RayWeightSyncScheme(RemoteScheme):
+    """Weights go to actors of Ray: one object in the store for each send, whatever the number of actors.
+
+    Each actor has a method `update_policy_weights_(policy_or_weights)`, which gives what it gets to the receiver's
+    apply_weights(). What it gets are read-only views of the object store, or with fan_out="node" an announcement.
+
+    Args:
+        strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. Relays are actors.
+        tensor_transport: how Ray moves the weights, "object_store" or "nixl".
+    """
+
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        tensor_transport: TensorTransport = "object_store",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
+        check_tensor_transport(tensor_transport)
+        self.tensor_transport: TensorTransport = tensor_transport
+
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Prepare to send the model of this id.
+
+        Args:
+            context: gives `.remote_collectors` (actors), and perhaps `.num_workers` or `.num_collectors`. Held weakly.
+                Who is in that list at a send gets it: actors may join and leave.
+            **kwargs: `remote_collectors`, `num_workers` or `num_collectors`, `source_model` (or `model`) instead, or
+                beside it. A list is read again at each send too.
+
+        Raises ValueError for missing or contradictory ones, ImportError without Ray.
+        """
+        _ray_calls.require_ray(type(self).__name__)
+        super().init_on_sender(model_id, context, **kwargs)
+
+    def create_transport(self, pipe_or_context: Any) -> RayTransport:
+        """The transport to this actor."""
+        return RayTransport(pipe_or_context, self.tensor_transport, timeout=self.timeout)
+
+    def create_sender(self) -> RaySender:
+        """As in WeightSyncScheme."""
+        return RaySender(self)
+
+
+class RaySender(RemoteSender):
+    """Sends to actors."""
+
+    _scheme: RayWeightSyncScheme
+    _tensor_transport: str = "object_store"
+    _roster: Any = None  # a list of actors that the user keeps
+
+    def set_up(self, arguments: Arguments) -> None:
+        """As in RemoteSender."""
+        super().set_up(arguments)
+        self._tensor_transport = self._scheme.tensor_transport
+        roster = arguments.get("remote_collectors")
+        if roster is None:
+            raise ValueError("remote_collectors must be given, as remote_collectors= or by a context that has it")
+        for name in ("num_workers", "num_collectors"):
+            count = arguments.get(name)
+            if isinstance(count, int) and count != len(roster):
+                raise ValueError(
+                    f"{name} is {count} but there are {len(roster)} remote_collectors; give one actor for each"
+                )
+        if getattr(arguments.context, "remote_collectors", None) is not roster:
+            self._roster = roster
+        self._register_all(roster)
+
+    def _update_roster(self) -> None:
+        roster: Sequence[Any] | None = getattr(self._context, "remote_collectors", None)
+        roster = self._roster if roster is None else roster
+        if roster is not None:
+            self._register_all(roster)
+
+    def _register_all(self, roster: Sequence[Any]) -> None:
+        """One transport for each actor, the same one as long as it is in the list."""
+        if [transport.actor for transport in self._transports.values()] == list(roster):
+            return
+        known = {id(transport.actor): transport for transport in self._transports.values()}
+        self._transports = {}
+        for index, actor in enumerate(roster):
+            transport = known.get(id(actor)) if actor is not None else None
+            self._transports[index] = transport or self._scheme.create_transport(actor)
+
+    def _payload(self, parcel: Parcel) -> Any:
+        return _ray_calls.put(parcel, self._tensor_transport)
+
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        _ray_calls.wait(calls, seconds)
+
+    def _make_fan_out(self) -> FanOut:
+        return RayFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_roster": None}
+
+
+class RayRelay(Destination):
+    """A relay in an actor of its own, on one node."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def post(self, payload: Any) -> Call:
+        """Give it weights in the object store."""
+        return _ray_calls.RayCall(self.actor.publish.remote(payload), payload)
+
+
+class RayFanOut(FanOut):
+    """Relays are actors, which Ray starts on the node that is asked for."""
+
+    def home(self) -> Place:
+        """As in FanOut."""
+        return _ray_calls.place_of_actor()
+
+    def locate(self, worker: Destination) -> Call:
+        """As in FanOut."""
+        assert isinstance(worker, RayTransport)
+        if worker.actor is None:
+            return Answered(self.home())
+        return _ray_calls.RayCall(worker.actor.__ray_call__.remote(_ray_calls.place_of_actor))
+
+    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
+        """As in FanOut."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(site.node, soft=False)}
+        return RayRelay(ray.remote(Relay).options(**options).remote(self.options))
+
+    def close_relay(self, relay: Destination) -> None:
+        """As in FanOut."""
+        import ray
+
+        assert isinstance(relay, RayRelay)
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+                ray.wait([relay.actor.close.remote()], timeout=2.0)  # a killed one would leave its segment
+                ray.kill(relay.actor)

@@ -1,0 +1,96 @@
+"""Calls of Ray actors."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Collection
+from typing import Any
+
+from .._wire import Failure
+from ._calls import SLICE, Call, Failed, Gone
+from ._parcel import Parcel
+from ._place import Place, here
+
+
+def require_ray(user: str) -> Any:
+    """The ray package. Raises ImportError, naming the extra, when it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"{user} needs Ray, which is not installed; pip install 'shmsync[ray]'") from error
+    return ray
+
+
+class RayCall(Call):
+    """A call of an actor's method.
+
+    Args:
+        reference: what the call returned.
+        payload: the object reference that the call got; Ray keeps the object as long as somebody has it.
+    """
+
+    def __init__(self, reference: Any, payload: Any = None) -> None:
+        self.reference = reference
+        self.payload = payload
+        self._finished = False
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if not self._finished:
+            import ray
+
+            self._finished = bool(ray.wait([self.reference], timeout=0)[0])
+        return self._finished
+
+    def result(self) -> Any:
+        """As in Call."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+        try:
+            return ray.get(self.reference)
+        except RayTaskError as error:
+            raise Failed(failure_of(error)) from error
+        except RayError as error:
+            text = " ".join(str(error).split())
+            raise Gone(f"Ray: {text[:300]}", final=not isinstance(error, ActorUnavailableError)) from error
+
+
+def failure_of(error: Any) -> Failure:
+    """What an actor raised."""
+    cause = getattr(error, "cause", None)
+    cause = cause if isinstance(cause, BaseException) else RuntimeError(str(error))
+    summary = "".join(traceback.format_exception_only(type(cause), cause)).strip()
+    try:
+        packed: bytes | None = pickle.dumps(cause)
+        pickle.loads(packed)  # type: ignore[arg-type]
+    except Exception:  # an exception of a class that only the actor has
+        packed = None
+    return Failure(None, packed, summary, str(error))
+
+
+def wait(calls: Collection[Call], seconds: float) -> None:
+    """Until one of these calls is finished, but no longer than that."""
+    import ray
+
+    references = [call.reference for call in calls if isinstance(call, RayCall)]
+    if references:
+        ray.wait(references, num_returns=1, timeout=min(seconds, SLICE))
+
+
+def put(parcel: Parcel, tensor_transport: str) -> Any:
+    """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
+    import ray
+
+    if tensor_transport == "object_store":
+        # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
+        return ray.put(Parcel(parcel.label, parcel.buffer.numpy()))  # type: ignore[union-attr]
+    return ray.put(parcel.buffer, _tensor_transport=tensor_transport)
+
+
+def place_of_actor(_actor: Any = None) -> Place:
+    """Where the calling actor, or driver, runs; Ray's own nodes are the nodes."""
+    import ray
+
+    return here(node=ray.get_runtime_context().get_node_id())

@@ -1,0 +1,76 @@
+"""A relay: gets each update once for its node, and publishes it into an arena that the node's workers attach to."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from ..._arguments import deadline_after
+from ...errors import ProtocolError
+from .._arenas import ALL, Arenas
+from .._pipe_sender import write
+from ._parcel import Announcement, Stamp, stamp_of
+
+
+class RelayOptions(NamedTuple):
+    """Of the arenas that relays make."""
+
+    slots: int
+    readers: int
+    timeout: float
+
+
+class Relay:
+    """The publisher of one sender's models on one node."""
+
+    def __init__(self, options: RelayOptions) -> None:
+        self._readers = options.readers
+        self._timeout = options.timeout
+        self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
+        self._lock = threading.Lock()
+
+    def publish(self, weights: Any) -> Announcement:
+        """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and
+        ProtocolError for weights without a stamp."""
+        stamp = stamp_of(weights)
+        if stamp is None:
+            raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
+        return self.publish_as(stamp, weights)
+
+    def publish_as(self, stamp: Stamp, weights: Any) -> Announcement:
+        """The same for weights that this process has itself."""
+        with self._lock:
+            model_id, version = stamp.model_id, stamp.version
+            if self._arenas.version(model_id) < version:  # else this message came late, and there is newer
+                plan = self._arenas.plan(model_id, weights, [ALL], version, self._readers)
+                write([plan], version, deadline_after(None, self._timeout))
+            publisher = self._arenas.publisher(model_id, ALL)
+            return Announcement(stamp._replace(version=publisher.version), publisher.handle)
+
+    def close(self) -> None:
+        """End the arenas. Idempotent."""
+        self._arenas.close()
+
+
+_hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
+_hosted_lock = threading.Lock()
+
+
+def publish_here(options: RelayOptions, weights: Any) -> Announcement:
+    """Be the relay of this node: for workers that a sender has chosen among themselves."""
+    stamp = stamp_of(weights)
+    if stamp is None:
+        raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
+    with _hosted_lock:
+        for session, model_id in list(_hosted):
+            if model_id == stamp.model_id and session != stamp.session:  # of a trainer that was started again
+                _hosted.pop((session, model_id)).close()
+        relay = _hosted.setdefault((stamp.session, stamp.model_id), Relay(options))
+    return relay.publish(weights)
+
+
+def close_here(session: str) -> None:
+    """End what this process relays for a sender."""
+    with _hosted_lock:
+        for key in [key for key in _hosted if key[0] == session]:
+            _hosted.pop(key).close()

@@ -1,0 +1,274 @@
+"""Weights for workers of torch.distributed.rpc."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ..._arguments import check_timeout
+from ...errors import ProtocolError
+from .._context import Arguments
+from .._wire import Failure
+from . import _relay
+from ._calls import Answered, Call, Destination, Failed, Gone
+from ._fan_out import FanOut, Site
+from ._parcel import Packer
+from ._place import here
+from ._relay import RelayOptions
+from ._sender import RemoteScheme, RemoteSender, finish_alone
+
+_ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
+_news = threading.Condition()  # some call of this process was answered
+
+
+class RPCCall(Call):
+    """A remote procedure call under way."""
+
+    def __init__(self, to: Any, function: Any, args: tuple[Any, ...]) -> None:
+        from torch.distributed import rpc
+
+        self.payload = args
+        try:
+            # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
+            self._future = rpc.rpc_async(to, function, args=args, timeout=0)
+        except RuntimeError as error:
+            raise Gone(_short(error)) from error
+        self._future.add_done_callback(_notify)
+
+    def finished(self) -> bool:
+        """As in Call."""
+        return bool(self._future.done())
+
+    def result(self) -> Any:
+        """As in Call."""
+        try:
+            return self._future.wait()
+        except Exception as error:
+            text = str(error)
+            if not text.startswith("On WorkerInfo("):  # how torch marks what the other side raised
+                raise Gone(_short(error)) from error
+            failure = Failure.of(error, None)
+            raise Failed(failure._replace(trace=text)) from error
+
+
+def _notify(_future: Any) -> None:
+    with _news:
+        _news.notify_all()
+
+
+def _short(error: BaseException) -> str:
+    return f"RPC: {' '.join(str(error).split())[:200]}"
+
+
+def wait(calls: Collection[Call], seconds: float) -> None:
+    """Until one of these calls is finished, but no longer than that."""
+    with _news:
+        if not any(call.finished() for call in calls):
+            _news.wait(seconds)
+
+
+def check_agent(user: str) -> None:
+    """Raise ProtocolError when this process has no RPC agent."""
+    from torch.distributed import rpc
+
+    if not rpc.api._is_current_rpc_agent_set():
+        raise ProtocolError(f"{user} needs torch.distributed.rpc; call rpc.init_rpc() before you send")
+
+
+class RPCTransport(Destination):
+    """Reaches one object of an RPC worker.
+
+    Args:
+        collector_info: the worker: its WorkerInfo or its name. None: every call does nothing.
+        collector_rref: a reference to the object. None: every call does nothing.
+        collector_class: its class; `collector_class.update_policy_weights_(collector_rref, weights)` runs on the
+            worker.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
+    """
+
+    def __init__(
+        self,
+        collector_info: Any = None,
+        collector_rref: Any = None,
+        collector_class: Any = None,
+        *,
+        timeout: float = 60.0,
+    ) -> None:
+        self.info = collector_info
+        self.rref = collector_rref
+        self.collector_class = collector_class
+        self.timeout = check_timeout(timeout)
+        self._packer = Packer()
+        self._sent = 0
+        self._pending: tuple[Call, str] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Is there somebody to send to?"""
+        return self.info is not None and self.rref is not None
+
+    def post(self, payload: Any) -> Call:
+        """Call the worker's method with a parcel or an announcement."""
+        if not self.connected:
+            return Answered()
+        return RPCCall(self.info, self.collector_class.update_policy_weights_, (self.rref, payload))
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send a TensorDict or a dict, and wait until the worker has applied it. Raises WorkerDied, AckTimeout, the
+        worker's own exception."""
+        self.send_weights_async(model_id, weights)
+        self.wait_ack()
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Send; wait_ack() waits."""
+        if self.connected:
+            self._sent += 1
+            self._pending = self.post(self._packer.pack(weights, model_id, self._sent)), model_id
+        else:
+            self._pending = Answered(), model_id
+
+    def wait_ack(self) -> None:
+        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
+        if self._pending is None:
+            raise RuntimeError("no send is pending; call send_weights_async() first")
+        (call, model_id), self._pending = self._pending, None
+        finish_alone(self, call, wait, self.timeout, model_id)
+
+    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+        """None: workers get weights as an argument of a call."""
+        return None
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing: the call's return is the answer."""
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Nothing: wait_ack() waits for the call's return."""
+
+    def check_connection(self) -> bool:
+        """Does this process have an RPC agent?"""
+        from torch.distributed import rpc
+
+        return bool(rpc.api._is_current_rpc_agent_set())
+
+
+class RPCWeightSyncScheme(RemoteScheme):
+    """Weights go to RPC workers, as an argument of `update_policy_weights_(rref, weights)` of a class of the user's,
+    which gives them to the receiver's apply_weights().
+
+    Args:
+        strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. The relay of a node is one of its workers.
+    """
+
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Prepare to send the model of this id.
+
+        Args:
+            context: gives `.collector_infos`, `.collector_rrefs` (lists, which are read again at each send) and
+                `.collector_class`. Held weakly.
+            **kwargs: the same names, and `model` (or `source_model`), instead or beside it.
+
+        Raises ValueError for missing or contradictory ones.
+        """
+        super().init_on_sender(model_id, context, **kwargs)
+
+    def create_transport(self, pipe_or_context: Any) -> RPCTransport:
+        """The transport to a worker, given as (info, rref, class)."""
+        triple = pipe_or_context if isinstance(pipe_or_context, tuple) else (pipe_or_context,)
+        if len(triple) not in (1, 3):
+            raise ValueError(f"an RPC worker is given as (info, rref, class), not as {len(triple)} things")
+        return RPCTransport(*triple, timeout=self.timeout)
+
+    def create_sender(self) -> RPCSender:
+        """As in WeightSyncScheme."""
+        return RPCSender(self)
+
+
+class RPCSender(RemoteSender):
+    """Sends to RPC workers."""
+
+    _scheme: RPCWeightSyncScheme
+    _roster: Any = None
+
+    def set_up(self, arguments: Arguments) -> None:
+        """As in RemoteSender."""
+        super().set_up(arguments)
+        infos, rrefs, _ = given = [arguments.needed(name) for name in _ROSTER]
+        count = arguments.get("num_workers")
+        if len(infos) != len(rrefs) or (isinstance(count, int) and count != len(infos)):
+            raise ValueError(
+                f"there are {len(infos)} collector_infos, {len(rrefs)} collector_rrefs and num_workers={count}; give "
+                "one of each for each worker"
+            )
+        self._roster = given
+        self._register_all(*given)
+
+    def _update_roster(self) -> None:
+        roster = [getattr(self._context, name, None) for name in _ROSTER]
+        roster = self._roster if None in roster else roster
+        if roster is not None:
+            self._register_all(*roster)
+
+    def _register_all(self, infos: Sequence[Any], rrefs: Sequence[Any], collector_class: Any) -> None:
+        known = {id(transport.rref): transport for transport in self._transports.values()}
+        self._transports = {
+            index: known.get(id(rref)) or self._scheme.create_transport((info, rref, collector_class))
+            for index, (info, rref) in enumerate(zip(infos, rrefs, strict=False))
+        }
+
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        wait(calls, seconds)
+
+    def _make_fan_out(self) -> FanOut:
+        return RPCFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout), self._packer.session)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_roster": None}
+
+
+class RPCRelay(Destination):
+    """A relay inside one of the node's workers."""
+
+    def __init__(self, host: RPCTransport, options: RelayOptions) -> None:
+        self.host = host
+        self.options = options
+
+    def post(self, payload: Any) -> Call:
+        """Give it a parcel."""
+        return RPCCall(self.host.info, _relay.publish_here, (self.options, payload))
+
+
+class RPCFanOut(FanOut):
+    """The relay of a node is the first of its workers that lives."""
+
+    def __init__(self, options: RelayOptions, session: str) -> None:
+        super().__init__(options)
+        self._session = session
+
+    def locate(self, worker: Destination) -> Call:
+        """As in FanOut."""
+        assert isinstance(worker, RPCTransport)
+        return RPCCall(worker.info, here, ()) if worker.connected else Answered(here())
+
+    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
+        """As in FanOut."""
+        first = members[min(members)]
+        assert isinstance(first, RPCTransport)
+        return RPCRelay(first, self.options)
+
+    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
+        """As in FanOut."""
+        assert isinstance(relay, RPCRelay)
+        return next((index for index, member in members.items() if member is relay.host), None)
+
+    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
+        """As in FanOut."""
+        return self.host_of(relay, members) is not None
+
+    def close_relay(self, relay: Destination) -> None:
+        """As in FanOut."""
+        from torch.distributed import rpc
+
+        assert isinstance(relay, RPCRelay)
+        if rpc.api._is_current_rpc_agent_set() and not relay.host.reported:
+            RPCCall(relay.host.info, _relay.close_here, (self._session,))

@@ -1,0 +1,175 @@
+"""The sender of a scheme whose workers may be on other machines, and what those schemes have in common."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from ..._arguments import check_timeout, deadline_after
+from ...errors import WorkerDied
+from ...strategy import Form
+from ...subscriber import Consistency
+from .._base import WeightSyncScheme
+from .._context import Arguments
+from .._exchange import Outcome
+from .._sender import WeightSender
+from ._calls import Call, Delivery, Destination
+from ._fan_out import FanOut, check_whole_nodes, find_places, sites_of
+from ._parcel import Packer, Parcel, Stamp
+from ._receiver import RemoteReceiver
+
+_HINT = "its process may be stopped, or busy with a call that came before"
+
+
+class RemoteScheme(WeightSyncScheme):
+    """What the schemes for several machines have in common.
+
+    Args:
+        strategy: the form in which weights travel, "state_dict" or "tensordict".
+        fan_out: None: each worker gets the weights by itself, and copies them into its model. "node": one copy goes to
+            each node; a relay publishes it into an arena there, to which all of the node's workers attach.
+        slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
+        timeout: default of a send, in seconds; math.inf waits for ever.
+    """
+
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(strategy)
+        if fan_out not in (None, "node"):
+            raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
+        self.fan_out = fan_out
+        self.slots = slots
+        self.consistency: Consistency = consistency
+        self.timeout = check_timeout(timeout)
+
+    def create_receiver(self) -> RemoteReceiver:
+        """As in WeightSyncScheme."""
+        return RemoteReceiver(self)
+
+    def shutdown(self) -> None:
+        """As in WeightSyncScheme."""
+        if isinstance(self._sender, RemoteSender):
+            self._sender.close()
+        if isinstance(self._receiver, RemoteReceiver):
+            self._receiver.close()
+
+
+class RemoteSender(WeightSender):
+    """Sends to all workers at once, and waits for all of them with one deadline.
+
+    send() also takes in who joined and who left since the last one, where the scheme can see that.
+    """
+
+    _scheme: RemoteScheme
+
+    def __init__(self, scheme: RemoteScheme) -> None:
+        super().__init__(scheme)
+        self._start()
+
+    def _start(self) -> None:
+        self._packer = Packer()
+        self._fan_out: FanOut | None = None
+        if self._scheme.fan_out == "node":
+            self._fan_out = self._make_fan_out()
+            weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, whoever forgets shutdown()
+
+    def set_up(self, arguments: Arguments) -> None:
+        """What init_on_sender() got. For the scheme."""
+        self._model = next((m for name in ("model", "source_model") if (m := arguments.get(name)) is not None), None)
+
+    def is_dead(self, worker_idx: int) -> bool:
+        """As in WeightSender."""
+        return bool(self._transports[worker_idx].reported)
+
+    def close(self) -> None:
+        """End the relays and their arenas. Idempotent."""
+        if self._fan_out is not None:
+            self._fan_out.close()
+
+    # What the kinds of transports do differently.
+
+    def _update_roster(self) -> None:
+        """Take in who joined and who left."""
+
+    def _payload(self, parcel: Parcel) -> Any:
+        """What is posted to each destination."""
+        return parcel
+
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        """Until one of these calls is finished, but no longer than that."""
+        raise NotImplementedError
+
+    def _make_fan_out(self) -> FanOut:
+        """Relays of this kind."""
+        raise NotImplementedError
+
+    # The send.
+
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        self._update_roster()
+        return super()._chosen(worker_ids)
+
+    def _post(self, weights: Any, workers: list[int], deadline: float) -> Delivery:
+        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        if workers and not alive:
+            raise WorkerDied(
+                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start them again and register them anew",
+                missing=workers,
+            )
+        prepared = self._prepared(weights)
+        delivery = Delivery(self._wait, Outcome(_HINT))
+        if self._fan_out is not None:
+            self._post_by_node(self._fan_out, delivery, prepared, alive, deadline)
+            return delivery
+        parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
+        self._version += 1
+        if alive:
+            payload = self._payload(parcel)
+            for index, transport in alive.items():
+                delivery.ask(index, transport, partial(transport.post, payload))
+        return delivery
+
+    def _post_by_node(
+        self, fan_out: FanOut, delivery: Delivery, weights: Any, workers: dict[int, Any], deadline: float
+    ) -> None:
+        everybody = {index: each for index, each in self._transports.items() if not each.reported}
+        find_places(fan_out, delivery, workers, deadline)
+        if workers.keys() != everybody.keys():
+            find_places(fan_out, Delivery(self._wait, Outcome(_HINT)), everybody, deadline)
+            check_whole_nodes(workers, everybody)
+        stamp = Stamp(self._packer.session, self._model_id, self._version + 1)
+        fan_out.deliver(delivery, self._packer, self._payload, stamp, weights, sites_of(workers))
+        self._version += 1
+
+    def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:
+        posted.finish(deadline).check(f"version {self._version} of {self._model_id!r}", self._version)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return deadline_after(timeout, self._scheme.timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_packer")
+        state.pop("_fan_out")
+        return {**state, "_version": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+
+def finish_alone(transport: Destination, call: Call, wait: Any, timeout: float, model_id: str) -> None:
+    """Wait for the answer to what a transport posted by itself, and raise as a send does."""
+    delivery = Delivery(wait, Outcome(_HINT))
+    delivery.ask(0, transport, lambda: call)
+    delivery.finish(deadline_after(None, timeout)).check(f"the weights of {model_id!r}", None)
