@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -33,6 +34,24 @@ class Subscriptions:
         subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         earlier = self._subscribers.pop(model_id, None)
         self._bound.pop(model_id, None)
+        self._subscribers[model_id] = subscriber
+        if earlier is not None:
+            earlier.close()
+
+    def switch(self, model_id: str, handle: Handle, worker: int | None, model: Any) -> None:
+        """The same, and let the model use the new arena; if it cannot, all stays as it was. Other threads may use the
+        model: no forward runs while its parameters move."""
+        earlier = self._subscribers.get(model_id)
+        subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
+        try:
+            with contextlib.nullcontext() if earlier is None else earlier._exclusive():
+                if isinstance(model, nn.Module):
+                    subscriber.bind(model)
+                    self._bound[model_id] = weakref.ref(model)
+        except BaseException:
+            subscriber.close()
+            raise
+        self._handles[model_id] = handle, worker
         self._subscribers[model_id] = subscriber
         if earlier is not None:
             earlier.close()

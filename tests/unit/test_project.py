@@ -35,6 +35,16 @@ LAYERS = [
     {"schemes._arenas", "schemes._mp", "schemes._none", "schemes._route"},
     {"schemes._shared_transport", "schemes._together"},
     {"schemes._shared"},
+    # schemes for several machines: what travels; how it is waited for; relays; the kinds of transports
+    {"schemes.remote._place", "schemes.remote._parcel"},
+    {"schemes.remote._calls", "schemes.remote._relay", "schemes.remote._receiver"},
+    {"schemes.remote._fan_out", "schemes.remote._transport"},
+    {"schemes.remote._sender"},
+    {"schemes.remote._ray_calls", "schemes.remote._lifeline", "schemes.remote._mailbox", "schemes.remote._transfers"},
+    {"schemes.remote._mail_calls", "schemes.remote._ray", "schemes.remote._rpc"},
+    {"schemes.remote._distributed", "schemes.remote._ray_module", "schemes.remote._updaters"},
+    {"schemes.remote._distributed_scheme"},
+    {"schemes.remote.__init__"},
     {"schemes.__init__"},
     {"collectors._spaces", "collectors._buffers"},
     {"collectors._rollout", "collectors._checks"},
@@ -77,12 +87,12 @@ def imports_of(path: Path) -> set[str]:
             for name in names:
                 module = ".".join([*base, *name.split(".")])
                 found.add("__init__" if name == "__version__" else module)
-    packages = {"schemes", "collectors", "integrations", "integrations.torchrl"}
+    packages = {"schemes", "schemes.remote", "collectors", "integrations", "integrations.torchrl"}
     return {f"{name}.__init__" if name in packages else name for name in found if not name.startswith("examples")}
 
 
 def test_imports_point_down():
-    folders = (".", "schemes", "collectors", "integrations", "integrations/torchrl")
+    folders = (".", "schemes", "schemes/remote", "collectors", "integrations", "integrations/torchrl")
     paths = [path for folder in folders for path in (PACKAGE / folder).glob("*.py")]
     modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): imports_of(path) for path in paths}
     assert set(modules) | {"_native"} == set(LEVEL), "a new module needs a layer"
@@ -141,3 +151,20 @@ def test_another_system_is_refused_in_one_sentence():
     program = "import sys; sys.platform = 'darwin'; import shmsync"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1].startswith("ImportError: shmsync runs on Linux only")
+
+
+def test_importing_pulls_in_nothing_optional():
+    program = (
+        "import sys, torch, tensordict; before = set(sys.modules); import shmsync; "
+        "print([m for m in ('ray', 'torchrl', 'gymnasium', 'torch.distributed.rpc') "
+        "if m in set(sys.modules) - before], [m for m in sys.modules if m.startswith('shmsync.schemes.remote')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "[] []"
+
+
+def test_schemes_for_several_machines_are_found_in_both_places():
+    for name in ("RayWeightSyncScheme", "RPCTransport", "DistributedWeightSyncScheme", "WeightUpdaterBase"):
+        assert getattr(shmsync, name) is getattr(shmsync.schemes, name)
+    assert not hasattr(shmsync, "NoSuchScheme")
+    assert not hasattr(shmsync.schemes, "NoSuchScheme")

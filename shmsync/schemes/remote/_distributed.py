@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from ..._arguments import check_timeout
-from ...errors import ProtocolError
+from ...errors import ProtocolError, WriterDied
 from ...manifest import fingerprint
 from ...strategy import WeightStrategy
 from .._wire import Failure
 from . import _mailbox
-from ._calls import Answered, Call, Destination, sleeping
+from ._calls import Answered, Call, sleeping
 from ._lifeline import Lifeline, Listener
 from ._mail_calls import MailCall
 from ._mailbox import Mailbox
-from ._parcel import Announcement, Label, Packer, Stamp, unpack
+from ._parcel import Announcement, Label, Stamp, unpack
 from ._place import here
 from ._relay import RelayOptions, publish_here
-from ._sender import finish_alone
 from ._transfers import Transfer, irecv, isend, my_rank, received, tag_of
+from ._transport import RemoteTransport
 
 _STRATEGY = WeightStrategy()
 
 
-class DistributedTransport(Destination):
+class DistributedTransport(RemoteTransport):
     """Reaches one rank, or in that rank's process the sender, whichever it is used as first.
 
     Args:
@@ -48,16 +49,13 @@ class DistributedTransport(Destination):
         sync: bool = True,
         timeout: float = 60.0,
     ) -> None:
+        super().__init__(timeout)
         self.weights_buffer = weights_buffer
         self.store = store
         self.rank = rank
         self.sync = sync
-        self.timeout = check_timeout(timeout)
         self.mailbox = None if store is None or rank is None else Mailbox(store, rank)
         # The sender's side.
-        self._packer = Packer()
-        self._sent = 0
-        self._pending: tuple[Call, str] | None = None
         self._layout: str | None = None  # the manifest that the store has
         self._lifeline: Lifeline | None = None
         # The worker's side.
@@ -98,26 +96,13 @@ class DistributedTransport(Destination):
             self._lifeline = Lifeline(*introduced)
         return self._lifeline
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send a TensorDict or a dict, and wait until the worker has answered. Raises WorkerDied, AckTimeout, the
-        worker's own exception, RuntimeError for an answer that is none."""
-        self.send_weights_async(model_id, weights)
-        self.wait_ack()
+    @property
+    def connected(self) -> bool:
+        """As in RemoteTransport."""
+        return self.mailbox is not None
 
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send; wait_ack() waits."""
-        if self.mailbox is None:
-            self._pending = Answered(), model_id
-            return
-        self._sent += 1
-        self._pending = self.post(self._packer.pack(weights, model_id, self._sent)), model_id
-
-    def wait_ack(self) -> None:
-        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
-        if self._pending is None:
-            raise RuntimeError("no send is pending; call send_weights_async() first")
-        (call, model_id), self._pending = self._pending, None
-        finish_alone(self, call, sleeping, self.timeout, model_id)
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        sleeping(calls, seconds)
 
     def send_initial_weights(self, weights: Any) -> None:
         """Send without the store, for a worker that is in receive_initial_weights()."""
@@ -165,8 +150,8 @@ class DistributedTransport(Destination):
         received = self._unpack(message)
         if isinstance(received, Announcement):
             raise ProtocolError(
-                'these weights were sent with fan_out="node"; receive them with the receiver of the scheme, which binds '
-                "the model to shared memory"
+                'these weights were sent with fan_out="node"; receive them with the receiver of a scheme, which '
+                "binds the model to shared memory"
             )
         target = self.weights_buffer if weights is None else weights
         for destination in (target, model):
@@ -181,6 +166,12 @@ class DistributedTransport(Destination):
 
     def _next_message(self, deadline: float) -> dict[str, Any] | None:
         """The next one whose bytes are there too."""
+        try:
+            return self._next(deadline)
+        except torch.distributed.DistError as error:
+            raise WriterDied(f"the store cannot be reached any more: {str(error)[:200]}") from error
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
         assert self.mailbox is not None
         self.introduce()
         while True:

@@ -82,22 +82,25 @@ class FanOut:
         stamp: Stamp,
         weights: Any,
         sites: Mapping[Site, Mapping[int, Destination]],
+        accept: Callable[[], None],
+        deadline: float,
     ) -> None:
         """Start sending to whole nodes. Raises what Publisher.publish() raises on the sender's own node, before
-        anything left it."""
+        anything left it; `accept` is called when nothing of that kind can happen any more."""
         home = Site.of(self.home())
         far = {site: members for site, members in sites.items() if site != home}
-        parcel = packer.pack(weights, stamp.model_id, stamp.version) if far else None
+        payload = payload_of(packer.pack(weights, stamp.model_id, stamp.version)) if far else None
+        announcement = None
         if home in sites:
             if self._local is None:
                 self._local = Relay(self.options)
-            announcement = self._local.publish_as(stamp, weights)
+            announcement = self._local.publish_as(stamp, weights, deadline)
+        accept()
+        if announcement is not None:
             self._announce(delivery, sites[home], announcement)
-        if parcel is not None:
-            payload = payload_of(parcel)
-            for site, members in far.items():
-                delivery.unreached.update(members)
-                self._relay(delivery, site, members, payload, restarts=1)
+        for site, members in far.items():
+            delivery.unreached.update(members)
+            self._relay(delivery, site, members, payload, restarts=1)
 
     def _relay(
         self, delivery: Delivery, site: Site, members: Mapping[int, Destination], payload: Any, *, restarts: int

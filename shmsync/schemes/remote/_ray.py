@@ -6,22 +6,22 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from ..._arguments import check_timeout
 from ...strategy import Form
 from ...subscriber import Consistency
 from .._context import Arguments
 from . import _ray_calls
 from ._calls import Answered, Call, Destination
 from ._fan_out import FanOut, Site
-from ._parcel import Packer, Parcel
+from ._parcel import Parcel
 from ._place import Place
 from ._relay import Relay, RelayOptions
-from ._sender import RemoteScheme, RemoteSender, finish_alone
+from ._sender import RemoteScheme, RemoteSender
+from ._transport import RemoteTransport
 
 TensorTransport = Literal["object_store", "nixl"]
 
 
-class RayTransport(Destination):
+class RayTransport(RemoteTransport):
     """Reaches one actor through Ray's object store.
 
     Args:
@@ -39,10 +39,7 @@ class RayTransport(Destination):
         check_tensor_transport(tensor_transport)
         self.actor = remote_collector
         self.tensor_transport = tensor_transport
-        self.timeout = check_timeout(timeout)
-        self._packer = Packer()
-        self._sent = 0
-        self._pending: tuple[Call, str] | None = None
+        super().__init__(timeout)
 
     def post(self, payload: Any) -> Call:
         """Call the actor with weights in the object store, or with an announcement."""
@@ -57,37 +54,16 @@ class RayTransport(Destination):
     def _invoke(self, payload: Any) -> Any:
         return self.actor.update_policy_weights_.remote(policy_or_weights=payload)
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send a TensorDict or a dict, and wait until the actor has applied it. Raises WorkerDied, AckTimeout, the
-        actor's own exception."""
-        self.send_weights_async(model_id, weights)
-        self.wait_ack()
+    @property
+    def connected(self) -> bool:
+        """As in RemoteTransport."""
+        return self.actor is not None
 
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send; wait_ack() waits."""
-        if self.actor is not None:
-            self._sent += 1
-            payload = _ray_calls.put(self._packer.pack(weights, model_id, self._sent), self.tensor_transport)
-            self._pending = self.post(payload), model_id
-        else:
-            self._pending = Answered(), model_id
+    def _payload(self, parcel: Parcel) -> Any:
+        return _ray_calls.put(parcel, self.tensor_transport)
 
-    def wait_ack(self) -> None:
-        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
-        if self._pending is None:
-            raise RuntimeError("no send is pending; call send_weights_async() first")
-        (call, model_id), self._pending = self._pending, None
-        finish_alone(self, call, _ray_calls.wait, self.timeout, model_id)
-
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """None: actors get weights as an argument of a call."""
-        return None
-
-    def send_ack(self, message: str = "updated") -> None:
-        """Nothing: the call's return is the answer."""
-
-    def check_ack(self, message: str = "updated") -> None:
-        """Nothing: wait_ack() waits for the call's return."""
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        _ray_calls.wait(calls, seconds)
 
     def check_connection(self) -> bool:
         """Is Ray running in this process?"""

@@ -31,6 +31,7 @@ class RemoteReceiver(WeightReceiver):
         self._start()
 
     def _start(self) -> None:
+        self._applying = threading.Lock()
         self._changed = threading.Condition()
         self._has_news = False
         self._handle: Any = None
@@ -58,7 +59,7 @@ class RemoteReceiver(WeightReceiver):
         Raises ManifestMismatch, the errors of Subscriber; ProtocolError for plain weights after the model was bound.
         """
         stamp = stamp_of(weights)
-        with self._changed:
+        with self._applying:
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
@@ -70,6 +71,7 @@ class RemoteReceiver(WeightReceiver):
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known
             self._version = stamp.version if stamp else self._version + 1
+        with self._changed:
             self._has_news = True
             self._changed.notify_all()
 
@@ -94,7 +96,7 @@ class RemoteReceiver(WeightReceiver):
 
     def _use_arena(self, announcement: Announcement, model: Any) -> None:
         if self._handle != announcement.handle:  # the first, or of a relay that took another's place
-            self.subscriptions.join(self._model_id, announcement.handle, self._worker)
+            self.subscriptions.switch(self._model_id, announcement.handle, self._worker, model)
             self._handle = announcement.handle
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
 
@@ -107,7 +109,7 @@ class RemoteReceiver(WeightReceiver):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_changed", "_handle", "subscriptions"):
+        for name in ("_applying", "_changed", "_handle", "subscriptions"):
             state.pop(name)
         return state
 

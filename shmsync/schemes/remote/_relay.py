@@ -35,15 +35,15 @@ class Relay:
         stamp = stamp_of(weights)
         if stamp is None:
             raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
-        return self.publish_as(stamp, weights)
+        return self.publish_as(stamp, weights, deadline_after(None, self._timeout))
 
-    def publish_as(self, stamp: Stamp, weights: Any) -> Announcement:
+    def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
         """The same for weights that this process has itself."""
         with self._lock:
             model_id, version = stamp.model_id, stamp.version
             if self._arenas.version(model_id) < version:  # else this message came late, and there is newer
                 plan = self._arenas.plan(model_id, weights, [ALL], version, self._readers)
-                write([plan], version, deadline_after(None, self._timeout))
+                write([plan], version, deadline)
             publisher = self._arenas.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)
 

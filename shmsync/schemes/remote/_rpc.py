@@ -6,17 +6,16 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..._arguments import check_timeout
 from ...errors import ProtocolError
 from .._context import Arguments
 from .._wire import Failure
 from . import _relay
 from ._calls import Answered, Call, Destination, Failed, Gone
 from ._fan_out import FanOut, Site
-from ._parcel import Packer
 from ._place import here
 from ._relay import RelayOptions
-from ._sender import RemoteScheme, RemoteSender, finish_alone
+from ._sender import RemoteScheme, RemoteSender
+from ._transport import RemoteTransport
 
 _ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
 _news = threading.Condition()  # some call of this process was answered
@@ -29,6 +28,8 @@ class RPCCall(Call):
         from torch.distributed import rpc
 
         self.payload = args
+        if not has_agent():
+            raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
             self._future = rpc.rpc_async(to, function, args=args, timeout=0)
@@ -68,15 +69,14 @@ def wait(calls: Collection[Call], seconds: float) -> None:
             _news.wait(seconds)
 
 
-def check_agent(user: str) -> None:
-    """Raise ProtocolError when this process has no RPC agent."""
+def has_agent() -> bool:
+    """Can this process make remote calls?"""
     from torch.distributed import rpc
 
-    if not rpc.api._is_current_rpc_agent_set():
-        raise ProtocolError(f"{user} needs torch.distributed.rpc; call rpc.init_rpc() before you send")
+    return bool(rpc.api._is_current_rpc_agent_set())
 
 
-class RPCTransport(Destination):
+class RPCTransport(RemoteTransport):
     """Reaches one object of an RPC worker.
 
     Args:
@@ -95,17 +95,14 @@ class RPCTransport(Destination):
         *,
         timeout: float = 60.0,
     ) -> None:
+        super().__init__(timeout)
         self.info = collector_info
         self.rref = collector_rref
         self.collector_class = collector_class
-        self.timeout = check_timeout(timeout)
-        self._packer = Packer()
-        self._sent = 0
-        self._pending: tuple[Call, str] | None = None
 
     @property
     def connected(self) -> bool:
-        """Is there somebody to send to?"""
+        """As in RemoteTransport."""
         return self.info is not None and self.rref is not None
 
     def post(self, payload: Any) -> Call:
@@ -114,42 +111,12 @@ class RPCTransport(Destination):
             return Answered()
         return RPCCall(self.info, self.collector_class.update_policy_weights_, (self.rref, payload))
 
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send a TensorDict or a dict, and wait until the worker has applied it. Raises WorkerDied, AckTimeout, the
-        worker's own exception."""
-        self.send_weights_async(model_id, weights)
-        self.wait_ack()
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send; wait_ack() waits."""
-        if self.connected:
-            self._sent += 1
-            self._pending = self.post(self._packer.pack(weights, model_id, self._sent)), model_id
-        else:
-            self._pending = Answered(), model_id
-
-    def wait_ack(self) -> None:
-        """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
-        if self._pending is None:
-            raise RuntimeError("no send is pending; call send_weights_async() first")
-        (call, model_id), self._pending = self._pending, None
-        finish_alone(self, call, wait, self.timeout, model_id)
-
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """None: workers get weights as an argument of a call."""
-        return None
-
-    def send_ack(self, message: str = "updated") -> None:
-        """Nothing: the call's return is the answer."""
-
-    def check_ack(self, message: str = "updated") -> None:
-        """Nothing: wait_ack() waits for the call's return."""
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        wait(calls, seconds)
 
     def check_connection(self) -> bool:
         """Does this process have an RPC agent?"""
-        from torch.distributed import rpc
-
-        return bool(rpc.api._is_current_rpc_agent_set())
+        return has_agent()
 
 
 class RPCWeightSyncScheme(RemoteScheme):
@@ -267,8 +234,6 @@ class RPCFanOut(FanOut):
 
     def close_relay(self, relay: Destination) -> None:
         """As in FanOut."""
-        from torch.distributed import rpc
-
         assert isinstance(relay, RPCRelay)
-        if rpc.api._is_current_rpc_agent_set() and not relay.host.reported:
+        if has_agent() and not relay.host.reported:
             RPCCall(relay.host.info, _relay.close_here, (self._session,))

@@ -15,12 +15,10 @@ from .._base import WeightSyncScheme
 from .._context import Arguments
 from .._exchange import Outcome
 from .._sender import WeightSender
-from ._calls import Call, Delivery, Destination
+from ._calls import HINT, Call, Delivery
 from ._fan_out import FanOut, check_whole_nodes, find_places, sites_of
 from ._parcel import Packer, Parcel, Stamp
 from ._receiver import RemoteReceiver
-
-_HINT = "its process may be stopped, or busy with a call that came before"
 
 
 class RemoteScheme(WeightSyncScheme):
@@ -127,16 +125,15 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         prepared = self._prepared(weights)
-        delivery = Delivery(self._wait, Outcome(_HINT))
+        delivery = Delivery(self._wait, Outcome(HINT))
         if self._fan_out is not None:
             self._post_by_node(self._fan_out, delivery, prepared, alive, deadline)
             return delivery
         parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
+        payload = self._payload(parcel) if alive else None
         self._version += 1
-        if alive:
-            payload = self._payload(parcel)
-            for index, transport in alive.items():
-                delivery.ask(index, transport, partial(transport.post, payload))
+        for index, transport in alive.items():
+            delivery.ask(index, transport, partial(transport.post, payload))
         return delivery
 
     def _post_by_node(
@@ -145,11 +142,15 @@ class RemoteSender(WeightSender):
         everybody = {index: each for index, each in self._transports.items() if not each.reported}
         find_places(fan_out, delivery, workers, deadline)
         if workers.keys() != everybody.keys():
-            find_places(fan_out, Delivery(self._wait, Outcome(_HINT)), everybody, deadline)
+            find_places(fan_out, Delivery(self._wait, Outcome(HINT)), everybody, deadline)
             check_whole_nodes(workers, everybody)
         stamp = Stamp(self._packer.session, self._model_id, self._version + 1)
-        fan_out.deliver(delivery, self._packer, self._payload, stamp, weights, sites_of(workers))
-        self._version += 1
+
+        def accept() -> None:
+            self._version = stamp.version
+
+        sites = sites_of(workers)
+        fan_out.deliver(delivery, self._packer, self._payload, stamp, weights, sites, accept, deadline)
 
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:
         posted.finish(deadline).check(f"version {self._version} of {self._model_id!r}", self._version)
@@ -166,10 +167,3 @@ class RemoteSender(WeightSender):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
-
-
-def finish_alone(transport: Destination, call: Call, wait: Any, timeout: float, model_id: str) -> None:
-    """Wait for the answer to what a transport posted by itself, and raise as a send does."""
-    delivery = Delivery(wait, Outcome(_HINT))
-    delivery.ask(0, transport, lambda: call)
-    delivery.finish(deadline_after(None, timeout)).check(f"the weights of {model_id!r}", None)
