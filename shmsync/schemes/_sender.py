@@ -20,6 +20,8 @@ class WeightSender:
     This one speaks to any transport, one worker after the other; the senders of pipe schemes speak to all at once.
     """
 
+    _sends = True  # False: its workers keep the weights they came with
+
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
         self._strategy = WeightStrategy(scheme.strategy)

@@ -144,8 +144,13 @@ def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
             raise ValueError(
                 f"send_together() takes senders or schemes and their weights, not a {type(sender).__name__}"
             )
+        if not sender._sends:
+            continue  # its workers keep what they have
         if not isinstance(sender, PipeSender):
-            continue  # NoWeightSyncScheme: its workers keep what they have
+            raise ValueError(
+                f"send_together() reaches workers over pipes, and {sender.model_id!r} is sent by a "
+                f"{type(sender._scheme).__name__}; send it by itself"
+            )
         if isinstance(key, str) and key != sender.model_id:
             raise ValueError(f"the sender given for {key!r} sends {sender.model_id!r}")
         pairs.append((sender, weights))

@@ -18,7 +18,6 @@ from ._distributed import DistributedTransport
 from ._fan_out import FanOut, Site
 from ._mail_calls import PlaceCall
 from ._receiver import RemoteReceiver
-from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 
 
@@ -130,7 +129,7 @@ class DistributedSender(RemoteSender):
         sleeping(calls, seconds)
 
     def _make_fan_out(self) -> FanOut:
-        return DistributedFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout))
+        return DistributedFanOut(self._relay_options)
 
 
 class DistributedFanOut(FanOut):

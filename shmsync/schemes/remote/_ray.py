@@ -14,7 +14,7 @@ from ._calls import Answered, Call, Destination
 from ._fan_out import FanOut, Site
 from ._parcel import Parcel
 from ._place import Place
-from ._relay import Relay, RelayOptions
+from ._relay import Relay
 from ._sender import RemoteScheme, RemoteSender
 from ._transport import RemoteTransport
 
@@ -171,7 +171,7 @@ class RaySender(RemoteSender):
         _ray_calls.wait(calls, seconds)
 
     def _make_fan_out(self) -> FanOut:
-        return RayFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout))
+        return RayFanOut(self._relay_options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_roster": None}

@@ -13,7 +13,6 @@ from ._calls import Call
 from ._parcel import Parcel
 from ._ray import RayFanOut, RayTransport, TensorTransport, check_tensor_transport
 from ._receiver import RemoteReceiver
-from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 
 _METHODS = {
@@ -154,7 +153,7 @@ class RayModuleTransformSender(RemoteSender):
         _ray_calls.wait(calls, seconds)
 
     def _make_fan_out(self) -> RayFanOut:
-        return RayFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout))
+        return RayFanOut(self._relay_options)
 
 
 class RayModuleTransformReceiver(RemoteReceiver):

@@ -187,7 +187,7 @@ class RPCSender(RemoteSender):
         wait(calls, seconds)
 
     def _make_fan_out(self) -> FanOut:
-        return RPCFanOut(RelayOptions(self._scheme.slots, 64, self._scheme.timeout), self._packer.session)
+        return RPCFanOut(self._relay_options, self._packer.session)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_roster": None}

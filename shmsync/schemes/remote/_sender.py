@@ -19,6 +19,9 @@ from ._calls import HINT, Call, Delivery
 from ._fan_out import FanOut, check_whole_nodes, find_places, sites_of
 from ._parcel import Packer, Parcel, Stamp
 from ._receiver import RemoteReceiver
+from ._relay import RelayOptions
+
+_READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
 
 
 class RemoteScheme(WeightSyncScheme):
@@ -87,6 +90,10 @@ class RemoteSender(WeightSender):
     def is_dead(self, worker_idx: int) -> bool:
         """As in WeightSender."""
         return bool(self._transports[worker_idx].reported)
+
+    @property
+    def _relay_options(self) -> RelayOptions:
+        return RelayOptions(self._scheme.slots, _READERS, self._scheme.timeout)
 
     def close(self) -> None:
         """End the relays and their arenas. Idempotent."""
