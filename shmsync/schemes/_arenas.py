@@ -122,7 +122,13 @@ class Arenas:
                 f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
                 f"{type(source).__name__}; send the module itself"
             )
-        publisher = Publisher(source, slots=self._slots, max_readers=max(64, 2 * readers), timeout=self._timeout)
+        publisher = Publisher(
+            source,
+            slots=self._slots,
+            max_readers=max(64, 2 * readers),
+            device=None if self._alias else "cpu",  # a trainer on a GPU sends too
+            timeout=self._timeout,
+        )
         try:
             if self._alias:
                 publisher.adopt(source)  # type: ignore[arg-type]

@@ -60,7 +60,10 @@ class Mailbox:
     def take(self, box: str, name: str) -> tuple[bytes, dict[str, Any]]:
         """What is in the box, and what belongs to it. The box is empty afterwards."""
         word = self.store.get(self._key(box))
-        content = json.loads(self.store.get(self._key(name))) if self.has(name) else {}
+        content = {}
+        if self.has(name):  # a loop of the user's own writes the word alone
+            content = json.loads(self.store.get(self._key(name)))
+            self.store.delete_key(self._key(name))
         self.store.delete_key(self._key(box))
         return word, content
 

@@ -158,11 +158,10 @@ class RaySender(RemoteSender):
         """One transport for each actor, the same one as long as it is in the list."""
         if [transport.actor for transport in self._transports.values()] == list(roster):
             return
-        known = {id(transport.actor): transport for transport in self._transports.values()}
-        self._transports = {}
-        for index, actor in enumerate(roster):
-            transport = known.get(id(actor)) if actor is not None else None
-            self._transports[index] = transport or self._scheme.create_transport(actor)
+        known = {transport.actor: transport for transport in self._transports.values() if transport.connected}
+        self._transports = {
+            index: known.get(actor) or self._scheme.create_transport(actor) for index, actor in enumerate(roster)
+        }
 
     def _payload(self, parcel: Parcel) -> Any:
         return _ray_calls.put(parcel, self._tensor_transport)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from ..._arguments import check_timeout, deadline_after
 from .._exchange import Outcome
-from ._calls import HINT, Answered, Call, Delivery, Destination
+from ._calls import HINT, Call, Delivery, Destination
 from ._parcel import Packer, Parcel
 
 
@@ -22,7 +23,7 @@ class RemoteTransport(Destination):
         self.timeout = check_timeout(timeout)
         self._packer = Packer()
         self._sent = 0
-        self._pending: tuple[Call, str] | None = None
+        self._pending: tuple[Delivery, str] | None = None
 
     # What the kinds of transports do differently.
 
@@ -48,20 +49,19 @@ class RemoteTransport(Destination):
         self.wait_ack()
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send; wait_ack() waits."""
+        """Send, or as long as an earlier send is not answered, wait with that for wait_ack()."""
+        delivery = Delivery(self._wait, Outcome(HINT))
         if self.connected:
             self._sent += 1
-            self._pending = self.post(self._payload(self._packer.pack(weights, model_id, self._sent))), model_id
-        else:
-            self._pending = Answered(), model_id
+            payload = self._payload(self._packer.pack(weights, model_id, self._sent))
+            delivery.ask(0, self, partial(self.post, payload))
+        self._pending = delivery, model_id
 
     def wait_ack(self) -> None:
         """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights()."""
         if self._pending is None:
             raise RuntimeError("no send is pending; call send_weights_async() first")
-        (call, model_id), self._pending = self._pending, None
-        delivery = Delivery(self._wait, Outcome(HINT))
-        delivery.ask(0, self, lambda: call)
+        (delivery, model_id), self._pending = self._pending, None
         delivery.finish(deadline_after(None, self.timeout)).check(f"the weights of {model_id!r}", None)
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
