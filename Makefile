@@ -46,7 +46,8 @@ model:
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
-# BENCH = engine, schemes, collectors or torchrl. All but the first run beside TorchRL, which is installed for them.
+# BENCH = engine, schemes, collectors, torchrl or distributed. All but the first run beside TorchRL, which is installed
+# for them.
 BENCH ?= engine
 bench: $(STAMP)
 	[ $(BENCH) = engine ] || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation
