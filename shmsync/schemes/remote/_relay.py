@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, NamedTuple
 
+from ... import _segment
 from ..._arguments import deadline_after
-from ...errors import ProtocolError
+from ...errors import ProtocolError, ShmSyncError
 from .._arenas import ALL, Arenas
 from .._pipe_sender import write
 from ._parcel import Announcement, Stamp, stamp_of
@@ -28,6 +30,7 @@ class Relay:
         self._timeout = options.timeout
         self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
+        _sweep()  # what the relay that this one replaces has left
 
     def publish(self, weights: Any) -> Announcement:
         """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and
@@ -50,6 +53,13 @@ class Relay:
     def close(self) -> None:
         """End the arenas. Idempotent."""
         self._arenas.close()
+
+
+def _sweep() -> None:
+    """Remove the segments of dead processes, as `shmsync gc` does: nobody takes a name that was made up again."""
+    for name in _segment.names():
+        with contextlib.suppress(ShmSyncError, OSError):
+            _segment.sweep(name)
 
 
 _hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
