@@ -42,6 +42,7 @@ class FanOut:
         self.options = options
         self._local: Relay | None = None
         self._relays: dict[Site, Destination] = {}
+        self._home: Site | None = None
 
     # What the kinds of transports do differently.
 
@@ -87,7 +88,9 @@ class FanOut:
     ) -> None:
         """Start sending to whole nodes. Raises what Publisher.publish() raises on the sender's own node, before
         anything left it; `accept` is called when nothing of that kind can happen any more."""
-        home = Site.of(self.home())
+        if self._home is None:
+            self._home = Site.of(self.home())
+        home = self._home
         far = {site: members for site, members in sites.items() if site != home}
         payload = payload_of(packer.pack(weights, stamp.model_id, stamp.version)) if far else None
         announcement = None
@@ -106,7 +109,10 @@ class FanOut:
         self, delivery: Delivery, site: Site, members: Mapping[int, Destination], payload: Any, *, restarts: int
     ) -> None:
         relay = self._relays.get(site)
-        if relay is None or not self.serves(relay, members):
+        if relay is not None and not self.serves(relay, members):
+            self.close_relay(relay)
+            relay = None
+        if relay is None:
             relay = self._relays[site] = self.make_relay(site, members)
 
         def then(result: Any) -> None:
