@@ -15,7 +15,7 @@ from .._wire import Failure
 from ._place import Place
 
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
-HINT = "its process may be stopped, or busy with a call that came before"
+HINT = "its process may be starting, stopped, or busy with a call that came before"
 
 
 class Gone(Exception):

@@ -114,7 +114,10 @@ class DistributedSender(RemoteSender):
             elif torch.distributed.is_initialized():
                 ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
             else:
-                raise ValueError("ranks or num_workers must be given, as there is no process group that tells")
+                raise ProtocolError(
+                    "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
+                    "first, or give ranks= or num_workers="
+                )
         store = _store(arguments)
         for index, rank in enumerate(ranks):
             self.register_worker(index, (store, rank))

@@ -33,7 +33,7 @@ class MailCall(Call):
         self._answer: tuple[bytes, dict[str, Any]] | None = None
         self._gone: str | None = None
         if (lifeline := watch()) is not None and lifeline.dead:
-            raise Gone(str(lifeline))
+            raise Gone(f"rank {mailbox.rank}, {lifeline}")
         self._mailbox.put("in", _mailbox.UPDATE, "message", message)
         if buffer is not None and buffer.numel():
             try:
@@ -54,7 +54,7 @@ class MailCall(Call):
                     break
             else:
                 if dead:
-                    self._gone = str(lifeline)
+                    self._gone = f"rank {self._mailbox.rank}, {lifeline}"
         return self._answer is not None or self._gone is not None
 
     def result(self) -> Any:

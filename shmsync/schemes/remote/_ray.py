@@ -52,7 +52,7 @@ class RayTransport(RemoteTransport):
         return _ray_calls.RayCall(self.actor.update_policy_weights_.remote(reference), reference)
 
     def _invoke(self, payload: Any) -> Any:
-        return self.actor.update_policy_weights_.remote(policy_or_weights=payload)
+        return _ray_calls.invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)
 
     @property
     def connected(self) -> bool:
@@ -192,6 +192,7 @@ class RayFanOut(FanOut):
 
     def home(self) -> Place:
         """As in FanOut."""
+        _ray_calls.require_running()
         return _ray_calls.place_of_actor()
 
     def locate(self, worker: Destination) -> Call:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ...errors import ProtocolError
 from .._wire import Failure
 from ._calls import SLICE, Call, Failed, Gone
 from ._parcel import Parcel
@@ -53,8 +55,39 @@ class RayCall(Call):
         except RayTaskError as error:
             raise Failed(failure_of(error)) from error
         except RayError as error:
-            text = " ".join(str(error).split())
-            raise Gone(f"Ray: {text[:300]}", final=not isinstance(error, ActorUnavailableError)) from error
+            raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
+
+
+def _short(text: str) -> str:
+    """What Ray says of a dead actor, in a line: how it starts and, when it raised in its constructor, what."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    lines = [line for line in lines if line.strip("^~ ")]
+    if "creation task" in text:
+        return f"{lines[0].partition(',')[0]}: {lines[-1]}"[:300]
+    return " ".join(lines)[:300]
+
+
+def require_running() -> None:
+    """Raise ProtocolError when Ray does not run in this process; its own calls would start one, on this machine."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
+
+
+def invoke(actor: Any, method: str, **arguments: Any) -> Any:
+    """Call an actor's method. Raises TypeError when it has no such method, or one with other parameters."""
+    wanted = f"{method}({', '.join(arguments)})"
+    try:
+        bound = getattr(actor, method)
+    except AttributeError as error:
+        raise TypeError(
+            f"the actor has no method {method}(); weights are sent to {wanted}, so give its class one"
+        ) from error
+    try:
+        return bound.remote(**arguments)
+    except TypeError as error:
+        raise TypeError(f"the actor's method does not take the weights: {error}; define it as {wanted}") from error
 
 
 def failure_of(error: Any) -> Failure:
@@ -96,6 +129,7 @@ def put(parcel: Parcel, tensor_transport: str) -> Any:
     """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
     import ray
 
+    require_running()
     if tensor_transport == "object_store":
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
         return ray.put(Parcel(parcel.label, parcel.buffer.numpy()))  # type: ignore[union-attr]

@@ -52,7 +52,7 @@ class RayActorTransport(RayTransport):
 
     def _invoke(self, payload: Any) -> Any:
         method, argument = _METHODS[self.update_method]
-        return getattr(self.actor, method).remote(**{argument: payload})
+        return _ray_calls.invoke(self.actor, method, **{argument: payload})
 
     def check_connection(self) -> bool:
         """Is Ray running in this process, and is there an actor?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,13 +29,14 @@ class RPCCall(Call):
         from torch.distributed import rpc
 
         self.payload = args
+        self._name = getattr(to, "name", to)
         if not has_agent():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
             self._future = rpc.rpc_async(to, function, args=args, timeout=0)
         except RuntimeError as error:
-            raise Gone(_short(error)) from error
+            raise Gone(self._explain(error)) from error
         self._future.add_done_callback(_notify)
 
     def finished(self) -> bool:
@@ -48,18 +50,17 @@ class RPCCall(Call):
         except Exception as error:
             text = str(error)
             if not text.startswith("On WorkerInfo("):  # how torch marks what the other side raised
-                raise Gone(_short(error)) from error
+                raise Gone(self._explain(error)) from error
             failure = Failure.of(error, None)
             raise Failed(failure._replace(trace=text)) from error
+
+    def _explain(self, error: BaseException) -> str:
+        return f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}"
 
 
 def _notify(_future: Any) -> None:
     with _news:
         _news.notify_all()
-
-
-def _short(error: BaseException) -> str:
-    return f"RPC: {' '.join(str(error).split())[:200]}"
 
 
 def wait(calls: Collection[Call], seconds: float) -> None:
@@ -236,4 +237,6 @@ class RPCFanOut(FanOut):
         """As in FanOut."""
         assert isinstance(relay, RPCRelay)
         if has_agent() and not relay.host.reported:
-            RPCCall(relay.host.info, _relay.close_here, (self._session,))
+            with contextlib.suppress(Gone):
+                # For a moment: the agent may be shut down next, and the arena is to be gone before.
+                wait([RPCCall(relay.host.info, _relay.close_here, (self._session,))], 2.0)
