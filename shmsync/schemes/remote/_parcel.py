@@ -1,7 +1,8 @@
 """Weights on their way to another machine: one flat buffer, laid out as a slot of an arena is, and what it means.
 
-The receiver of a parcel sees the TensorDict or the dict that was sent. Its tensors are views of the buffer that came:
-nothing is copied to make them. Under Ray that buffer is the object store itself, which is read-only.
+Who gets a parcel sees the TensorDict or the dict that was sent, its tensors being views of the buffer that came. Under
+Ray that buffer is the object store itself, which all actors of a node see, and nothing keeps anybody from writing into
+it: so only our own receivers, which copy from it, get it as it is. Others get a copy.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -135,8 +136,20 @@ def _kind(weights: Any) -> Kind:
     return "nested" if any(isinstance(value, Mapping) for value in weights.values()) else "flat"
 
 
+careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
+
+
+class Careful(Protocol):
+    """Reads weights and does not change them."""
+
+    def takes(self, model_id: str) -> bool:
+        """Is it what the weights of this model are for?"""
+
+
 def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
+    if isinstance(buffer, numpy.ndarray) and not any(each.takes(label.stamp.model_id) for each in list(careful)):
+        buffer = torch.from_numpy(buffer.copy())
     storage = (buffer if isinstance(buffer, torch.Tensor) else _as_tensor(buffer)).untyped_storage()
     views = {leaf.key: view(storage, leaf.dtype, leaf.shape, leaf.offset) for leaf in _parsed(label.manifest).leaves}
     weights: TensorDict | WeightsDict

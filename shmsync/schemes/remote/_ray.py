@@ -80,7 +80,8 @@ class RayWeightSyncScheme(RemoteScheme):
     """Weights go to actors of Ray: one object in the store for each send, whatever the number of actors.
 
     Each actor has a method `update_policy_weights_(policy_or_weights)`, which gives what it gets to the receiver's
-    apply_weights(). What it gets are read-only views of the object store, or with fan_out="node" an announcement.
+    apply_weights(): a TensorDict or a dict, or with fan_out="node" an announcement. In an actor with a receiver the
+    tensors are views of the object store, not to be written into; in one without they are a copy.
 
     Args:
         strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. Relays are actors.

@@ -48,14 +48,23 @@ class RayCall(Call):
     def result(self) -> Any:
         """As in Call."""
         import ray
-        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+        from ray.exceptions import (
+            ActorUnavailableError,
+            NodeDiedError,
+            RayActorError,
+            RayError,
+            RayTaskError,
+            WorkerCrashedError,
+        )
 
         try:
             return ray.get(self.reference)
         except RayTaskError as error:
             raise Failed(failure_of(error)) from error
-        except RayError as error:
+        except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
+        except RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
+            raise Failed(Failure.of(error, None)) from error
 
 
 def _short(text: str) -> str:

@@ -67,7 +67,8 @@ class RayModuleTransformScheme(RemoteScheme):
 
     Args:
         strategy: the form in which weights travel, and which of the actor's methods gets them.
-        tensor_transport, fan_out, slots, consistency, timeout: as in RayWeightSyncScheme.
+        tensor_transport, fan_out, slots, consistency, timeout: as in RayWeightSyncScheme. fan_out="node" needs an actor
+            that gives what it gets to a receiver's apply_weights(), as TorchRL's does not.
     """
 
     def __init__(
@@ -134,10 +135,11 @@ class RayModuleTransformSender(RemoteSender):
             raise ValueError("actor_refs or actors must be given, or a context that has the actor under the model id")
 
     def _update_roster(self) -> None:
-        if not self._transports and self._context is not None:
-            found = find_model(self._context, self._model_id)
+        if not self._transports:
+            found = None if self._context is None else find_model(self._context, self._model_id)
             if found is None:
-                raise ValueError(f"the context has no actor under {self._model_id!r}; give init_on_sender() actors=")
+                gone = "is gone" if self._context is None else f"has none under {self._model_id!r}"
+                raise ValueError(f"there is no actor: the context {gone}; give init_on_sender() actors=")
             self.register_worker(0, found)
 
     def _source(self, weights: Any) -> Any:

@@ -13,7 +13,7 @@ from ...errors import ProtocolError
 from .._context import Arguments
 from .._receiver import WeightReceiver
 from .._subscriptions import Subscriptions
-from ._parcel import Announcement, Stamp, stamp_of
+from ._parcel import Announcement, Stamp, careful, stamp_of
 
 if TYPE_CHECKING:
     from ._sender import RemoteScheme
@@ -43,6 +43,11 @@ class RemoteReceiver(WeightReceiver):
         self._worker = arguments.get("worker_idx")
         model = arguments.model()
         self.register_model(arguments.model_id if model is None else model)
+        careful.add(self)
+
+    def takes(self, model_id: str) -> bool:
+        """As in Careful: apply_weights() copies."""
+        return model_id == self._model_id
 
     @property
     def version(self) -> int:

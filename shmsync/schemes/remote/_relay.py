@@ -11,7 +11,7 @@ from ..._arguments import deadline_after
 from ...errors import ProtocolError, ShmSyncError
 from .._arenas import ALL, Arenas
 from .._pipe_sender import write
-from ._parcel import Announcement, Stamp, stamp_of
+from ._parcel import Announcement, Stamp, careful, stamp_of
 
 
 class RelayOptions(NamedTuple):
@@ -31,6 +31,11 @@ class Relay:
         self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
         _sweep()  # what the relay that this one replaces has left
+        careful.add(self)
+
+    def takes(self, model_id: str) -> bool:
+        """As in Careful: publishing copies."""
+        return True
 
     def publish(self, weights: Any) -> Announcement:
         """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and

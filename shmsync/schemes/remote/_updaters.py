@@ -147,6 +147,7 @@ class RayWeightUpdater(WeightUpdaterBase):
     def __init__(
         self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float = 60.0
     ) -> None:
+        _ray_calls.require_ray(type(self).__name__)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
