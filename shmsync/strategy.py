@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from . import _native
 from ._transfer import same_bytes
 from ._weights import Filter, check_keys, collect, not_saved, problem_with
 from .errors import ManifestMismatch
@@ -74,9 +75,7 @@ class WeightStrategy:
         if weights is None:
             return
         targets, given, extra = self.check_weights(destination, weights)
-        with torch.no_grad():
-            for key, source in given.items():
-                targets[key].copy_(source)
+        _copy_all([(source, targets[key]) for key, source in given.items()])
         for module, state in extra:
             module.set_extra_state(getattr(state, "data", state))
 
@@ -117,6 +116,32 @@ class _Plan(NamedTuple):
     targets: dict[Key, Any]
     given: dict[Key, Any]
     extra: list[tuple[nn.Module, Any]]
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each first tensor into the second: those that are plain memory in one native call."""
+    rows: list[tuple[torch.Tensor, int, int]] = []
+    written: list[torch.Tensor] = []
+    with torch.no_grad():
+        for source, target in pairs:
+            if _plain(source) and _plain(target):
+                if source.numel():
+                    rows.append((source, target.data_ptr(), target.nbytes))
+                    written.append(target)
+            else:
+                target.copy_(source)
+    if rows:
+        _native.Sources([], rows).copy_to(0)  # each to an address of its own
+        torch.autograd.graph.increment_version(written)  # so that autograd notices, as with copy_()
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )
 
 
 def is_flat(weights: TensorDictBase) -> bool:

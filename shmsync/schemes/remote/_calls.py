@@ -200,7 +200,7 @@ def _order(name: Any) -> tuple[bool, Any]:
 
 
 def sleeping(calls: Iterable[Call], seconds: float) -> None:
-    """A wait for transports that can only be asked: quick at first, then every millisecond."""
+    """A wait for transports that can only be asked: quick at first, then three times in a millisecond."""
     calls = list(calls)
     started = time.monotonic()
     pause = 0.00005
@@ -208,4 +208,4 @@ def sleeping(calls: Iterable[Call], seconds: float) -> None:
         if time.monotonic() - started >= seconds:
             return
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.001)
+        pause = min(pause * 1.5, 0.0003)

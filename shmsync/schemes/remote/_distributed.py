@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +17,14 @@ from ...strategy import WeightStrategy
 from .._wire import Failure
 from . import _mailbox
 from ._calls import Answered, Call, sleeping
+from ._clerk import Clerk, Job
 from ._lifeline import Lifeline, Listener
 from ._mail_calls import MailCall
 from ._mailbox import Mailbox
 from ._parcel import Announcement, Label, Stamp, unpack
 from ._place import here
-from ._relay import RelayOptions, publish_here
-from ._transfers import Transfer, irecv, isend, my_rank, received, tag_of
+from ._relay import RelayOptions, close_here, publish_here
+from ._transfers import SENDER, isend, my_rank, receive, tag_of
 from ._transport import RemoteTransport
 
 _STRATEGY = WeightStrategy()
@@ -62,8 +65,9 @@ class DistributedTransport(RemoteTransport):
         self._listener: Listener | None = None
         self._manifest: tuple[str, bytes] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._transfer: Transfer | None = None
         self._answering: dict[str, Any] | None = None  # the message that the next send_ack() answers
+        self._clerk = Clerk()
+        self._asked: Job | None = None  # for the next message
 
     # The sender's side.
 
@@ -81,12 +85,19 @@ class DistributedTransport(RemoteTransport):
         if layout != self._layout:
             self.mailbox.put_layout(layout, label.manifest)
             self._layout = layout
-        message.update(bytes=payload.nbytes, layout=layout, kind=label.kind)
+        message.update(bytes=payload.buffer.nbytes, layout=layout, kind=label.kind)
         if label.extra:
             message["extra"] = _mailbox.to_text(label.extra)
         if relay is not None:
             message["relay"] = list(relay)
         return MailCall(self.mailbox, self.watch, message, payload, payload.buffer)
+
+    def close_relay(self, session: str) -> None:
+        """Let the rank end what it relays, when it receives next."""
+        if self.mailbox is not None and not self.busy and not self.reported:
+            with contextlib.suppress(torch.distributed.DistError):
+                message = {"stamp": [session, "", 0], "from": my_rank(), "close": session}
+                self.mailbox.put("in", _mailbox.UPDATE, "message", message)
 
     def watch(self) -> Lifeline | None:
         """What tells of the worker's death, once the worker has said where it is."""
@@ -109,10 +120,9 @@ class DistributedTransport(RemoteTransport):
         if self.rank is not None:
             parcel = self._packer.pack(weights, "policy", 0)
             label = torch.frombuffer(bytearray(_mailbox.to_text(parcel.label).encode()), dtype=torch.uint8)
-            sizes = torch.tensor([label.numel(), parcel.nbytes])
-            assert isinstance(parcel.buffer, torch.Tensor)
-            for part in (sizes, label, parcel.buffer):
-                Transfer(isend(part, self.rank, 0), part).wait(time.monotonic() + self.timeout, "the worker")
+            sizes = torch.tensor([label.numel(), parcel.buffer.nbytes])
+            works = [isend(part, self.rank, 0) for part in (sizes, label, parcel.buffer)]
+            self._finish(lambda: [work.wait() for work in works], "the worker")
 
     # The worker's side.
 
@@ -166,50 +176,51 @@ class DistributedTransport(RemoteTransport):
 
     def _next_message(self, deadline: float) -> dict[str, Any] | None:
         """The next one whose bytes are there too."""
+        self.introduce()
+        if self._asked is None:
+            self._asked = self._clerk.give(partial(self._next, deadline))
+        if not self._asked.done_by(deadline):
+            return None  # the next call goes on with it
+        asked, self._asked = self._asked, None
         try:
-            return self._next(deadline)
+            message: dict[str, Any] | None = asked.result()
         except torch.distributed.DistError as error:
             raise WriterDied(f"the store cannot be reached any more: {str(error)[:200]}") from error
+        return message
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
+        """On the clerk's thread, which a sender that is stopped in the middle keeps."""
         assert self.mailbox is not None
-        self.introduce()
-        while True:
-            if self._transfer is None:
-                if not self.mailbox.arrives("in", deadline):
-                    return None
-                word, message = self.mailbox.take("in", "message")
-                if word != _mailbox.UPDATE:
-                    raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
-                self._answering = message
-                if "bytes" in message:
-                    self._transfer = self._start_transfer(message)
-            # A sender that is stopped in the middle keeps nobody here for ever; the next call goes on.
-            if self._transfer is not None and not self._transfer.done_by(max(deadline, time.monotonic() + 0.05)):
-                return None
-            transfer, self._transfer = self._transfer, None
-            if transfer is not None:
-                transfer.check("the sender")
-            assert self._answering is not None
-            if "relay" not in self._answering:
-                return self._answering
-            self._publish(self._answering)
+        while self.mailbox.arrives("in", deadline):
+            word, message = self.mailbox.take("in", "message")
+            if word != _mailbox.UPDATE:
+                raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
+            self._answering = message
+            if "bytes" in message:
+                self._fill(message)
+            if "close" in message:
+                close_here(message["close"])
+                self._answer(_mailbox.UPDATED, {})
+            elif "relay" in message:
+                self._publish(message)
+            else:
+                return message
+        return None
 
-    def _start_transfer(self, message: dict[str, Any]) -> Transfer:
-        size = int(message["bytes"])
+    def _fill(self, message: dict[str, Any]) -> None:
+        """The buffer, and what is known of its layout."""
+        assert self.mailbox is not None
+        size, layout = int(message["bytes"]), message["layout"]
+        if self._manifest is None or self._manifest[0] != layout:
+            self._manifest = layout, self.mailbox.layout(layout)
         if self._buffer.numel() != size:
             self._buffer = torch.empty(size, dtype=torch.uint8)
-        if not size:
-            return Transfer(None, self._buffer)
-        return Transfer(irecv(self._buffer, int(message["from"]), tag_of(message["stamp"])), self._buffer)
+        receive(self._buffer, int(message["from"]), tag_of(message["stamp"]))
 
     def _unpack(self, message: dict[str, Any]) -> Any:
         if "announcement" in message:
             return _mailbox.from_text(message["announcement"])
-        assert self.mailbox is not None
-        layout = message["layout"]
-        if self._manifest is None or self._manifest[0] != layout:
-            self._manifest = layout, self.mailbox.layout(layout)
+        assert self._manifest is not None
         extra = _mailbox.from_text(message["extra"]) if "extra" in message else {}
         return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
 
@@ -218,18 +229,23 @@ class DistributedTransport(RemoteTransport):
         try:
             announcement = publish_here(RelayOptions(*message["relay"]), self._unpack(message))
         except Exception as error:
-            self.fail(error)
+            self._answer(_mailbox.FAILED, {"failure": _mailbox.to_text(Failure.of(error, None))})
         else:
             self._answer(_mailbox.UPDATED, {"result": _mailbox.to_text(announcement)})
 
     def send_ack(self, message: str = "updated") -> None:
         """Answer the weights that came last."""
         if self.mailbox is not None:
-            self._answer(message.encode(), {})
+            self._give_answer(message.encode(), {})
 
     def fail(self, error: BaseException) -> None:
         """Answer that they could not be applied; the error raises in the sender. To be called where it is handled."""
-        self._answer(_mailbox.FAILED, {"failure": _mailbox.to_text(Failure.of(error, None))})
+        self._give_answer(_mailbox.FAILED, {"failure": _mailbox.to_text(Failure.of(error, None))})
+
+    def _give_answer(self, word: bytes, content: dict[str, Any]) -> None:
+        job = self._clerk.give(partial(self._answer, word, content))
+        if job.done_by(time.monotonic()):  # else it is under way
+            job.result()
 
     def _answer(self, word: bytes, content: dict[str, Any]) -> None:
         answered, self._answering = self._answering, None
@@ -240,17 +256,29 @@ class DistributedTransport(RemoteTransport):
         """Weights from send_initial_weights(); None when the transport has no rank. Waits as long as its timeout."""
         if self.rank is None:
             return None
-        deadline = time.monotonic() + self.timeout
-        sizes = received(torch.zeros(2, dtype=torch.int64), deadline)
-        label = received(torch.empty(int(sizes[0]), dtype=torch.uint8), deadline)
-        buffer = received(torch.empty(int(sizes[1]), dtype=torch.uint8), deadline)
-        weights = unpack(_mailbox.from_text(bytes(label.numpy()).decode()), buffer)
+
+        def get() -> Any:
+            sizes = receive(torch.zeros(2, dtype=torch.int64), SENDER, 0)
+            label = receive(torch.empty(int(sizes[0]), dtype=torch.uint8), SENDER, 0)
+            buffer = receive(torch.empty(int(sizes[1]), dtype=torch.uint8), SENDER, 0)
+            return unpack(_mailbox.from_text(bytes(label.numpy()).decode()), buffer)
+
+        weights = self._finish(get, "the sender")
         if self.weights_buffer is None:
             return weights
         _STRATEGY.apply_weights(self.weights_buffer, weights)
         return self.weights_buffer
 
     # Either side.
+
+    def _finish(self, job: Callable[[], Any], who: str) -> Any:
+        """Do something that has no time-out, no longer than this transport's."""
+        given = self._clerk.give(job)
+        if not given.done_by(time.monotonic() + self.timeout):
+            raise TimeoutError(
+                f"{who} did not take part in the transfer within {self.timeout:g} s; give more with timeout="
+            )
+        return given.result()
 
     def check_ack(self, message: str = "updated") -> None:
         """Wait for the answer to the last send_weights_async(), which should be `message`."""
@@ -270,6 +298,7 @@ class DistributedTransport(RemoteTransport):
 
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
+        self._clerk.close()
         for held in (self._lifeline, self._listener):
             if held is not None:
                 held.close()

@@ -18,6 +18,7 @@ from ._distributed import DistributedTransport
 from ._fan_out import FanOut, Site
 from ._mail_calls import PlaceCall
 from ._receiver import RemoteReceiver
+from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 
 
@@ -132,11 +133,15 @@ class DistributedSender(RemoteSender):
         sleeping(calls, seconds)
 
     def _make_fan_out(self) -> FanOut:
-        return DistributedFanOut(self._relay_options)
+        return DistributedFanOut(self._relay_options, self._packer.session)
 
 
 class DistributedFanOut(FanOut):
     """The relay of a node is the first of its ranks that lives."""
+
+    def __init__(self, options: RelayOptions, session: str) -> None:
+        super().__init__(options)
+        self._session = session
 
     def locate(self, worker: Destination) -> Call:
         """As in FanOut."""
@@ -159,6 +164,11 @@ class DistributedFanOut(FanOut):
     def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
         """As in FanOut."""
         return self.host_of(relay, members) is not None
+
+    def close_relay(self, relay: Destination) -> None:
+        """As in FanOut."""
+        assert isinstance(relay, DistributedTransport)
+        relay.close_relay(self._session)
 
 
 class DistributedReceiver(RemoteReceiver):

@@ -54,7 +54,7 @@ class Mailbox:
                 return False
             # Asking is quick; a wait of the store's own that ends by its time-out writes to stderr.
             time.sleep(min(pause, rest))
-            pause = min(pause * 1.5, 0.002)
+            pause = min(pause * 1.5, 0.001)
         return True
 
     def take(self, box: str, name: str) -> tuple[bytes, dict[str, Any]]:

@@ -7,10 +7,12 @@ it: so only our own receivers, which copy from it, get it as it is. Others get a
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import itertools
 import secrets
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -52,6 +54,7 @@ class Label(NamedTuple):
     kind: Kind
     manifest: bytes  # JSON
     extra: dict[Key, Any]  # what modules keep beside their tensors
+    starts: tuple[int, ...] = (0,)  # the first byte of each piece of the buffer
 
 
 class WeightsDict(dict[str, Any]):
@@ -61,28 +64,35 @@ class WeightsDict(dict[str, Any]):
 
 
 class Parcel:
-    """Weights packed for transport. Unpickles as the weights themselves."""
+    """Weights packed for transport: a buffer, in one piece or in several. Unpickles as the weights themselves."""
 
-    def __init__(self, label: Label, buffer: torch.Tensor | numpy.ndarray) -> None:
+    def __init__(self, label: Label, pieces: Sequence[torch.Tensor | numpy.ndarray]) -> None:
         self.label = label
-        self.buffer = buffer
+        self.pieces = tuple(pieces)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that cross the network, but for the label."""
-        return int(self.buffer.nbytes)
+    def buffer(self) -> torch.Tensor:
+        """The only piece."""
+        (piece,) = self.pieces
+        assert isinstance(piece, torch.Tensor)
+        return piece
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpack, (self.label, self.buffer)
+        return unpack, (self.label, *self.pieces)
 
 
 class Packer:
     """Packs parcels. A buffer is used again when the parcel that had it is gone: fresh memory costs more than the
-    copy. INV: who may still read a buffer keeps its Parcel."""
+    copy. INV: who may still read a buffer keeps its Parcel.
 
-    def __init__(self) -> None:
+    Args:
+        piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.
+    """
+
+    def __init__(self, piece_bytes: int | None = None) -> None:
         self.session = secrets.token_hex(8)
-        self._free: list[torch.Tensor] = []
+        self._piece_bytes = piece_bytes
+        self._free: list[list[torch.Tensor]] = []
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
     def pack(self, weights: Any, model_id: str, version: int) -> Parcel:
@@ -93,10 +103,11 @@ class Packer:
             raise ManifestMismatch("these weights cannot be sent: " + "; ".join(problems) + ". Nothing was sent")
         check_keys(tensors)
         manifest, text = self._layout(tensors)
-        buffer = self._take(manifest.used_bytes)
-        _copy(tensors, manifest, buffer)
-        parcel = Parcel(Label(Stamp(self.session, model_id, version), _kind(weights), text, extra), buffer)
-        weakref.finalize(parcel, _give_back, self._free, buffer).atexit = False
+        starts = self._starts(manifest)
+        pieces = self._take([end - start for start, end in itertools.pairwise([*starts, manifest.used_bytes])])
+        _copy(tensors, manifest, starts, pieces)
+        parcel = Parcel(Label(Stamp(self.session, model_id, version), _kind(weights), text, extra, starts), pieces)
+        weakref.finalize(parcel, _give_back, self._free, pieces).atexit = False
         return parcel
 
     def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:
@@ -106,34 +117,46 @@ class Packer:
             self._manifest = made_of, manifest, manifest.to_json()
         return self._manifest[1:]
 
-    def _take(self, size: int) -> torch.Tensor:
+    def _starts(self, manifest: Manifest) -> tuple[int, ...]:
+        starts = [0]
+        if self._piece_bytes is not None:
+            for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.offset):
+                if leaf.offset > starts[-1] and leaf.offset + leaf.nbytes - starts[-1] > self._piece_bytes:
+                    starts.append(leaf.offset)
+        return tuple(starts)
+
+    def _take(self, sizes: list[int]) -> list[torch.Tensor]:
         while self._free:
-            buffer = self._free.pop()
-            if buffer.nbytes == size:
-                return buffer
-        return torch.empty(size, dtype=torch.uint8)
+            pieces = self._free.pop()
+            if [piece.nbytes for piece in pieces] == sizes:
+                return pieces
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
 
-def _give_back(free: list[torch.Tensor], buffer: torch.Tensor) -> None:
+def _give_back(free: list[list[torch.Tensor]], pieces: list[torch.Tensor]) -> None:
     if len(free) < 2:
-        free.append(buffer)
+        free.append(pieces)
 
 
-def _copy(tensors: Mapping[Key, torch.Tensor], manifest: Manifest, buffer: torch.Tensor) -> None:
+def _copy(
+    tensors: Mapping[Key, torch.Tensor], manifest: Manifest, starts: tuple[int, ...], pieces: list[torch.Tensor]
+) -> None:
     rows = []
     for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
         source = tensors[leaf.key]
         if not direct(source, leaf):
             source = source.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-        rows.append((source, leaf.offset, leaf.nbytes))
+        number = bisect.bisect(starts, leaf.offset) - 1
+        rows.append((source, pieces[number].data_ptr() + leaf.offset - starts[number], leaf.nbytes))
     if rows:
-        _native.Sources([], rows).copy_to(buffer.data_ptr())
+        _native.Sources([], rows).copy_to(0)  # each to an address of its own
 
 
 def _kind(weights: Any) -> Kind:
     if isinstance(weights, TensorDictBase):
         return "tensordict"
-    return "nested" if any(isinstance(value, Mapping) for value in weights.values()) else "flat"
+    values = (value for key, value in weights.items() if not key.endswith("_extra_state"))  # that may be a dict too
+    return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
 
 
 careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
@@ -146,12 +169,14 @@ class Careful(Protocol):
         """Is it what the weights of this model are for?"""
 
 
-def unpack(label: Label, buffer: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
+def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
-    if isinstance(buffer, numpy.ndarray) and not any(each.takes(label.stamp.model_id) for each in list(careful)):
-        buffer = torch.from_numpy(buffer.copy())
-    storage = (buffer if isinstance(buffer, torch.Tensor) else _as_tensor(buffer)).untyped_storage()
-    views = {leaf.key: view(storage, leaf.dtype, leaf.shape, leaf.offset) for leaf in _parsed(label.manifest).leaves}
+    views_will_do = any(each.takes(label.stamp.model_id) for each in list(careful))
+    storages = [_as_tensor(piece, copy=not views_will_do).untyped_storage() for piece in pieces]
+    views = {}
+    for leaf in _parsed(label.manifest).leaves:
+        number = bisect.bisect(label.starts, leaf.offset) - 1
+        views[leaf.key] = view(storages[number], leaf.dtype, leaf.shape, leaf.offset - label.starts[number])
     weights: TensorDict | WeightsDict
     if label.kind == "tensordict":
         weights = nested(views)
@@ -173,12 +198,14 @@ def _parsed(text: bytes) -> Manifest:
     return Manifest.from_json(text, 2**63)
 
 
-def _as_tensor(array: numpy.ndarray) -> torch.Tensor:
-    """Over the array's own memory. torch.from_numpy() would warn that it is read-only, for each message anew."""
-    if not array.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    memory.array = array  # type: ignore[attr-defined]  # keeps it
+def _as_tensor(piece: torch.Tensor | numpy.ndarray, *, copy: bool) -> torch.Tensor:
+    """Over the array's own memory, or a copy. torch.from_numpy() would warn that it is read-only, each time anew."""
+    if isinstance(piece, torch.Tensor):
+        return piece
+    if copy or not piece.nbytes:
+        return torch.from_numpy(piece.copy())
+    memory = (ctypes.c_uint8 * piece.nbytes).from_address(piece.ctypes.data)
+    memory.array = piece  # type: ignore[attr-defined]  # keeps it
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

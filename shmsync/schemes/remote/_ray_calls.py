@@ -64,13 +64,18 @@ class RayCall(Call):
         except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
         except RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
-            raise Failed(Failure.of(error, None)) from error
+            raise Failed(failure_of(error)) from error
+
+
+def _plain(text: str) -> list[str]:
+    """The lines of what Ray says, without colours and pointers."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    return [line for line in lines if line.strip("^~ ")]
 
 
 def _short(text: str) -> str:
     """What Ray says of a dead actor, in a line: how it starts and, when it raised in its constructor, what."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-    lines = [line for line in lines if line.strip("^~ ")]
+    lines = _plain(text)
     if "creation task" in text:
         return f"{lines[0].partition(',')[0]}: {lines[-1]}"[:300]
     return " ".join(lines)[:300]
@@ -102,7 +107,9 @@ def invoke(actor: Any, method: str, **arguments: Any) -> Any:
 def failure_of(error: Any) -> Failure:
     """What an actor raised."""
     cause = getattr(error, "cause", None)
-    cause = cause if isinstance(cause, BaseException) else RuntimeError(str(error))
+    if not isinstance(cause, BaseException):  # of a class that cannot be rebuilt here; the text ends with the exception
+        text = _plain(str(error))
+        return Failure(None, None, text[-1] if text else repr(error), str(error))
     summary = "".join(traceback.format_exception_only(type(cause), cause)).strip()
     try:
         packed: bytes | None = pickle.dumps(cause)
@@ -141,7 +148,7 @@ def put(parcel: Parcel, tensor_transport: str) -> Any:
     require_running()
     if tensor_transport == "object_store":
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
-        return ray.put(Parcel(parcel.label, parcel.buffer.numpy()))  # type: ignore[union-attr]
+        return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
     return ray.put(parcel.buffer, _tensor_transport=tensor_transport)
 
 

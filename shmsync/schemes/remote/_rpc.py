@@ -18,6 +18,9 @@ from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 from ._transport import RemoteTransport
 
+# RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
+# kernel clears new pages each time, which takes longer than the transfer.
+PIECE_BYTES = 8 << 20
 _ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
 _news = threading.Condition()  # some call of this process was answered
 
@@ -46,16 +49,25 @@ class RPCCall(Call):
     def result(self) -> Any:
         """As in Call."""
         try:
-            return self._future.wait()
+            answer = self._future.wait()
         except Exception as error:
-            text = str(error)
-            if not text.startswith("On WorkerInfo("):  # how torch marks what the other side raised
-                raise Gone(self._explain(error)) from error
-            failure = Failure.of(error, None)
-            raise Failed(failure._replace(trace=text)) from error
+            if "On WorkerInfo(" in str(error):  # how torch marks what the other side raised
+                raise Failed(Failure(None, None, str(error).splitlines()[0], str(error))) from error
+            raise Gone(self._explain(error)) from error
+        if isinstance(answer, Failure):
+            raise Failed(answer)
+        return answer
 
     def _explain(self, error: BaseException) -> str:
         return f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}"
+
+
+def run_there(function: Any, *args: Any) -> Any:
+    """On the worker: call it. An exception is returned, with its traceback: torch keeps neither its type nor that."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return Failure.of(error, None)
 
 
 def _notify(_future: Any) -> None:
@@ -88,6 +100,8 @@ class RPCTransport(RemoteTransport):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
     """
 
+    piece_bytes = PIECE_BYTES
+
     def __init__(
         self,
         collector_info: Any = None,
@@ -110,7 +124,10 @@ class RPCTransport(RemoteTransport):
         """Call the worker's method with a parcel or an announcement."""
         if not self.connected:
             return Answered()
-        return RPCCall(self.info, self.collector_class.update_policy_weights_, (self.rref, payload))
+        method = self.collector_class.update_policy_weights_
+        if hasattr(method, "_wrapped_async_rpc_function"):  # it returns a future, which the agent there waits for
+            return RPCCall(self.info, method, (self.rref, payload))
+        return RPCCall(self.info, run_there, (method, self.rref, payload))
 
     def _wait(self, calls: Collection[Call], seconds: float) -> None:
         wait(calls, seconds)
@@ -156,6 +173,7 @@ class RPCSender(RemoteSender):
     """Sends to RPC workers."""
 
     _scheme: RPCWeightSyncScheme
+    _piece_bytes = PIECE_BYTES
     _roster: Any = None
 
     def set_up(self, arguments: Arguments) -> None:
@@ -203,7 +221,7 @@ class RPCRelay(Destination):
 
     def post(self, payload: Any) -> Call:
         """Give it a parcel."""
-        return RPCCall(self.host.info, _relay.publish_here, (self.options, payload))
+        return RPCCall(self.host.info, run_there, (_relay.publish_here, self.options, payload))
 
 
 class RPCFanOut(FanOut):

@@ -71,13 +71,14 @@ class RemoteSender(WeightSender):
     """
 
     _scheme: RemoteScheme
+    _piece_bytes: int | None = None  # see Packer
 
     def __init__(self, scheme: RemoteScheme) -> None:
         super().__init__(scheme)
         self._start()
 
     def _start(self) -> None:
-        self._packer = Packer()
+        self._packer = Packer(self._piece_bytes)
         self._fan_out: FanOut | None = None
         if self._scheme.fan_out == "node":
             self._fan_out = self._make_fan_out()

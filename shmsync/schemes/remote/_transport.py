@@ -19,9 +19,11 @@ class RemoteTransport(Destination):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
     """
 
+    piece_bytes: int | None = None  # see Packer
+
     def __init__(self, timeout: float) -> None:
         self.timeout = check_timeout(timeout)
-        self._packer = Packer()
+        self._packer = Packer(self.piece_bytes)
         self._sent = 0
         self._pending: tuple[Delivery, str] | None = None
 

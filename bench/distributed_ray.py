@@ -1,0 +1,145 @@
+"""The contestants of Ray: shmsync's scheme in both its ways, TorchRL's, and a bare ray.put()."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import models
+import ray
+import torch
+from distributed_cell import BY_NODE, FAR, OURS, TORCHRL, build
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+
+with warnings.catch_warnings(record=True):
+    from torchrl.collectors import utils as _utils  # noqa: F401  # else the first send would import it
+    from torchrl.weight_update import RayWeightSyncScheme as TorchRLScheme
+
+BARE = "bare ray.put"
+STORE = 1 << 30  # bytes, on each node
+QUIET: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+
+
+class Context:
+    """What TorchRL's receiver reads of a collector."""
+
+    def __init__(self, policy: nn.Module, worker_idx: int) -> None:
+        self.policy = policy
+        self.worker_idx = worker_idx
+
+
+class Worker:
+    """An actor: a method for each contestant."""
+
+    def __init__(self, index: int) -> None:
+        torch.set_num_threads(1)
+        self._index = index
+
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def open(self, size: str, schemes: dict[str, Any]) -> None:
+        self._modules = {name: build(size) for name in (OURS, BY_NODE, TORCHRL, BARE)}
+        for name in (OURS, BY_NODE):
+            schemes[name].init_on_worker("policy", model=self._modules[name])
+        self._ours, self._by_node = (schemes[name].get_receiver() for name in (OURS, BY_NODE))
+        self._theirs = schemes[TORCHRL]
+        self._context = Context(self._modules[TORCHRL], self._index)
+        self._theirs.init_on_receiver(model_id="policy", context=self._context)
+
+    def connect(self) -> None:
+        self._theirs.connect(worker_idx=self._index)
+
+    def update_policy_weights_(self, policy_or_weights: Any = None) -> None:
+        self._ours.apply_weights(policy_or_weights)
+
+    def update_by_node(self, policy_or_weights: Any = None) -> None:
+        self._by_node.apply_weights(policy_or_weights)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        self._theirs.receive()
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        self._modules[BARE].load_state_dict(weights)
+
+    def digest(self, name: str) -> int:
+        return models.digest(models.tensors(self._modules[name]))
+
+
+class ByNode:
+    """The same actor for the other scheme of shmsync, under the name of the method that it calls."""
+
+    def __init__(self, actor: Any) -> None:
+        self.update_policy_weights_ = actor.update_by_node
+        self.__ray_call__ = actor.__ray_call__
+
+
+class Sends:
+    def __init__(self, name: str, actors: list[Any], send: Callable[[], Any]) -> None:
+        self.send = send
+        self._name = name
+        self._actors = actors
+
+    def expect(self, sends: int) -> None:
+        """Actors always listen."""
+
+    def digests(self) -> list[int]:
+        return ray.get([actor.digest.remote(self._name) for actor in self._actors])
+
+
+class Cell:
+    def __init__(self, nodes: int, workers: int) -> None:
+        self._cluster: Any = None
+        cpus = {"num_cpus": workers + 2, "object_store_memory": STORE}
+        if nodes == 1:
+            ray.init(address="local", resources={FAR: workers}, **cpus, **QUIET)
+        else:
+            from ray.cluster_utils import Cluster
+
+            self._cluster = Cluster(initialize_head=True, head_node_args={**cpus, "include_dashboard": False})
+            self._cluster.add_node(resources={FAR: workers}, **cpus)
+            ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
+        kind = ray.remote(num_cpus=0, resources={FAR: 1})(Worker)
+        self._actors = [kind.remote(index) for index in range(workers)]
+        where = set(ray.get([actor.node.remote() for actor in self._actors]))
+        assert len(where) == 1 and (ray.get_runtime_context().get_node_id() in where) == (nodes == 1)
+        self._schemes: list[Any] = []
+
+    def open(self, size: str, module: nn.Module) -> dict[str, Sends]:
+        for scheme in self._schemes:
+            scheme.shutdown()
+        actors = self._actors
+        ours, by_node = shmsync.RayWeightSyncScheme(), shmsync.RayWeightSyncScheme(fan_out="node")
+        theirs = TorchRLScheme()
+        self._schemes = [ours, by_node, theirs]
+        ray.get([actor.open.remote(size, {OURS: ours, BY_NODE: by_node, TORCHRL: theirs}) for actor in actors])
+        ours.init_on_sender("policy", remote_collectors=actors, model=module)
+        by_node.init_on_sender("policy", remote_collectors=[ByNode(actor) for actor in actors], model=module)
+        theirs.init_on_sender(model_id="policy", remote_collectors=actors, num_workers=len(actors), model=module)
+        connected = [actor.connect.remote() for actor in actors]
+        theirs.connect()
+        ray.get(connected)
+        weights = TensorDict.from_module(module).data  # made before, so that nothing has to be extracted
+
+        def bare() -> None:
+            reference = ray.put(module.state_dict())
+            ray.get([actor.load.remote(reference) for actor in actors])
+
+        sends: dict[str, Callable[[], Any]] = {
+            OURS: ours.get_sender().send,
+            BY_NODE: by_node.get_sender().send,
+            TORCHRL: lambda: theirs.send(weights),
+            BARE: bare,
+        }
+        return {name: Sends(name, actors, send) for name, send in sends.items()}
+
+    def close(self) -> None:
+        for scheme in self._schemes[:2]:
+            scheme.shutdown()
+        ray.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()

@@ -1,0 +1,74 @@
+"""A thread that asks the store for a worker, and takes in its weights.
+
+A request to a store whose host is stopped or cut off has no time-out that can be relied on, and a process group gives
+up its connections when a wait of it times out. So the worker waits for the thread, as long as it likes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+GRACE = 0.25  # seconds beyond a deadline that a job has to come back by itself
+
+
+class Job:
+    """Something that the thread does, and what came of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """On the thread."""
+        try:
+            self._result = self._function()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def done_by(self, deadline: float) -> bool:
+        """Wait for it, and a moment longer."""
+        return self._done.wait(max(0.0, min(deadline + GRACE - time.monotonic(), threading.TIMEOUT_MAX)))
+
+    def result(self) -> Any:
+        """What it returned, or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Clerk:
+    """The thread; it starts with the first job, and ends with this object or with close()."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def give(self, function: Callable[[], Any]) -> Job:
+        """Let it do this after what it was given before."""
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="shmsync store").start()
+            self._finalizer = weakref.finalize(self, self._jobs.put, None)
+        job = Job(function)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        """End the thread, when it comes back from what it does now."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._jobs = self._finalizer = None
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # and what it refers to, before the next one comes
