@@ -121,7 +121,7 @@ class DistributedTransport(RemoteTransport):
             parcel = self._packer.pack(weights, "policy", 0)
             label = torch.frombuffer(bytearray(_mailbox.to_text(parcel.label).encode()), dtype=torch.uint8)
             sizes = torch.tensor([label.numel(), parcel.buffer.nbytes])
-            works = [isend(part, self.rank, 0) for part in (sizes, label, parcel.buffer)]
+            works = [isend(part, self.rank, 0) for part in (sizes, label, parcel.buffer) if part.numel()]
             self._finish(lambda: [work.wait() for work in works], "the worker")
 
     # The worker's side.
