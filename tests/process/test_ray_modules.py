@@ -109,6 +109,12 @@ def test_actors_can_be_given(crew, actor, name, strategy):
     assert parts.ask(crew, "called") == [[METHODS[strategy]] * 2] * 2
 
 
+def test_a_context_that_is_gone_before_the_first_send_is_said(actor):
+    sender = sender_of(Holder(env=Holder(transform=[actor])))
+    with pytest.raises(ValueError, match="the context is gone"):
+        sender.send(parts.net(1.0))
+
+
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_the_actor_is_found_in_the_context_when_it_is_first_needed(actor, wrapped):
     context = Holder(env=Holder(transform=[]))

@@ -138,8 +138,8 @@ class RayModuleTransformSender(RemoteSender):
         if not self._transports:
             found = None if self._context is None else find_model(self._context, self._model_id)
             if found is None:
-                gone = "is gone" if self._context is None else f"has none under {self._model_id!r}"
-                raise ValueError(f"there is no actor: the context {gone}; give init_on_sender() actors=")
+                why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"
+                raise ValueError(f"the context {why}; give init_on_sender() actors=")
             self.register_worker(0, found)
 
     def _source(self, weights: Any) -> Any:
