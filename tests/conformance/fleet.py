@@ -6,8 +6,8 @@ import contextlib
 from multiprocessing import reduction, resource_sharer
 
 import peers
-from nets import Stamped
-from workers import Worker
+from nets import Stamped, stamp
+from workers import Worker, until
 
 from shmsync.schemes import MPTransport
 
@@ -43,41 +43,21 @@ class Crew:
             worker.end()
 
 
-class PipeFleet:
-    """Three workers, each at the other end of a pipe. Each receives whenever the test asks nothing of it, until hold().
+class Fleet:
+    """Three workers. Each receives whenever the test asks nothing of it, until hold().
 
-    Other kinds of schemes join with a class that has the same public methods.
+    Each kind of scheme has a class of its own, which fills `workers` and says how a scheme gets to know them.
     """
 
-    def __init__(self, entry, crew, count=3):
+    called = False  # weights come in a call of the trainer's, beside what the worker does, and not at its receive()
+
+    relayed = False  # weights get to workers in two steps, of which send_async() only begins the first
+
+    def __init__(self, entry, crew):
         self.entry = entry
         self.crew = crew
-        self.pipes = []
         self.workers = []
         self.schemes = []
-        for _ in range(count):
-            self.add_worker()
-
-    def add_worker(self):
-        """One more, with a pipe; its index."""
-        self.workers.append(self.crew.take())
-        self.pipes.append(self._connect(self.workers[-1], len(self.pipes)))
-        return len(self.pipes) - 1
-
-    def replace(self, index):
-        """A new worker in the place of a dead one, with a new pipe."""
-        self.crew.give_back(self.workers[index])
-        self.pipes[index].close()
-        self.workers[index] = self.crew.take()
-        self.pipes[index] = self._connect(self.workers[index], index)
-
-    def _connect(self, worker, index):
-        ours, theirs = self.crew.context.Pipe()
-        worker.start(peers.take_pipe, index)
-        reduction.send_handle(worker.conn, theirs.fileno(), worker.pid)
-        worker.result()
-        theirs.close()
-        return ours
 
     def make(self, *, alone=False, **options):
         """A scheme; with alone=, one that reaches each worker without the others."""
@@ -92,12 +72,22 @@ class PipeFleet:
         return scheme.get_sender()
 
     def init_sender(self, scheme, model_id="policy", **kwargs):
-        self.schemes.append(scheme)
-        given = {"pipes": self.pipes, "procs": [worker.process for worker in self.workers]}
-        scheme.init_on_sender(model_id, **{**given, **kwargs})
+        raise NotImplementedError
 
     def join(self, index, scheme, model_id="policy", model=Stamped, *args):
         self.workers[index].call(peers.join, scheme, model_id, model, *args)
+
+    def replace(self, index):
+        """A new worker in the place of a dead one."""
+        raise NotImplementedError
+
+    def register(self, sender, index):
+        """Tell a sender of the new worker, where it does not see that itself."""
+
+    def die_when_applied(self, index, note):
+        """This worker, which is held, takes the next weights, notes in a file what its model is filled with, and dies
+        without an answer."""
+        raise NotImplementedError
 
     def hold(self, *indices):
         """From now on these receive only when they are told to; without indices, all."""
@@ -113,8 +103,70 @@ class PipeFleet:
         workers = self.workers if workers is None else [self.workers[index] for index in workers]
         return [worker.call(peers.look, model_id) for worker in workers]
 
+    def get(self, stamps, workers):
+        """Do these workers have what was sent to them? Where weights come beside the test's calls, wait for it."""
+        return self.stamps(workers=workers) == stamps
+
+    def send_and_change(self, sender, name):
+        """As the function, where the trainer is."""
+        return send_and_change(sender, name)
+
     def versions(self, model_id="policy"):
         return [worker.call(peers.version, model_id) for worker in self.workers]
+
+    def close(self):
+        for scheme in self.schemes:
+            scheme.shutdown()
+
+
+def send_and_change(sender, name):
+    """Send weights of 1 and write 2 into them afterwards; have they become shared memory?"""
+    net = Stamped(1)
+    getattr(sender, name)(net)
+    stamp(net, 2)
+    return any(tensor.is_shared() for tensor in net.state_dict().values())
+
+
+class PipeFleet(Fleet):
+    """Workers at the other ends of pipes."""
+
+    def __init__(self, entry, crew, count=3):
+        super().__init__(entry, crew)
+        self.pipes = []
+        for _ in range(count):
+            self.add_worker()
+
+    def add_worker(self):
+        """One more, with a pipe; its index."""
+        self.workers.append(self.crew.take())
+        self.pipes.append(self._connect(self.workers[-1], len(self.pipes)))
+        return len(self.pipes) - 1
+
+    def replace(self, index):
+        """As in Fleet, with a new pipe."""
+        self.crew.give_back(self.workers[index])
+        self.pipes[index].close()
+        self.workers[index] = self.crew.take()
+        self.pipes[index] = self._connect(self.workers[index], index)
+
+    def _connect(self, worker, index):
+        ours, theirs = self.crew.context.Pipe()
+        worker.start(peers.take_pipe, index)
+        reduction.send_handle(worker.conn, theirs.fileno(), worker.pid)
+        worker.result()
+        theirs.close()
+        return ours
+
+    def init_sender(self, scheme, model_id="policy", **kwargs):
+        self.schemes.append(scheme)
+        given = {"pipes": self.pipes, "procs": [worker.process for worker in self.workers]}
+        scheme.init_on_sender(model_id, **{**given, **kwargs})
+
+    def register(self, sender, index):
+        sender.register_worker(index, self.pipes[index], self.workers[index].process)
+
+    def die_when_applied(self, index, note):
+        self.workers[index].start(peers.die_at_ack, 0, note)
 
     def pending(self, index):
         """Messages that this worker sent of its own."""
@@ -123,8 +175,16 @@ class PipeFleet:
     def close(self):
         for worker in self.workers:
             self.crew.give_back(worker)
-        for scheme in self.schemes:
-            scheme.shutdown()
+        super().close()
         for pipe in self.pipes:
             pipe.close()
         resource_sharer.stop()  # the thread that gave away plain shared tensors
+
+
+class RemoteFleet(Fleet):
+    """What the fleets of schemes for several machines have in common: the trainer's word comes to a worker on another
+    way than the test's, so neither waits for the other."""
+
+    def get(self, stamps, workers):
+        until(lambda: self.stamps(workers=workers) == stamps)
+        return True

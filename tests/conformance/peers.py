@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import struct
+import threading
 from multiprocessing import connection, reduction
 from pathlib import Path
 
 import torch
+from contexts import Context, Failing, Lookup, Stubborn
 from nets import Stamped, ask
 from tensordict import TensorDict
 
@@ -36,19 +39,31 @@ def receive_until_called(state):
 def start_over(state):
     state.models, state.schemes, state.receivers = {}, {}, {}
     state.pipe = state.error = state.context = None
-    state.held = False
+    state.given = {}  # what init_on_worker() gets beside the model: where the weights come from
+    state.held = state.receiving = False
+    state.gate = threading.Condition()  # of both; see remote_peers.py
+    state.using = getattr(state, "using", contextlib.nullcontext())  # the models; a lock where calls apply weights
 
 
 def take_pipe(state, index):
     state.pipe = connection.Connection(reduction.recv_handle(state.conn))
+    state.given = {"pipe": state.pipe}
     state.index = index
 
 
 def join(state, scheme, model_id, make, *args):
     model = make(*args)
-    scheme.init_on_worker(model_id, pipe=state.pipe, model=model, worker_idx=state.index)
-    state.models[model_id], state.schemes[model_id] = model, scheme
-    state.receivers[model_id] = scheme.get_receiver()
+    scheme.init_on_worker(model_id, model=model, worker_idx=state.index, **state.given)
+    keep(state, model_id, scheme, model)
+
+
+def keep(state, model_id, scheme, model=None):
+    """From now on weights of this id are received."""
+    if model is not None:
+        state.models[model_id] = model
+    with state.gate:
+        state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
+        state.gate.notify_all()
 
 
 def leave(state):
@@ -61,15 +76,31 @@ def leave(state):
 
 
 def hold(state, held=True):
-    state.held = held
+    with state.gate:
+        state.held = held
+        state.gate.notify_all()
 
 
 def receive(state, model_id="policy", timeout=0.001):
-    return state.receivers[model_id].receive(timeout=timeout)
+    with receiving(state):
+        return state.receivers[model_id].receive(timeout=timeout)
+
+
+@contextlib.contextmanager
+def receiving(state):
+    """Meanwhile weights may come in, even if the worker is held."""
+    with state.gate:
+        state.receiving = True
+        state.gate.notify_all()
+    try:
+        yield
+    finally:
+        state.receiving = False
 
 
 def look(state, model_id="policy"):
-    return ask(state.models[model_id])
+    with state.using:
+        return ask(state.models[model_id])
 
 
 def count(state, model_id="policy"):
@@ -92,8 +123,8 @@ def ties(state):
 def join_with_tensordict(state, scheme):
     """The worker's model is a TensorDict, not a module."""
     state.models["policy"] = TensorDict.from_module(Stamped(0)).data.clone()
-    scheme.init_on_worker("policy", pipe=state.pipe, model=state.models["policy"])
-    state.schemes["policy"], state.receivers["policy"] = scheme, scheme.get_receiver()
+    scheme.init_on_worker("policy", model=state.models["policy"], **state.given)
+    keep(state, "policy", scheme)
 
 
 def values(state):
@@ -107,80 +138,37 @@ def version(state, model_id="policy"):
 # ---- a worker with a context
 
 
-class Context:
-    """What users give as a context: a collector, an environment."""
-
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
-class Lookup(Context):
-    """A context that looks models up itself."""
-
-    def get_model(self, model_id):
-        return self.models[model_id]
-
-
-class Caching(Context):
-    """A context that has weights to register, made before its workers."""
-
-    def get_cached_weights(self, model_id):
-        return self.cached
-
-
 def join_with_context(state, scheme, model_id, make, *args):
     """The worker knows its pipe and its model through a context alone."""
     state.models[model_id] = make(*args)
-    state.context = Lookup(pipe=state.pipe, models=dict(state.models), worker_idx=state.index)
+    state.context = Lookup(models=dict(state.models), worker_idx=state.index, **state.given)
     scheme.init_on_worker(model_id, state.context)
-    state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
+    keep(state, model_id, scheme)
 
 
 def join_without_model(state, scheme, model_id):
-    scheme.init_on_worker(model_id, pipe=state.pipe)
-    state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
+    scheme.init_on_worker(model_id, **state.given)
+    keep(state, model_id, scheme)
 
 
 def lose_context(state, scheme, model_id):
     """A context that only the receiver could keep."""
-    scheme.init_on_worker(model_id, Context(pipe=state.pipe))
-    state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
-
-
-class Stubborn(Exception):
-    """Pickles, and fails on the way back."""
-
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-class Failing(Context):
-    """A context whose model is not there yet when its receiver is made, and cannot be made later either."""
-
-    def get_model(self, model_id):
-        if not self.ready:
-            raise KeyError(model_id)
-        return model_of_worker(self)
-
-
-def model_of_worker(context):
-    if context.error is not None:
-        raise context.error
-    return context.model
+    scheme.init_on_worker(model_id, Context(**state.given))
+    keep(state, model_id, scheme)
 
 
 def join_failing(state, scheme, model_id, *, unpicklable=False):
     state.models[model_id] = Stamped()
     error = Stubborn(1, 2) if unpicklable else ZeroDivisionError("no such model")
-    state.context = Failing(pipe=state.pipe, model=state.models[model_id], error=error, ready=False)
+    state.context = Failing(model=state.models[model_id], error=error, ready=False, **state.given)
     scheme.init_on_worker(model_id, state.context)
     state.context.ready = True
-    state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
+    keep(state, model_id, scheme)
 
 
 def mend(state):
     state.context.error = None
-    state.held = False
+    hold(state, False)
 
 
 # ---- messages of the worker's own

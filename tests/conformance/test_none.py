@@ -3,8 +3,8 @@
 import pickle
 
 import pytest
+from contexts import Context
 from nets import Stamped, ask
-from peers import Context
 from table import NONE, only
 
 from shmsync.schemes import NoWeightSyncScheme, TransportBackend

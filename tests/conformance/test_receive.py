@@ -3,6 +3,8 @@
 import peers
 import pytest
 from nets import Stamped
+from table import over_pipes
+from workers import Call
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 
@@ -12,11 +14,11 @@ def test_receive_says_whether_anything_came(fleet):
     fleet.hold()
     worker = fleet.workers[0]
     assert worker.call(peers.receive) is False
-    sender.send_async(Stamped(1))
+    sending = Call(sender.send, Stamped(1))
     assert worker.call(peers.receive, timeout=60) is True
     assert worker.call(peers.receive) is False
     fleet.release()
-    sender.wait_async()
+    sending.result()
 
 
 def test_receive_waits_until_its_timeout(fleet):
@@ -28,6 +30,7 @@ def test_receive_waits_until_its_timeout(fleet):
     assert [worker.result() for worker in fleet.workers] == [True, True, True]
 
 
+@over_pipes
 def test_receive_applies_the_newest_of_what_has_come(fleet):
     sender = fleet.open()
     fleet.hold(0)
@@ -40,7 +43,7 @@ def test_receive_applies_the_newest_of_what_has_come(fleet):
     assert fleet.workers[0].call(peers.receive) is False
 
 
-def test_context_gives_pipe_and_model(fleet):
+def test_context_gives_the_model(fleet):
     scheme = fleet.make()
     fleet.init_sender(scheme, "env.value_net")
     for worker in fleet.workers:
@@ -52,11 +55,14 @@ def test_context_gives_pipe_and_model(fleet):
 def is_a_value_error_on_both_sides(fleet, sender, message):
     """Worker 1 has nothing to apply weights to: its own receive() raises, and so does the send."""
     fleet.hold(1)
-    sender.send_async(Stamped(1))
+    sending = Call(sender.send, Stamped(1))
+    if fleet.called:
+        fleet.release(1)  # and not in its receive(), as the trainer's call raises
+    else:
+        with pytest.raises(ValueError, match=message):
+            fleet.workers[1].call(peers.receive, timeout=60)
     with pytest.raises(ValueError, match=message):
-        fleet.workers[1].call(peers.receive, timeout=60)
-    with pytest.raises(ValueError, match=message):
-        sender.wait_async()
+        sending.result()
 
 
 def test_receive_without_a_model_is_a_value_error(fleet):
@@ -81,7 +87,8 @@ def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback(fleet):
         scheme.get_sender().send(Stamped(1))
     trace = str(failed.value.__cause__)
     assert "worker 1 failed while it applied version 1 of 'policy'" in trace
-    assert "Traceback (most recent call last)" in trace and "ManifestMismatch" in trace
+    assert "Traceback (most recent call last)" in trace or "ray::Actor" in trace  # how Ray begins one
+    assert 'File "' in trace and "ManifestMismatch" in trace
 
 
 def test_exception_of_one_worker_keeps_the_acks_of_the_others(fleet):
@@ -120,6 +127,7 @@ def test_exception_that_cannot_be_pickled_raises_as_its_text(fleet):
     assert "in model_of_worker" in str(failed.value.__cause__)
 
 
+@over_pipes
 def test_message_that_is_no_weight_update_is_kept_for_the_workers_loop(fleet):
     sender = fleet.open()
     fleet.hold()
@@ -136,6 +144,7 @@ def test_message_that_is_no_weight_update_is_kept_for_the_workers_loop(fleet):
     assert fleet.workers[0].call(peers.pending) == []
 
 
+@over_pipes
 def test_bytes_that_are_no_pickle_are_kept_for_the_workers_loop(fleet):
     sender = fleet.open()
     fleet.pipes[0].send_bytes(b"\xff no pickle")
@@ -144,6 +153,7 @@ def test_bytes_that_are_no_pickle_are_kept_for_the_workers_loop(fleet):
     assert fleet.workers[0].call(peers.pending) == [b"\xff no pickle"]
 
 
+@over_pipes
 def test_message_of_a_worker_that_is_no_answer_is_kept_for_the_trainer(fleet):
     sender = fleet.open()
     fleet.hold(0)
@@ -153,6 +163,7 @@ def test_message_of_a_worker_that_is_no_answer_is_kept_for_the_trainer(fleet):
     assert fleet.pending(0) == [{"frames": 10}]
 
 
+@over_pipes
 def test_receive_raises_when_the_trainer_is_gone(fleet):
     fleet.open().send(Stamped(1))
     fleet.hold(0)
@@ -193,7 +204,7 @@ def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fle
     policy, scheme = fleet.open("policy"), fleet.make()
     fleet.init_sender(scheme, "env.value_net")
     value = scheme.get_sender()
-    value.send_async(Stamped(1))
+    value.send_async(Stamped(1), timeout=1)
     assert policy.send(Stamped(1)) == 1
     with pytest.raises(AckTimeout) as late:
         value.wait_async(timeout=0.1)

@@ -1,26 +1,19 @@
 """What every scheme is before it sends: initialisation, contexts, model ids, pickles."""
 
 import gc
-import multiprocessing
 import pickle
 import threading
 import weakref
 
 import pytest
 import torch
+from contexts import Context, Lookup
 from nets import FORMS, Stamped, ask, stamp
-from peers import Context, Lookup
+from table import over_pipes
 from tensordict import TensorDictBase
 
+from shmsync.errors import ProtocolError
 from shmsync.schemes import TransportBackend, WeightReceiver, WeightSender, WeightStrategy, WeightSyncScheme
-
-
-@pytest.fixture
-def pipe():
-    ours, theirs = multiprocessing.Pipe()
-    yield ours, theirs
-    ours.close()
-    theirs.close()
 
 
 def test_scheme_is_abstract_in_its_transport_alone():
@@ -44,15 +37,15 @@ def test_get_receiver_before_init_is_a_runtime_error(scheme):
         scheme.get_receiver()
 
 
-def test_init_on_one_side_is_not_init_on_the_other(scheme, pipe):
-    scheme.init_on_sender("policy", pipes=[pipe[0]])
+def test_init_on_one_side_is_not_init_on_the_other(scheme, ends):
+    scheme.init_on_sender("policy", **ends.sender)
     assert isinstance(scheme.get_sender(), WeightSender)
     with pytest.raises(RuntimeError):
         scheme.get_receiver()
 
 
-def test_init_on_worker_gives_a_receiver(scheme, pipe):
-    scheme.init_on_worker("policy", pipe=pipe[1], model=Stamped())
+def test_init_on_worker_gives_a_receiver(scheme, ends):
+    scheme.init_on_worker("policy", model=Stamped(), **ends.worker)
     assert isinstance(scheme.get_receiver(), WeightReceiver)
     with pytest.raises(RuntimeError):
         scheme.get_sender()
@@ -64,49 +57,57 @@ def test_create_sender_and_create_receiver_know_nobody_yet(scheme):
     assert isinstance(receiver, WeightReceiver) and receiver.receive() is False
 
 
-def test_transport_is_a_transport_backend(scheme, pipe):
-    transport = scheme.create_transport(pipe[0])
+def test_transport_is_a_transport_backend(scheme, ends):
+    transport = scheme.create_transport(ends.transport)
     assert isinstance(transport, TransportBackend)
-    assert transport.check_connection() is True
+    assert transport.check_connection() is ends.connected()
     for method in ("send_weights_async", "wait_ack", "send_ack", "check_ack"):
         assert callable(getattr(transport, method))
 
 
-def test_sender_takes_pipes_from_keyword_arguments_or_a_context(scheme, pipe):
-    scheme.init_on_sender("policy", pipes=[pipe[0]], num_workers=1)
+def test_sender_takes_its_workers_from_keyword_arguments_or_a_context(scheme, ends):
+    scheme.init_on_sender("policy", num_workers=1, **ends.sender)
     assert scheme.get_sender().worker_ids == [0]
     copy = pickle.loads(pickle.dumps(scheme))
-    context = Context(pipes=[pipe[0]], num_workers=1)
+    context = Context(num_workers=1, **ends.sender)
     copy.init_on_sender("policy", context)
     assert copy.get_sender().worker_ids == [0]
 
 
-def test_num_workers_that_contradict_the_pipes_are_a_value_error(scheme, pipe):
-    with pytest.raises(ValueError, match="num_workers is 2 but there are 1 pipes"):
-        scheme.init_on_sender("policy", pipes=[pipe[0]], num_workers=2)
+def test_num_workers_that_contradict_the_workers_are_a_value_error(scheme, ends):
+    with pytest.raises(ValueError, match=ends.contradiction):
+        scheme.init_on_sender("policy", num_workers=2, **ends.sender)
     with pytest.raises(RuntimeError):
         scheme.get_sender()
 
 
-def test_init_without_pipes_is_a_value_error(entry):
+def test_init_on_sender_without_workers_is_refused(entry):
     scheme = entry.make()
-    with pytest.raises(ValueError, match="pipes must be given"):
+    with entry.ends() as ends, pytest.raises((ValueError, ProtocolError), match=ends.needed):
         scheme.init_on_sender("policy")
+    with pytest.raises(RuntimeError):
+        scheme.get_sender()
+    scheme.shutdown()
+
+
+@over_pipes
+def test_init_on_worker_without_a_pipe_is_a_value_error(entry):
+    scheme = entry.make()
     with pytest.raises(ValueError, match="pipe must be given"):
         scheme.init_on_worker("policy", model=Stamped())
     scheme.shutdown()
 
 
-def test_model_id_that_is_no_path_is_a_value_error(scheme, pipe):
+def test_model_id_that_is_no_path_is_a_value_error(scheme, ends):
     with pytest.raises(ValueError, match="model_id is a path"):
-        scheme.init_on_sender(7, pipes=[pipe[0]])
+        scheme.init_on_sender(7, **ends.sender)
 
 
 # ---- contexts
 
 
-def test_sender_holds_its_context_weakly(scheme, pipe):
-    context = Context(pipes=[pipe[0]], policy=Stamped())
+def test_sender_holds_its_context_weakly(scheme, ends):
+    context = Context(policy=Stamped(), **ends.sender)
     scheme.init_on_sender("policy", context)
     gone = weakref.ref(context)
     del context
@@ -114,8 +115,8 @@ def test_sender_holds_its_context_weakly(scheme, pipe):
     assert gone() is None
 
 
-def test_receiver_holds_its_context_weakly(scheme, pipe):
-    context = Context(pipe=pipe[1], policy=Stamped())
+def test_receiver_holds_its_context_weakly(scheme, ends):
+    context = Context(policy=Stamped(), **ends.worker)
     scheme.init_on_worker("policy", context)
     gone = weakref.ref(context)
     del context
@@ -186,8 +187,8 @@ def test_weights_are_taken_as_they_are(scheme, form):
 # ---- pickling
 
 
-def test_pickled_scheme_keeps_its_configuration_alone(scheme, pipe):
-    scheme.init_on_sender("policy", Lookup(models={}), pipes=[pipe[0]])
+def test_pickled_scheme_keeps_its_configuration_alone(scheme, ends):
+    scheme.init_on_sender("policy", Lookup(models={}), **ends.sender)
     copy = pickle.loads(pickle.dumps(scheme))
     assert type(copy) is type(scheme) and copy.strategy == scheme.strategy
     with pytest.raises(RuntimeError):
@@ -205,15 +206,15 @@ def test_pickled_scheme_keeps_every_option(entry):
     assert options["timeout"] == 3.5
 
 
-def test_pickled_scheme_can_be_initialised_again(scheme, pipe):
-    scheme.init_on_sender("policy", pipes=[pipe[0]])
+def test_pickled_scheme_can_be_initialised_again(scheme, ends):
+    scheme.init_on_sender("policy", **ends.sender)
     copy = pickle.loads(pickle.dumps(scheme))
-    copy.init_on_worker("policy", pipe=pipe[1], model=Stamped())
+    copy.init_on_worker("policy", model=Stamped(), **ends.worker)
     assert copy.get_receiver().receive() is False
 
 
-def test_sender_is_picklable_without_its_context(scheme, pipe):
-    context = Lookup(pipes=[pipe[0]], models={"env.value_net": Stamped()}, lock=threading.Lock())
+def test_sender_is_picklable_without_its_context(scheme, ends):
+    context = Lookup(models={"env.value_net": Stamped()}, lock=threading.Lock(), **ends.sender)
     scheme.init_on_sender("env.value_net", context)
     copy = pickle.loads(pickle.dumps(scheme.get_sender()))
     assert copy.model_id == "env.value_net"
@@ -221,8 +222,8 @@ def test_sender_is_picklable_without_its_context(scheme, pipe):
     assert scheme.get_sender().worker_ids == [0]
 
 
-def test_receiver_is_picklable_without_its_context(scheme, pipe):
-    context = Context(pipe=pipe[1], lock=threading.Lock())
+def test_receiver_is_picklable_without_its_context(scheme, ends):
+    context = Context(lock=threading.Lock(), **ends.worker)
     scheme.init_on_worker("policy", context)
     copy = pickle.loads(pickle.dumps(scheme.get_receiver()))
     assert copy.model_id == "policy"

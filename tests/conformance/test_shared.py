@@ -8,6 +8,7 @@ import re
 import peers
 import pytest
 import torch
+from contexts import Caching
 from nets import Slow, Stamped, stamp
 from table import SHM, only
 from tensordict import TensorDict
@@ -71,7 +72,7 @@ def test_registered_weights_reach_the_workers_before_the_first_send(fleet):
 
 @only(SHM)
 def test_cached_weights_of_the_context_are_registered(fleet):
-    context = peers.Caching(cached=shared(4))
+    context = Caching(cached=shared(4))
     scheme = fleet.make(auto_register=False)
     fleet.init_sender(scheme, context=context)
     for index in range(3):

@@ -3,10 +3,16 @@
 import peers
 import pytest
 from nets import Stamped, stamp
-from table import MP, SHM, only, start_methods
+from table import MP, PIPES, SHM, only, start_methods
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WorkerDied
 from shmsync.schemes import NoWeightSyncScheme, send_together
+
+
+@pytest.fixture(params=PIPES, ids=lambda entry: entry.name)
+def entry(request):
+    """Models are sent together over pipes alone."""
+    return request.param
 
 
 def never_mixed(fleet, policy, value, times):

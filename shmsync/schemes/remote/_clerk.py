@@ -55,14 +55,15 @@ class Clerk:
         """Let it do this after what it was given before."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="shmsync store").start()
-            self._finalizer = weakref.finalize(self, self._jobs.put, None)
+            thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="shmsync store")
+            thread.start()
+            self._finalizer = weakref.finalize(self, _end, self._jobs, thread)
         job = Job(function)
         self._jobs.put(job)
         return job
 
     def close(self) -> None:
-        """End the thread, when it comes back from what it does now."""
+        """End the thread; if it is kept by what it does now, when it comes back. Idempotent."""
         if self._finalizer is not None:
             self._finalizer()
         self._jobs = self._finalizer = None
@@ -72,3 +73,9 @@ def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # and what it refers to, before the next one comes
+
+
+def _end(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(GRACE)

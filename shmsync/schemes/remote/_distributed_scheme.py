@@ -119,6 +119,7 @@ class DistributedSender(RemoteSender):
                     "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
                     "first, or give ranks= or num_workers="
                 )
+        self._check_count(arguments, len(ranks), "ranks")
         store = _store(arguments)
         for index, rank in enumerate(ranks):
             self.register_worker(index, (store, rank))

@@ -139,12 +139,7 @@ class RaySender(RemoteSender):
         roster = arguments.get("remote_collectors")
         if roster is None:
             raise ValueError("remote_collectors must be given, as remote_collectors= or by a context that has it")
-        for name in ("num_workers", "num_collectors"):
-            count = arguments.get(name)
-            if isinstance(count, int) and count != len(roster):
-                raise ValueError(
-                    f"{name} is {count} but there are {len(roster)} remote_collectors; give one actor for each"
-                )
+        self._check_count(arguments, len(roster), "remote_collectors")
         if getattr(arguments.context, "remote_collectors", None) is not roster:
             self._roster = roster
         self._register_all(roster)

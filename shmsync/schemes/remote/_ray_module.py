@@ -128,6 +128,7 @@ class RayModuleTransformSender(RemoteSender):
         for name in ("actor_refs", "actors", "remote_collectors"):
             actors: Sequence[Any] | None = arguments.get(name)
             if actors is not None:
+                self._check_count(arguments, len(actors), name)
                 for index, actor in enumerate(actors):
                     self.register_worker(index, actor)
                 return

@@ -180,12 +180,11 @@ class RPCSender(RemoteSender):
         """As in RemoteSender."""
         super().set_up(arguments)
         infos, rrefs, _ = given = [arguments.needed(name) for name in _ROSTER]
-        count = arguments.get("num_workers")
-        if len(infos) != len(rrefs) or (isinstance(count, int) and count != len(infos)):
+        if len(infos) != len(rrefs):
             raise ValueError(
-                f"there are {len(infos)} collector_infos, {len(rrefs)} collector_rrefs and num_workers={count}; give "
-                "one of each for each worker"
+                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give one of each for each worker"
             )
+        self._check_count(arguments, len(infos), "collector_infos")
         self._roster = given
         self._register_all(*given)
 

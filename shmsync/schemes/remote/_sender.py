@@ -88,6 +88,13 @@ class RemoteSender(WeightSender):
         """What init_on_sender() got. For the scheme."""
         self._model = next((m for name in ("model", "source_model") if (m := arguments.get(name)) is not None), None)
 
+    def _check_count(self, arguments: Arguments, count: int, what: str) -> None:
+        """Refuse a number of workers that contradicts the workers."""
+        for name in ("num_workers", "num_collectors"):
+            given = arguments.get(name)
+            if isinstance(given, int) and given != count:
+                raise ValueError(f"{name} is {given} but there are {count} {what}; give one for each worker")
+
     def is_dead(self, worker_idx: int) -> bool:
         """As in WeightSender."""
         return bool(self._transports[worker_idx].reported)

@@ -1,0 +1,47 @@
+"""What holds for schemes for several machines alone."""
+
+import peers
+import pytest
+from nets import Stamped
+from table import SCHEMES, only, remotely
+
+from shmsync.errors import AckTimeout
+
+fanned_out = only(*(entry for entry in SCHEMES if entry.name.endswith(("fan-out", "relay"))))
+
+
+@fanned_out
+def test_send_to_some_of_those_who_share_an_arena_is_a_value_error(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    with pytest.raises(ValueError, match="share one arena on node"):
+        sender.send(Stamped(2), 1)
+    assert fleet.stamps() == [1, 1, 1]
+    assert sender.send(Stamped(3)) == 2
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@fanned_out
+def test_workers_with_fan_out_are_bound_to_one_memory(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    assert fleet.stamps() == [1, 1, 1]
+    assert [worker.call(peers.is_writable) for worker in fleet.workers] == [False, False, False]
+    assert len({worker.call(peers.inode_of_weights) for worker in fleet.workers}) == (2 if fleet.relayed else 1)
+
+
+@remotely
+def test_stopped_worker_is_late_and_the_next_send_finds_it_again(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    worker = fleet.workers[2]  # no relay
+    worker.stop()
+    for version in (2, 3):  # the second time, the first message is still under way
+        with pytest.raises(AckTimeout, match="worker 2") as late:
+            sender.send(Stamped(version), timeout=2 if fleet.relayed else 0.5)
+        assert (late.value.missing, late.value.version) == ([2], version)
+        assert fleet.stamps(workers=[0, 1]) == [version, version]
+    worker.resume()
+    assert sender.send(Stamped(4), timeout=60) == 4
+    assert fleet.stamps() == [4, 4, 4]
+    assert fleet.versions() == [4, 4, 4]
