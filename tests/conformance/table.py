@@ -63,7 +63,7 @@ def an_actor(name: str) -> Iterator[Ends]:
 @contextlib.contextmanager
 def an_rpc_worker() -> Iterator[Ends]:
     sender = {"collector_infos": [None], "collector_rrefs": [None], "collector_class": object}
-    contradiction = "1 collector_infos, 1 collector_rrefs and num_workers=2"
+    contradiction = "num_workers is 2 but there are 1 collector_infos"
     yield Ends(sender, {}, (None, None, None), "collector_infos must be given", contradiction, lambda: False)
 
 

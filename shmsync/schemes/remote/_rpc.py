@@ -182,7 +182,7 @@ class RPCSender(RemoteSender):
         infos, rrefs, _ = given = [arguments.needed(name) for name in _ROSTER]
         if len(infos) != len(rrefs):
             raise ValueError(
-                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give one of each for each worker"
+                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each worker"
             )
         self._check_count(arguments, len(infos), "collector_infos")
         self._roster = given
