@@ -71,6 +71,22 @@ def receiver(policy: nn.Module, pipe: Any) -> None:
     assert_type(scheme.get_receiver().version, int)
 
 
+def several_machines(policy: nn.Module, actors: list[Any]) -> None:
+    scheme = shmsync.RayWeightSyncScheme("tensordict", fan_out="node")
+    scheme.init_on_sender("policy", remote_collectors=actors, model=policy)
+    assert_type(scheme.get_sender().send(timeout=5.0), int)
+    shmsync.RPCWeightSyncScheme(fan_out="rack")  # type: ignore[arg-type]
+    shmsync.DistributedTransport(None)  # type: ignore[misc]
+    transports: list[shmsync.TransportBackend] = [
+        shmsync.DistributedTransport(rank=1),
+        shmsync.RPCTransport(),
+        shmsync.RayTransport(),
+        shmsync.RayActorTransport(),
+    ]
+    assert_type(transports[0].check_connection(), bool)
+    assert_type(shmsync.RayWeightUpdater({}, actors).collector, Any)
+
+
 def collector(policy: nn.Module) -> None:
     with MultiprocessCollector(lambda: None, policy, num_workers=2, frames_per_batch=20, on_lag="wait") as batches:
         for batch in batches:
