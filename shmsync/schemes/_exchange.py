@@ -84,7 +84,7 @@ class Outcome:
             raise WorkerDied(
                 f"{what} reached {_others(self.done)}, but {_named(self.dead)} died before applying it"
                 + (f"; {rest[-1]}" if self.late else "")
-                + ". The next send goes on without the dead; start them again and register them anew",
+                + ". The next send goes on without the dead; start others in their place",
                 version=version,
                 missing=[*self.dead, *self.late],
             )

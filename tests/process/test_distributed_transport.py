@@ -140,7 +140,7 @@ def test_weights_that_do_not_fit_raise_at_both_ends(ends):
     assert not any(map(any, weights))
     with pytest.raises(shmsync.ManifestMismatch) as caught:
         trainer.result()
-    assert "receive_what_does_not_fit" in str(caught.value.__cause__)
+    assert "in receive_weights" in str(caught.value.__cause__)
 
 
 def test_an_answer_that_is_none_raises(ends):

@@ -76,7 +76,7 @@ def several_machines(policy: nn.Module, actors: list[Any]) -> None:
     scheme.init_on_sender("policy", remote_collectors=actors, model=policy)
     assert_type(scheme.get_sender().send(timeout=5.0), int)
     shmsync.RPCWeightSyncScheme(fan_out="rack")  # type: ignore[arg-type]
-    shmsync.DistributedTransport(None)  # type: ignore[misc]
+    shmsync.DistributedTransport(None)  # type: ignore[call-arg]
     transports: list[shmsync.TransportBackend] = [
         shmsync.DistributedTransport(rank=1),
         shmsync.RPCTransport(),

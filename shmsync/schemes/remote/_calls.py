@@ -98,6 +98,7 @@ class Step:
         start: starts the request.
         then: gets the answer, or Gone or Failed; it may add steps.
         record: whether the outcome tells what became of it.
+        forgive: gets a failure; True: it has been seen to, and the outcome says nothing of it.
     """
 
     def __init__(
@@ -107,12 +108,14 @@ class Step:
         start: Callable[[], Call],
         then: Callable[[Any], None] | None,
         record: Record,
+        forgive: Callable[[Any], bool] | None,
     ) -> None:
         self.name = name
         self.destination = destination
         self.start = start
         self.then = then
         self.record = record
+        self.forgive = forgive
         self.call: Call | None = None
 
     def advance(self) -> bool:
@@ -145,9 +148,10 @@ class Delivery:
         *,
         then: Callable[[Any], None] | None = None,
         record: Record = True,
+        forgive: Callable[[Any], bool] | None = None,
     ) -> None:
         """Add a step, and begin it if possible. See Step."""
-        step = Step(name, destination, start, then, record)
+        step = Step(name, destination, start, then, record, forgive)
         self._open.append(step)
         self._look(step)
 
@@ -186,11 +190,13 @@ class Delivery:
         except Failed as failed:
             result = failed
             step.destination.place = None
-            if record:
+            if record and step.forgive is None:
                 outcome.failed[step.name] = failed.failure
         self._open.remove(step)
         if step.destination.call is step.call:
             step.destination.call = None
+        if isinstance(result, Failed) and step.forgive is not None and not step.forgive(result.failure):
+            outcome.failed[step.name] = result.failure
         if step.then is not None:
             step.then(result)
 

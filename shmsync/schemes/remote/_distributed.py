@@ -122,7 +122,8 @@ class DistributedTransport(RemoteTransport):
             label = torch.frombuffer(bytearray(_mailbox.to_text(parcel.label).encode()), dtype=torch.uint8)
             sizes = torch.tensor([label.numel(), parcel.buffer.nbytes])
             works = [isend(part, self.rank, 0) for part in (sizes, label, parcel.buffer) if part.numel()]
-            self._finish(lambda: [work.wait() for work in works], "the worker")
+            # It keeps the parcel: the transfer goes on when this call has given up.
+            self._finish(lambda: (parcel, label, [work.wait() for work in works]), "the worker")
 
     # The worker's side.
 
@@ -157,16 +158,20 @@ class DistributedTransport(RemoteTransport):
         message = self._next_message(deadline)
         if message is None:
             return None
-        received = self._unpack(message)
-        if isinstance(received, Announcement):
-            raise ProtocolError(
-                'these weights were sent with fan_out="node"; receive them with the receiver of a scheme, which '
-                "binds the model to shared memory"
-            )
         target = self.weights_buffer if weights is None else weights
-        for destination in (target, model):
-            if destination is not None:
-                (strategy or _STRATEGY).apply_weights(destination, received)
+        try:
+            received = self._unpack(message)
+            if isinstance(received, Announcement):
+                raise ProtocolError(
+                    'these weights were sent with fan_out="node"; receive them with the receiver of a scheme, which '
+                    "binds the model to shared memory"
+                )
+            for destination in (target, model):
+                if destination is not None:
+                    (strategy or _STRATEGY).apply_weights(destination, received)
+        except BaseException as error:  # the sender waits for an answer
+            self.fail(error)
+            raise
         return Stamp(*message["stamp"]).model_id, received if target is None else target
 
     def receive(self, deadline: float) -> Any:
@@ -239,7 +244,10 @@ class DistributedTransport(RemoteTransport):
             self._give_answer(message.encode(), {})
 
     def fail(self, error: BaseException) -> None:
-        """Answer that they could not be applied; the error raises in the sender. To be called where it is handled."""
+        """Answer that they could not be applied; the error raises in the sender. To be called where it is handled.
+        Nothing when they were answered before."""
+        if self._answering is None:
+            return
         self._give_answer(_mailbox.FAILED, {"failure": _mailbox.to_text(Failure.of(error, None))})
 
     def _give_answer(self, word: bytes, content: dict[str, Any]) -> None:
@@ -253,7 +261,8 @@ class DistributedTransport(RemoteTransport):
         self.mailbox.put("out", word, "answer", {"stamp": answered and answered["stamp"], **content})
 
     def receive_initial_weights(self) -> Any:
-        """Weights from send_initial_weights(); None when the transport has no rank. Waits as long as its timeout."""
+        """Weights that rank 0 sends with send_initial_weights(); None when the transport has no rank. Waits as long as
+        its timeout."""
         if self.rank is None:
             return None
 
@@ -298,6 +307,8 @@ class DistributedTransport(RemoteTransport):
 
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
+        if self.mailbox is not None:
+            self.mailbox.closed = True
         self._clerk.close()
         for held in (self._lifeline, self._listener):
             if held is not None:

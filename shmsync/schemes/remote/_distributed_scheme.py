@@ -203,8 +203,10 @@ class DistributedReceiver(RemoteReceiver):
             return False
         try:
             super().apply_weights(weights)
-        except Exception as error:
+        except BaseException as error:
             self._transport.fail(error)
+            if not isinstance(error, Exception):
+                raise
             self._resolve_model()  # a receiver without a model raises here too
             return False
         self._transport.send_ack()

@@ -6,10 +6,13 @@ own workers. A relay that died is replaced during the send that found it dead; t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...errors import ArenaNotFound, ClosedError, WriterDied
+from .._wire import Failure
 from ._calls import Call, Delivery, Destination, Failed, Gone
 from ._parcel import Announcement, Packer, Parcel, Stamp
 from ._place import Place, here
@@ -43,6 +46,7 @@ class FanOut:
         self._local: Relay | None = None
         self._relays: dict[Site, Destination] = {}
         self._home: Site | None = None
+        self._closed = False
 
     # What the kinds of transports do differently.
 
@@ -75,6 +79,10 @@ class FanOut:
 
     # The send.
 
+    def version(self, model_id: str) -> int:
+        """The newest version of a model on the sender's own node. An interrupted send may have left it there."""
+        return 0 if self._local is None else self._local.version(model_id)
+
     def deliver(
         self,
         delivery: Delivery,
@@ -88,6 +96,8 @@ class FanOut:
     ) -> None:
         """Start sending to whole nodes. Raises what Publisher.publish() raises on the sender's own node, before
         anything left it; `accept` is called when nothing of that kind can happen any more."""
+        if self._closed:
+            raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
         if self._home is None:
             self._home = Site.of(self.home())
         home = self._home
@@ -100,7 +110,8 @@ class FanOut:
             announcement = self._local.publish_as(stamp, weights, deadline)
         accept()
         if announcement is not None:
-            self._announce(delivery, sites[home], announcement)
+            for index, worker in sites[home].items():
+                delivery.ask(index, worker, partial(worker.post, announcement))
         for site, members in far.items():
             delivery.unreached.update(members)
             self._relay(delivery, site, members, payload, restarts=1)
@@ -115,33 +126,52 @@ class FanOut:
         if relay is None:
             relay = self._relays[site] = self.make_relay(site, members)
 
+        def lost(how: str) -> bool:
+            """Let another relay take its place, once for each send."""
+            if self._relays.get(site) is not relay:
+                return True  # another worker has said so before
+            if not restarts:
+                return False
+            delivery.outcome.dead[site.relay_name] = how
+            self._relays.pop(site)
+            host = self.host_of(relay, members)
+            left = {index: member for index, member in members.items() if index != host}
+            if host is not None and members[host].reported:  # else its own step will tell
+                delivery.outcome.dead[host] = how
+                delivery.unreached.discard(host)
+            if left:
+                self._relay(delivery, site, left, payload, restarts=restarts - 1)
+            return True
+
+        def cannot_attach(failure: Any) -> bool:
+            """Was the relay dead before this worker had attached to its arena?"""
+            gone = isinstance(failure, Failure) and isinstance(failure.exception(), (WriterDied, ArenaNotFound))
+            return gone and lost("it died before all workers of its node had attached")
+
         def then(result: Any) -> None:
             if isinstance(result, Announcement):
                 delivery.unreached.difference_update(members)
-                self._announce(delivery, members, result)
+                for index, worker in members.items():
+                    delivery.ask(index, worker, partial(worker.post, result), forgive=cannot_attach)
             elif isinstance(result, Gone):
-                delivery.outcome.dead[site.relay_name] = str(result)
-                self._relays.pop(site, None)
                 host = self.host_of(relay, members)
-                left = {index: member for index, member in members.items() if index != host}
                 if host is not None:
                     members[host].reported = result.final
-                    delivery.outcome.dead[host] = str(result)
-                    delivery.unreached.discard(host)
-                if restarts and left:
-                    self._relay(delivery, site, left, payload, restarts=restarts - 1)
+                if not lost(str(result)):
+                    delivery.outcome.dead[site.relay_name] = str(result)
+                    self._relays.pop(site, None)
+                    if host is not None:
+                        delivery.outcome.dead[host] = str(result)
+                        delivery.unreached.discard(host)
             elif isinstance(result, Failed):
                 delivery.outcome.failed[site.relay_name] = result.failure
 
         start = partial(self.relay_call, relay, payload)
         delivery.ask(site.relay_name, relay, start, then=then, record=False)
 
-    def _announce(self, delivery: Delivery, members: Mapping[int, Destination], announcement: Announcement) -> None:
-        for index, worker in members.items():
-            delivery.ask(index, worker, partial(worker.post, announcement))
-
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
+        self._closed = True
         if self._local is not None:
             self._local.close()
         while self._relays:
@@ -157,13 +187,18 @@ def find_places(fan_out: FanOut, delivery: Delivery, workers: Mapping[int, Desti
         else:
             delivery.unreached.discard(index)  # the outcome tells more
 
+    asked = [worker for worker in workers.values() if worker.place is None]
+    now = time.monotonic()
+    # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
+    share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked) else 0.05
     for index, worker in workers.items():
         if worker.place is None:
             delivery.unreached.add(index)
             delivery.ask(
                 index, worker, partial(fan_out.locate, worker), then=partial(save, index, worker), record="failures"
             )
-    delivery.finish(deadline)
+    if asked:
+        delivery.finish(min(deadline, now + share))
     # Whoever answers later than this has missed this send.
     delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
 

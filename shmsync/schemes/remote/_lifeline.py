@@ -25,30 +25,36 @@ class Listener:
     """
 
     def __init__(self, store: Any) -> None:
-        self._socket = socket.create_server((_address_towards(store), 0), backlog=64)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._socket: socket.socket | None = None
+        self.address: tuple[str, int] | None = None
+        found = _address_towards(store)
+        if found is not None:
+            family, address = found
+            self._socket = socket.create_server((address, 0), family=family, backlog=64)
+            self.address = self._socket.getsockname()[:2]
 
     def close(self) -> None:
         """Stop. The trainer takes the worker for dead then."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
-def _address_towards(store: Any) -> str:
+def _address_towards(store: Any) -> tuple[socket.AddressFamily, str] | None:
+    """The address under which the store's host knows this one; None when it cannot be known."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host = getattr(store, "host", None)
-    if host is None:
-        return "127.0.0.1"  # a store in files or in this process: nobody is on another machine
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    with contextlib.suppress(OSError, AttributeError):
+        for family, _, _, _, address in socket.getaddrinfo(store.host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                return family, str(probe.getsockname()[0])
+    return None
 
 
 class Lifeline:
     """The sender's side: does that process still live?"""
 
-    def __init__(self, place: Place, address: tuple[str, int]) -> None:
+    def __init__(self, place: Place, address: tuple[str, int] | None) -> None:
         self._place = place
         self._peers: Peers | None = None
         self._socket: socket.socket | None = None
@@ -56,6 +62,8 @@ class Lifeline:
         if place.sees_processes_of(here()):
             self._peers = Peers()
             return
+        if address is None:
+            return  # deadlines tell
         try:
             self._socket = socket.create_connection(address, timeout=_CONNECTING)
         except ConnectionRefusedError:

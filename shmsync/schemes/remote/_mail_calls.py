@@ -34,12 +34,12 @@ class MailCall(Call):
         self._gone: str | None = None
         if (lifeline := watch()) is not None and lifeline.dead:
             raise Gone(f"rank {mailbox.rank}, {lifeline}")
-        self._mailbox.put("in", _mailbox.UPDATE, "message", message)
         if buffer is not None and buffer.numel():
-            try:
+            try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
                 self._work = isend(buffer, mailbox.rank, tag_of(message["stamp"]))
             except RuntimeError as error:
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
+        self._mailbox.put("in", _mailbox.UPDATE, "message", message)
 
     def finished(self) -> bool:
         """As in Call."""

@@ -32,6 +32,7 @@ class Mailbox:
         self.store = store
         self.rank = rank
         self._prefix = f"NODE_{rank}_"
+        self.closed = False  # whoever waits in arrives() gives up
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -48,9 +49,9 @@ class Mailbox:
     def arrives(self, box: str, deadline: float) -> bool:
         """Wait until something is."""
         pause = 0.00005
-        while not self.has(box):
+        while self.closed or not self.has(box):
             rest = deadline - time.monotonic()
-            if rest <= 0:
+            if rest <= 0 or self.closed:
                 return False
             # Asking is quick; a wait of the store's own that ends by its time-out writes to stderr.
             time.sleep(min(pause, rest))
@@ -67,16 +68,16 @@ class Mailbox:
         self.store.delete_key(self._key(box))
         return word, content
 
-    def introduce(self, place: Place, address: tuple[str, int]) -> None:
+    def introduce(self, place: Place, address: tuple[str, int] | None) -> None:
         """In the worker: say where it runs, and where its end can be seen (see _lifeline)."""
         self.store.set(self._key("place"), json.dumps([place, address]))
 
-    def introduced(self) -> tuple[Place, tuple[str, int]] | None:
+    def introduced(self) -> tuple[Place, tuple[str, int] | None] | None:
         """In the sender: the same, once it is there."""
         if not self.has("place"):
             return None
         place, address = json.loads(self.store.get(self._key("place")))
-        return Place(*place), (address[0], address[1])
+        return Place(*place), None if address is None else (address[0], address[1])
 
     def put_layout(self, fingerprint: str, manifest: bytes) -> None:
         """Write a manifest where all ranks find it."""

@@ -11,6 +11,7 @@ import bisect
 import ctypes
 import itertools
 import secrets
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -159,7 +160,8 @@ def _kind(weights: Any) -> Kind:
     return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
 
 
-careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
+_careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
+_careful_lock = threading.Lock()
 
 
 class Careful(Protocol):
@@ -169,9 +171,16 @@ class Careful(Protocol):
         """Is it what the weights of this model are for?"""
 
 
+def add_careful(each: Careful) -> None:
+    """Let it have views, as long as it lives."""
+    with _careful_lock:
+        _careful.add(each)
+
+
 def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
-    views_will_do = any(each.takes(label.stamp.model_id) for each in list(careful))
+    with _careful_lock:
+        views_will_do = any(each.takes(label.stamp.model_id) for each in _careful)
     storages = [_as_tensor(piece, copy=not views_will_do).untyped_storage() for piece in pieces]
     views = {}
     for leaf in _parsed(label.manifest).leaves:

@@ -131,6 +131,7 @@ class RaySender(RemoteSender):
     _scheme: RayWeightSyncScheme
     _tensor_transport: str = "object_store"
     _roster: Any = None  # a list of actors that the user keeps
+    _has_roster = False
 
     def set_up(self, arguments: Arguments) -> None:
         """As in RemoteSender."""
@@ -140,9 +141,16 @@ class RaySender(RemoteSender):
         if roster is None:
             raise ValueError("remote_collectors must be given, as remote_collectors= or by a context that has it")
         self._check_count(arguments, len(roster), "remote_collectors")
+        self._has_roster = True
         if getattr(arguments.context, "remote_collectors", None) is not roster:
             self._roster = roster
         self._register_all(roster)
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        """As in WeightSender, where there is no list of actors. Raises ValueError where there is."""
+        if self._has_roster:
+            raise ValueError("the actors are those of remote_collectors; put this one into that list")
+        super().register_worker(worker_idx, pipe_or_context, process)
 
     def _update_roster(self) -> None:
         roster: Sequence[Any] | None = getattr(self._context, "remote_collectors", None)
@@ -169,7 +177,7 @@ class RaySender(RemoteSender):
         return RayFanOut(self._relay_options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_roster": None}
+        return {**super().__getstate__(), "_roster": None, "_has_roster": False}
 
 
 class RayRelay(Destination):
@@ -188,15 +196,17 @@ class RayFanOut(FanOut):
 
     def home(self) -> Place:
         """As in FanOut."""
+        import ray
+
         _ray_calls.require_running()
-        return _ray_calls.place_of_actor()
+        return _ray_calls.on_node(ray.get_runtime_context().get_node_id())
 
     def locate(self, worker: Destination) -> Call:
         """As in FanOut."""
         assert isinstance(worker, RayTransport)
         if worker.actor is None:
             return Answered(self.home())
-        return _ray_calls.RayCall(worker.actor.__ray_call__.remote(_ray_calls.place_of_actor))
+        return _ray_calls.FindActor(worker.actor)
 
     def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
         """As in FanOut."""

@@ -13,7 +13,7 @@ from ...errors import ProtocolError
 from .._wire import Failure
 from ._calls import SLICE, Call, Failed, Gone
 from ._parcel import Parcel
-from ._place import Place, here
+from ._place import Place
 
 
 def require_ray(user: str) -> Any:
@@ -90,18 +90,22 @@ def require_running() -> None:
 
 
 def invoke(actor: Any, method: str, **arguments: Any) -> Any:
-    """Call an actor's method. Raises TypeError when it has no such method, or one with other parameters."""
+    """Call an actor's method. Raises Failed, with a TypeError, when it has no such method, or other parameters."""
     wanted = f"{method}({', '.join(arguments)})"
     try:
         bound = getattr(actor, method)
     except AttributeError as error:
-        raise TypeError(
-            f"the actor has no method {method}(); weights are sent to {wanted}, so give its class one"
-        ) from error
+        message = f"the actor has no method {method}(), which weights are sent to; define {wanted}"
+        raise Failed(_type_error(message)) from error
     try:
         return bound.remote(**arguments)
     except TypeError as error:
-        raise TypeError(f"the actor's method does not take the weights: {error}; define it as {wanted}") from error
+        message = f"the actor's method does not take the weights: {error}; define it as {wanted}"
+        raise Failed(_type_error(message)) from error
+
+
+def _type_error(message: str) -> Failure:
+    return Failure(None, pickle.dumps(TypeError(message)), message, message)
 
 
 def failure_of(error: Any) -> Failure:
@@ -137,8 +141,15 @@ def look(calls: Sequence[RayCall], seconds: float) -> None:
 def wait(calls: Collection[Call], seconds: float) -> None:
     """Until one of these calls is finished, but no longer than that."""
     unfinished = [call for call in calls if isinstance(call, RayCall) and not call._finished]
-    if len(unfinished) == len(calls):
+    others = [call for call in calls if not isinstance(call, RayCall)]
+    if any(call.finished() for call in others) or len(unfinished) + len(others) < len(calls):
+        return
+    if others:
+        seconds = min(seconds, 0.01)
+    if unfinished:
         look(unfinished, min(seconds, SLICE))
+    else:
+        time.sleep(seconds)
 
 
 def put(parcel: Parcel, tensor_transport: str) -> Any:
@@ -149,11 +160,36 @@ def put(parcel: Parcel, tensor_transport: str) -> Any:
     if tensor_transport == "object_store":
         # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
         return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
-    return ray.put(parcel.buffer, _tensor_transport=tensor_transport)
+    # A tensor of its own: the other side may read it at any time.
+    return ray.put(Parcel(parcel.label, [parcel.buffer.clone()]), _tensor_transport=tensor_transport)
 
 
-def place_of_actor(_actor: Any = None) -> Place:
-    """Where the calling actor, or driver, runs; Ray's own nodes are the nodes."""
-    import ray
+def on_node(node: str) -> Place:
+    """What is known of a process under Ray: its node."""
+    return Place(node, "", 0, 0, 0)
 
-    return here(node=ray.get_runtime_context().get_node_id())
+
+class FindActor(Call):
+    """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
+
+    def __init__(self, actor: Any) -> None:
+        self._id = actor._actor_id.hex()
+        self._answer: Place | str | None = None
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if self._answer is None:
+            from ray._private import state
+
+            found = state.actors(self._id) or {}
+            if found.get("State") == "ALIVE":
+                self._answer = on_node(found["Address"]["NodeID"])
+            elif found.get("State") == "DEAD":
+                self._answer = f"Ray: the actor is dead (pid {found.get('Pid')})"
+        return self._answer is not None
+
+    def result(self) -> Any:
+        """As in Call."""
+        if isinstance(self._answer, str):
+            raise Gone(self._answer)
+        return self._answer

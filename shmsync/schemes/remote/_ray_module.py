@@ -121,6 +121,7 @@ class RayModuleTransformSender(RemoteSender):
     """Sends to the actors of modules."""
 
     _scheme: RayModuleTransformScheme
+    _lazily = True  # the actor is found in the context when it is needed
 
     def set_up(self, arguments: Arguments) -> None:
         """As in RemoteSender."""
@@ -129,6 +130,7 @@ class RayModuleTransformSender(RemoteSender):
             actors: Sequence[Any] | None = arguments.get(name)
             if actors is not None:
                 self._check_count(arguments, len(actors), name)
+                self._lazily = False
                 for index, actor in enumerate(actors):
                     self.register_worker(index, actor)
                 return
@@ -136,9 +138,9 @@ class RayModuleTransformSender(RemoteSender):
             raise ValueError("actor_refs or actors must be given, or a context that has the actor under the model id")
 
     def _update_roster(self) -> None:
-        if not self._transports:
+        if self._lazily and not any(transport.connected for transport in self._transports.values()):
             found = None if self._context is None else find_model(self._context, self._model_id)
-            if found is None:
+            if found is None or actor_of(found) is None:
                 why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"
                 raise ValueError(f"the context {why}; give init_on_sender() actors=")
             self.register_worker(0, found)

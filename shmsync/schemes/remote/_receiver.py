@@ -13,7 +13,7 @@ from ...errors import ProtocolError
 from .._context import Arguments
 from .._receiver import WeightReceiver
 from .._subscriptions import Subscriptions
-from ._parcel import Announcement, Stamp, careful, stamp_of
+from ._parcel import Announcement, Stamp, add_careful, stamp_of
 
 if TYPE_CHECKING:
     from ._sender import RemoteScheme
@@ -43,7 +43,7 @@ class RemoteReceiver(WeightReceiver):
         self._worker = arguments.get("worker_idx")
         model = arguments.model()
         self.register_model(arguments.model_id if model is None else model)
-        careful.add(self)
+        add_careful(self)
 
     def takes(self, model_id: str) -> bool:
         """As in Careful: apply_weights() copies."""
@@ -90,8 +90,9 @@ class RemoteReceiver(WeightReceiver):
         with self._changed:
             while not self._has_news:
                 rest = deadline - time.monotonic()
-                if rest <= 0 or not self._changed.wait(min(rest, 3600.0)):
+                if rest <= 0:
                     return False
+                self._changed.wait(min(rest, 3600.0))
             self._has_news = False
             return True
 
@@ -116,7 +117,7 @@ class RemoteReceiver(WeightReceiver):
         state = super().__getstate__()
         for name in ("_applying", "_changed", "_handle", "subscriptions"):
             state.pop(name)
-        return state
+        return {**state, "_stamp": None, "_version": 0}  # a copy has not got them
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

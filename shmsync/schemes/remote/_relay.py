@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from ... import _segment
 from ..._arguments import deadline_after
-from ...errors import ProtocolError, ShmSyncError
+from ...errors import ClosedError, ProtocolError, ShmSyncError
 from .._arenas import ALL, Arenas
 from .._pipe_sender import write
-from ._parcel import Announcement, Stamp, careful, stamp_of
+from ._parcel import Announcement, Stamp, add_careful, stamp_of
 
 
 class RelayOptions(NamedTuple):
@@ -31,7 +31,7 @@ class Relay:
         self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
         _sweep()  # what the relay that this one replaces has left
-        careful.add(self)
+        add_careful(self)
 
     def takes(self, model_id: str) -> bool:
         """As in Careful: publishing copies."""
@@ -55,6 +55,10 @@ class Relay:
             publisher = self._arenas.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)
 
+    def version(self, model_id: str) -> int:
+        """The newest version of a model here; 0: none yet."""
+        return self._arenas.version(model_id)
+
     def close(self) -> None:
         """End the arenas. Idempotent."""
         self._arenas.close()
@@ -68,6 +72,7 @@ def _sweep() -> None:
 
 
 _hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
+_ended: set[str] = set()  # sessions; a message of one may still come
 _hosted_lock = threading.Lock()
 
 
@@ -80,12 +85,17 @@ def publish_here(options: RelayOptions, weights: Any) -> Announcement:
         for session, model_id in list(_hosted):
             if model_id == stamp.model_id and session != stamp.session:  # of a trainer that was started again
                 _hosted.pop((session, model_id)).close()
-        relay = _hosted.setdefault((stamp.session, stamp.model_id), Relay(options))
+        if stamp.session in _ended:
+            raise ClosedError("the sender of these weights was shut down; make a new one")
+        relay = _hosted.get((stamp.session, stamp.model_id))
+        if relay is None:
+            relay = _hosted[stamp.session, stamp.model_id] = Relay(options)
     return relay.publish(weights)
 
 
 def close_here(session: str) -> None:
     """End what this process relays for a sender."""
     with _hosted_lock:
+        _ended.add(session)
         for key in [key for key in _hosted if key[0] == session]:
             _hosted.pop(key).close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import ProtocolError
@@ -22,6 +24,7 @@ from ._transport import RemoteTransport
 # kernel clears new pages each time, which takes longer than the transfer.
 PIECE_BYTES = 8 << 20
 _ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
+_under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
 _news = threading.Condition()  # some call of this process was answered
 
 
@@ -35,12 +38,15 @@ class RPCCall(Call):
         self._name = getattr(to, "name", to)
         if not has_agent():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
+        # An interrupt may lose this object before anybody has it; the agent reads the buffer all the same.
+        _under_way[id(args)] = args
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
             self._future = rpc.rpc_async(to, function, args=args, timeout=0)
         except RuntimeError as error:
+            del _under_way[id(args)]
             raise Gone(self._explain(error)) from error
-        self._future.add_done_callback(_notify)
+        self._future.add_done_callback(partial(_answered, id(args)))
 
     def finished(self) -> bool:
         """As in Call."""
@@ -62,6 +68,15 @@ class RPCCall(Call):
         return f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}"
 
 
+def apply_there(method: Any, rref: Any, weights: Any) -> Failure | None:
+    """On the worker: update_policy_weights_(). What it returns stays there."""
+    return run_there(_discard, method, rref, weights)
+
+
+def _discard(method: Any, *args: Any) -> None:
+    method(*args)
+
+
 def run_there(function: Any, *args: Any) -> Any:
     """On the worker: call it. An exception is returned, with its traceback: torch keeps neither its type nor that."""
     try:
@@ -70,7 +85,8 @@ def run_there(function: Any, *args: Any) -> Any:
         return Failure.of(error, None)
 
 
-def _notify(_future: Any) -> None:
+def _answered(key: int, _future: Any) -> None:
+    _under_way.pop(key, None)
     with _news:
         _news.notify_all()
 
@@ -127,7 +143,7 @@ class RPCTransport(RemoteTransport):
         method = self.collector_class.update_policy_weights_
         if hasattr(method, "_wrapped_async_rpc_function"):  # it returns a future, which the agent there waits for
             return RPCCall(self.info, method, (self.rref, payload))
-        return RPCCall(self.info, run_there, (method, self.rref, payload))
+        return RPCCall(self.info, apply_there, (method, self.rref, payload))
 
     def _wait(self, calls: Collection[Call], seconds: float) -> None:
         wait(calls, seconds)
@@ -179,14 +195,16 @@ class RPCSender(RemoteSender):
     def set_up(self, arguments: Arguments) -> None:
         """As in RemoteSender."""
         super().set_up(arguments)
-        infos, rrefs, _ = given = [arguments.needed(name) for name in _ROSTER]
-        if len(infos) != len(rrefs):
-            raise ValueError(
-                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each worker"
-            )
+        infos, *_ = given = [arguments.needed(name) for name in _ROSTER]
         self._check_count(arguments, len(infos), "collector_infos")
         self._roster = given
         self._register_all(*given)
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        """As in WeightSender, where there are no lists of workers. Raises ValueError where there are."""
+        if self._roster is not None:
+            raise ValueError("the workers are those of collector_infos and collector_rrefs; put this one into those")
+        super().register_worker(worker_idx, pipe_or_context, process)
 
     def _update_roster(self) -> None:
         roster = [getattr(self._context, name, None) for name in _ROSTER]
@@ -195,10 +213,14 @@ class RPCSender(RemoteSender):
             self._register_all(*roster)
 
     def _register_all(self, infos: Sequence[Any], rrefs: Sequence[Any], collector_class: Any) -> None:
+        if len(infos) != len(rrefs):
+            raise ValueError(
+                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each worker"
+            )
         known = {id(transport.rref): transport for transport in self._transports.values()}
         self._transports = {
             index: known.get(id(rref)) or self._scheme.create_transport((info, rref, collector_class))
-            for index, (info, rref) in enumerate(zip(infos, rrefs, strict=False))
+            for index, (info, rref) in enumerate(zip(infos, rrefs, strict=True))
         }
 
     def _wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -256,4 +278,7 @@ class RPCFanOut(FanOut):
         if has_agent() and not relay.host.reported:
             with contextlib.suppress(Gone):
                 # For a moment: the agent may be shut down next, and the arena is to be gone before.
-                wait([RPCCall(relay.host.info, _relay.close_here, (self._session,))], 2.0)
+                call = RPCCall(relay.host.info, _relay.close_here, (self._session,))
+                deadline = time.monotonic() + 2.0
+                while not call.finished() and time.monotonic() < deadline:
+                    wait([call], 0.05)

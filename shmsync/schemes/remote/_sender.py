@@ -136,7 +136,7 @@ class RemoteSender(WeightSender):
         if workers and not alive:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
-                "was sent. Start them again and register them anew",
+                "was sent. Start others in their place",
                 missing=workers,
             )
         prepared = self._prepared(weights)
@@ -159,7 +159,8 @@ class RemoteSender(WeightSender):
         if workers.keys() != everybody.keys():
             find_places(fan_out, Delivery(self._wait, Outcome(HINT)), everybody, deadline)
             check_whole_nodes(workers, everybody)
-        stamp = Stamp(self._packer.session, self._model_id, self._version + 1)
+        version = max(self._version, fan_out.version(self._model_id)) + 1
+        stamp = Stamp(self._packer.session, self._model_id, version)
 
         def accept() -> None:
             self._version = stamp.version

@@ -36,5 +36,5 @@ def my_rank() -> int:
 
 
 def tag_of(stamp: Any) -> int:
-    """One for each model: messages of two models may be under way to one rank."""
-    return zlib.crc32(stamp[1].encode()) & 0x7FFFFFFF
+    """One for each message: the bytes of one that nobody took must not be taken for those of another."""
+    return zlib.crc32(repr(tuple(stamp)).encode()) & 0x7FFFFFFF

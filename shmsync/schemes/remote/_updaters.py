@@ -13,6 +13,8 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ..._arguments import check_timeout, deadline_after
+from ..._rows import listed
+from ...errors import WorkerDied
 from ...strategy import WeightStrategy
 from .._exchange import Outcome
 from . import _ray_calls
@@ -164,12 +166,22 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
         self._delivery = Delivery(_ray_calls.wait, Outcome("its process may be busy with a call that came before"))
+        self._refuse_dead(worker_ids)
         try:
             super()._push(policy_or_weights, int(worker_ids) if isinstance(worker_ids, Integral) else worker_ids)
             outcome = self._delivery.finish(deadline_after(None, self._timeout))
         finally:
             self._delivery = None
         outcome.check(f"push {self._pushes}", self._pushes)
+
+    def _refuse_dead(self, worker_ids: Any) -> None:
+        known = self.all_worker_ids()
+        chosen = known if worker_ids is None else [worker_ids] if isinstance(worker_ids, Integral) else list(worker_ids)
+        dead: list[Any] = [worker for worker in chosen if worker in known and self._transport(int(worker)).reported]
+        if dead and (worker_ids is not None or len(dead) == len(known)):
+            raise WorkerDied(
+                f"{listed(dead)} died before; nothing was pushed. Put new actors into the list", missing=dead
+            )
 
     def _get_server_weights(self) -> Any:
         return self.policy_weights
