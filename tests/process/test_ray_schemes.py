@@ -105,6 +105,11 @@ def test_actors_come_from_a_context_or_from_keywords(crew, count):
         assert parts.ask(crew, "look") == [(value, 1)] * 2
 
 
+def test_an_actor_that_is_registered_beside_the_list_is_refused(crew):
+    with pytest.raises(ValueError, match="put this one into that list"):
+        sender_to(crew).register_worker(2, crew[0])
+
+
 @pytest.mark.parametrize("count", ["num_workers", "num_collectors"])
 def test_counts_that_contradict_the_actors_are_refused(crew, count):
     for given in ({"context": Context(remote_collectors=crew, **{count: 3})}, {"remote_collectors": crew, count: 3}):

@@ -225,6 +225,9 @@ def test_a_killed_actor_is_named_and_left_out(crew):
     updater.push_weights(parts.net(3.0))
     assert values(crew) == [3.0] * 2
     assert len(called) == 2
+    with pytest.raises(WorkerDied, match="worker 2 died before"):
+        updater.push_weights(parts.net(4.0), worker_ids=2)
+    assert len(called) == 2
 
 
 def test_an_exception_of_an_actor_raises_in_the_push(crew):

@@ -1,0 +1,75 @@
+"""Messages that nobody took, interrupted sends, relays that die at the wrong moment: what comes next is right."""
+
+from __future__ import annotations
+
+import pytest
+import remote_members as members
+import remote_parts as parts
+import remote_transport_parts as transports
+import remote_troubles as troubles
+
+import shmsync
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def fleet(start):
+    with parts.fleets(start) as new:
+        yield new
+
+
+def test_bytes_of_a_message_that_nobody_took_are_not_taken_for_the_next_ones(fleet):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    worker.call(members.make_member, 500, loop=False)
+    group.trainer.call(parts.make_sender, "distributed", 1, 500)
+    with pytest.raises(shmsync.AckTimeout):
+        group.send(1, timeout=0.2)
+    group.trainer.call(parts.make_sender_anew, "distributed")
+    for value in (2, 3):
+        group.trainer.start(parts.send, value)
+        assert worker.call(members.receive, members.FOR_EVER) is True
+        assert group.trainer.result() == value - 1
+        assert group.look() == [(value, value - 1)]
+
+
+def test_a_worker_that_refuses_weights_by_hand_gets_the_next_ones(fleet):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    group.trainer.call(transports.open_transport, 1)
+    worker.call(transports.open_transport, 1)
+    for _ in range(2):
+        group.trainer.start(transports.send_sample, "flat")
+        assert worker.call(transports.receive_what_does_not_fit)[0] == "ManifestMismatch"
+        with pytest.raises(shmsync.ManifestMismatch):
+            group.trainer.result()
+
+
+def test_weights_of_an_interrupted_send_are_not_taken_for_those_of_the_next(fleet):
+    group = fleet(2, nodes=["a", "a"], home="a").connect("distributed").open(fan_out="node")
+    assert group.send(1) == 1
+    group.trainer.call(troubles.leave_a_version, 5)
+    version = group.send(9)
+    assert version > 2
+    assert group.look() == [(9, version)] * 2
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_a_relay_that_dies_before_its_workers_attached_is_named_and_replaced(fleet, kind):
+    group = fleet(3, nodes=["a", "a", "a"], home="home").connect(kind).open(fan_out="node")
+    group.trainer.call(troubles.kill_before_the_announcements, group.workers[0].pid)
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        group.send(7)
+    assert set(caught.value.missing) == {"the relay on node a", 0}
+    assert group.look(1, 2) == [(7, 1)] * 2
+    assert group.send(8) == 2
+    assert group.look(1, 2) == [(8, 2)] * 2
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_a_sender_that_was_shut_down_makes_no_new_arena(fleet, kind):
+    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
+    group.send(1)
+    assert group.trainer.call(troubles.use_after_shutdown) == "ClosedError"
+    assert members.segments(group.trainer.pid) == []
