@@ -196,17 +196,17 @@ class RayFanOut(FanOut):
 
     def home(self) -> Place:
         """As in FanOut."""
-        import ray
-
         _ray_calls.require_running()
-        return _ray_calls.on_node(ray.get_runtime_context().get_node_id())
+        return _ray_calls.place_of_caller()
 
     def locate(self, worker: Destination) -> Call:
         """As in FanOut."""
         assert isinstance(worker, RayTransport)
         if worker.actor is None:
             return Answered(self.home())
-        return _ray_calls.FindActor(worker.actor)
+        if hasattr(worker.actor, "_actor_id"):
+            return _ray_calls.FindActor(worker.actor)
+        return _ray_calls.RayCall(worker.actor.__ray_call__.remote(_ray_calls.place_of_caller))  # what stands for one
 
     def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
         """As in FanOut."""

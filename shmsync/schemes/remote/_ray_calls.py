@@ -169,6 +169,13 @@ def on_node(node: str) -> Place:
     return Place(node, "", 0, 0, 0)
 
 
+def place_of_caller(_actor: Any = None) -> Place:
+    """Where the calling actor, or driver, runs."""
+    import ray
+
+    return on_node(ray.get_runtime_context().get_node_id())
+
+
 class FindActor(Call):
     """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
 
