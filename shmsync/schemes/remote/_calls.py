@@ -168,7 +168,12 @@ class Delivery:
             calls = [step.destination.call for step in self._open]
             self._wait([call for call in calls if call is not None], min(rest, SLICE))
         late = [step.name for step in self._open]
-        self.outcome.late = sorted({*late, *self.unreached}, key=_order)
+        outcome = self.outcome
+        outcome.late = sorted({*late, *self.unreached}, key=_order)
+        for found in (outcome.dead, outcome.failed):  # errors name them in order, not by who was quicker
+            ordered = sorted(found.items(), key=lambda item: _order(item[0]))
+            found.clear()
+            found.update(ordered)  # type: ignore[arg-type]
         return self.outcome
 
     def _look(self, step: Step) -> None:

@@ -14,6 +14,9 @@ from ._mailbox import Mailbox
 from ._place import Place
 from ._transfers import isend, tag_of
 
+# A rank may take a message whose sender was given up. It waits for the bytes then, so they and their transfer stay.
+_unanswered: set[MailCall] = set()
+
 
 class MailCall(Call):
     """A message for one rank, until its answer is there."""
@@ -39,6 +42,7 @@ class MailCall(Call):
                 self._work = isend(buffer, mailbox.rank, tag_of(message["stamp"]))
             except RuntimeError as error:
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
+            _unanswered.add(self)
         self._mailbox.put("in", _mailbox.UPDATE, "message", message)
 
     def finished(self) -> bool:
@@ -55,7 +59,10 @@ class MailCall(Call):
             else:
                 if dead:
                     self._gone = f"rank {self._mailbox.rank}, {lifeline}"
-        return self._answer is not None or self._gone is not None
+        if self._answer is None and self._gone is None:
+            return False
+        _unanswered.discard(self)
+        return True
 
     def result(self) -> Any:
         """As in Call."""
