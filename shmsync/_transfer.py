@@ -150,13 +150,12 @@ class Recent:
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
     """Can its bytes be copied to the leaf as they are?"""
-    return (
-        tensor.dtype == leaf.dtype
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.dtype == leaf.dtype and plain(tensor)
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Do its values lie in memory one after the other, as they are?"""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], slots: int, name: str) -> bool:

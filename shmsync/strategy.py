@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from . import _native
-from ._transfer import same_bytes
+from ._transfer import plain, same_bytes
 from ._weights import Filter, check_keys, collect, not_saved, problem_with
 from .errors import ManifestMismatch
 from .manifest import Key, tie
@@ -124,7 +124,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     written: list[torch.Tensor] = []
     with torch.no_grad():
         for source, target in pairs:
-            if _plain(source) and _plain(target):
+            if _copies_as_bytes(source) and _copies_as_bytes(target):
                 if source.numel():
                     rows.append((source, target.data_ptr(), target.nbytes))
                     written.append(target)
@@ -135,13 +135,9 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch.autograd.graph.increment_version(written)  # so that autograd notices, as with copy_()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-    )
+def _copies_as_bytes(tensor: torch.Tensor) -> bool:
+    # Other types may keep their values elsewhere; the version of an inference tensor cannot be counted on.
+    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and not tensor.is_inference()
 
 
 def is_flat(weights: TensorDictBase) -> bool:

@@ -132,12 +132,13 @@ class Delivery:
 
     Args:
         wait: waits until one of these calls is finished, but no longer than so many seconds.
+        hint: what may keep the late.
     """
 
-    def __init__(self, wait: Callable[[Collection[Call], float], None], outcome: Outcome) -> None:
+    def __init__(self, wait: Callable[[Collection[Call], float], None], hint: str = HINT) -> None:
         self._wait = wait
         self._open: list[Step] = []
-        self.outcome = outcome
+        self.outcome = Outcome(hint)
         self.unreached: set[int] = set()  # workers whose own step waits for another
 
     def ask(
@@ -195,12 +196,10 @@ class Delivery:
         except Failed as failed:
             result = failed
             step.destination.place = None
-            if record and step.forgive is None:
-                outcome.failed[step.name] = failed.failure
         self._open.remove(step)
         if step.destination.call is step.call:
             step.destination.call = None
-        if isinstance(result, Failed) and step.forgive is not None and not step.forgive(result.failure):
+        if isinstance(result, Failed) and record and not (step.forgive and step.forgive(result.failure)):
             outcome.failed[step.name] = result.failure
         if step.then is not None:
             step.then(result)

@@ -15,10 +15,9 @@ from ...subscriber import Consistency
 from .._context import Arguments
 from ._calls import Answered, Call, Destination, sleeping
 from ._distributed import DistributedTransport
-from ._fan_out import FanOut, Site
+from ._fan_out import FanOut, HostedFanOut, Site
 from ._mail_calls import PlaceCall
 from ._receiver import RemoteReceiver
-from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 
 
@@ -137,12 +136,8 @@ class DistributedSender(RemoteSender):
         return DistributedFanOut(self._relay_options, self._packer.session)
 
 
-class DistributedFanOut(FanOut):
-    """The relay of a node is the first of its ranks that lives."""
-
-    def __init__(self, options: RelayOptions, session: str) -> None:
-        super().__init__(options)
-        self._session = session
+class DistributedFanOut(HostedFanOut):
+    """A relay is a rank, and its transport."""
 
     def locate(self, worker: Destination) -> Call:
         """As in FanOut."""
@@ -157,14 +152,6 @@ class DistributedFanOut(FanOut):
         """As in FanOut."""
         assert isinstance(relay, DistributedTransport)
         return relay.post(payload, relay=self.options)
-
-    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
-        """As in FanOut."""
-        return next((index for index, member in members.items() if member is relay), None)
-
-    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
-        """As in FanOut."""
-        return self.host_of(relay, members) is not None
 
     def close_relay(self, relay: Destination) -> None:
         """As in FanOut."""

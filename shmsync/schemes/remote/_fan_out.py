@@ -178,6 +178,31 @@ class FanOut:
             self.close_relay(self._relays.popitem()[1])
 
 
+class HostedFanOut(FanOut):
+    """The relay of a node is the first of its workers that lives. Kinds of transports derive from it.
+
+    Args:
+        session: of the sender, by which workers know what they relay for it.
+    """
+
+    def __init__(self, options: RelayOptions, session: str) -> None:
+        super().__init__(options)
+        self._session = session
+
+    def host(self, relay: Destination) -> Destination:
+        """The worker that a relay is part of."""
+        return relay
+
+    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
+        """As in FanOut."""
+        host = self.host(relay)
+        return next((index for index, member in members.items() if member is host), None)
+
+    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
+        """As in FanOut."""
+        return self.host_of(relay, members) is not None
+
+
 def find_places(fan_out: FanOut, delivery: Delivery, workers: Mapping[int, Destination], deadline: float) -> None:
     """Ask those workers where they run who were not asked yet."""
 
@@ -187,16 +212,15 @@ def find_places(fan_out: FanOut, delivery: Delivery, workers: Mapping[int, Desti
         else:
             delivery.unreached.discard(index)  # the outcome tells more
 
-    asked = [worker for worker in workers.values() if worker.place is None]
+    asked = {index: worker for index, worker in workers.items() if worker.place is None}
     now = time.monotonic()
     # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
-    share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked) else 0.05
-    for index, worker in workers.items():
-        if worker.place is None:
-            delivery.unreached.add(index)
-            delivery.ask(
-                index, worker, partial(fan_out.locate, worker), then=partial(save, index, worker), record="failures"
-            )
+    share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
+    for index, worker in asked.items():
+        delivery.unreached.add(index)
+        delivery.ask(
+            index, worker, partial(fan_out.locate, worker), then=partial(save, index, worker), record="failures"
+        )
     if asked:
         delivery.finish(min(deadline, now + share))
     # Whoever answers later than this has missed this send.

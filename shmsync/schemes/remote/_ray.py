@@ -125,18 +125,31 @@ class RayWeightSyncScheme(RemoteScheme):
         return RaySender(self)
 
 
-class RaySender(RemoteSender):
-    """Sends to actors."""
+class ActorSender(RemoteSender):
+    """Sends through Ray. Kinds of actors derive from it."""
+
+    _scheme: Any  # has .tensor_transport
+
+    def _payload(self, parcel: Parcel) -> Any:
+        return _ray_calls.put(parcel, self._scheme.tensor_transport)
+
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        _ray_calls.wait(calls, seconds)
+
+    def _make_fan_out(self) -> FanOut:
+        return RayFanOut(self._relay_options)
+
+
+class RaySender(ActorSender):
+    """Sends to actors that have update_policy_weights_()."""
 
     _scheme: RayWeightSyncScheme
-    _tensor_transport: str = "object_store"
     _roster: Any = None  # a list of actors that the user keeps
     _has_roster = False
 
     def set_up(self, arguments: Arguments) -> None:
         """As in RemoteSender."""
         super().set_up(arguments)
-        self._tensor_transport = self._scheme.tensor_transport
         roster = arguments.get("remote_collectors")
         if roster is None:
             raise ValueError("remote_collectors must be given, as remote_collectors= or by a context that has it")
@@ -166,15 +179,6 @@ class RaySender(RemoteSender):
         self._transports = {
             index: known.get(actor) or self._scheme.create_transport(actor) for index, actor in enumerate(roster)
         }
-
-    def _payload(self, parcel: Parcel) -> Any:
-        return _ray_calls.put(parcel, self._tensor_transport)
-
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        _ray_calls.wait(calls, seconds)
-
-    def _make_fan_out(self) -> FanOut:
-        return RayFanOut(self._relay_options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_roster": None, "_has_roster": False}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -105,7 +103,7 @@ def invoke(actor: Any, method: str, **arguments: Any) -> Any:
 
 
 def _type_error(message: str) -> Failure:
-    return Failure(None, pickle.dumps(TypeError(message)), message, message)
+    return Failure.of(TypeError(message), None)._replace(trace=message)
 
 
 def failure_of(error: Any) -> Failure:
@@ -114,13 +112,7 @@ def failure_of(error: Any) -> Failure:
     if not isinstance(cause, BaseException):  # of a class that cannot be rebuilt here; the text ends with the exception
         text = _plain(str(error))
         return Failure(None, None, text[-1] if text else repr(error), str(error))
-    summary = "".join(traceback.format_exception_only(type(cause), cause)).strip()
-    try:
-        packed: bytes | None = pickle.dumps(cause)
-        pickle.loads(packed)  # type: ignore[arg-type]
-    except Exception:  # an exception of a class that only the actor has
-        packed = None
-    return Failure(None, packed, summary, str(error))
+    return Failure.of(cause, None)._replace(trace=str(error))
 
 
 def look(calls: Sequence[RayCall], seconds: float) -> None:

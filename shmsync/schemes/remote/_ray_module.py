@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from ...strategy import Form
 from ...subscriber import Consistency
 from .._context import Arguments, find_model
 from . import _ray_calls
-from ._calls import Call
-from ._parcel import Parcel
-from ._ray import RayFanOut, RayTransport, TensorTransport, check_tensor_transport
+from ._ray import ActorSender, RayTransport, TensorTransport, check_tensor_transport
 from ._receiver import RemoteReceiver
-from ._sender import RemoteScheme, RemoteSender
+from ._sender import RemoteScheme
 
 _METHODS = {
     "tensordict": ("_update_weights_tensordict", "params"),
@@ -117,7 +115,7 @@ def actor_of(found: Any) -> Any:
     return getattr(found, "_actor", found)
 
 
-class RayModuleTransformSender(RemoteSender):
+class RayModuleTransformSender(ActorSender):
     """Sends to the actors of modules."""
 
     _scheme: RayModuleTransformScheme
@@ -150,15 +148,6 @@ class RayModuleTransformSender(RemoteSender):
         if weights is None and self._model is not None:
             return self._model
         return super()._source(weights)
-
-    def _payload(self, parcel: Parcel) -> Any:
-        return _ray_calls.put(parcel, self._scheme.tensor_transport)
-
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        _ray_calls.wait(calls, seconds)
-
-    def _make_fan_out(self) -> RayFanOut:
-        return RayFanOut(self._relay_options)
 
 
 class RayModuleTransformReceiver(RemoteReceiver):

@@ -40,10 +40,7 @@ class Relay:
     def publish(self, weights: Any) -> Announcement:
         """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and
         ProtocolError for weights without a stamp."""
-        stamp = stamp_of(weights)
-        if stamp is None:
-            raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
-        return self.publish_as(stamp, weights, deadline_after(None, self._timeout))
+        return self.publish_as(_stamp(weights), weights, deadline_after(None, self._timeout))
 
     def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
         """The same for weights that this process has itself."""
@@ -64,6 +61,13 @@ class Relay:
         self._arenas.close()
 
 
+def _stamp(weights: Any) -> Stamp:
+    stamp = stamp_of(weights)
+    if stamp is None:
+        raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
+    return stamp
+
+
 def _sweep() -> None:
     """Remove the segments of dead processes, as `shmsync gc` does: nobody takes a name that was made up again."""
     for name in _segment.names():
@@ -78,9 +82,7 @@ _hosted_lock = threading.Lock()
 
 def publish_here(options: RelayOptions, weights: Any) -> Announcement:
     """Be the relay of this node: for workers that a sender has chosen among themselves."""
-    stamp = stamp_of(weights)
-    if stamp is None:
-        raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
+    stamp = _stamp(weights)
     with _hosted_lock:
         for session, model_id in list(_hosted):
             if model_id == stamp.model_id and session != stamp.session:  # of a trainer that was started again

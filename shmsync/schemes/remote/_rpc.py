@@ -14,7 +14,7 @@ from .._context import Arguments
 from .._wire import Failure
 from . import _relay
 from ._calls import Answered, Call, Destination, Failed, Gone
-from ._fan_out import FanOut, Site
+from ._fan_out import FanOut, HostedFanOut, Site
 from ._place import here
 from ._relay import RelayOptions
 from ._sender import RemoteScheme, RemoteSender
@@ -245,12 +245,8 @@ class RPCRelay(Destination):
         return RPCCall(self.host.info, run_there, (_relay.publish_here, self.options, payload))
 
 
-class RPCFanOut(FanOut):
-    """The relay of a node is the first of its workers that lives."""
-
-    def __init__(self, options: RelayOptions, session: str) -> None:
-        super().__init__(options)
-        self._session = session
+class RPCFanOut(HostedFanOut):
+    """Relays are inside RPC workers."""
 
     def locate(self, worker: Destination) -> Call:
         """As in FanOut."""
@@ -263,14 +259,10 @@ class RPCFanOut(FanOut):
         assert isinstance(first, RPCTransport)
         return RPCRelay(first, self.options)
 
-    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
-        """As in FanOut."""
+    def host(self, relay: Destination) -> Destination:
+        """As in HostedFanOut."""
         assert isinstance(relay, RPCRelay)
-        return next((index for index, member in members.items() if member is relay.host), None)
-
-    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
-        """As in FanOut."""
-        return self.host_of(relay, members) is not None
+        return relay.host
 
     def close_relay(self, relay: Destination) -> None:
         """As in FanOut."""

@@ -13,9 +13,8 @@ from ...strategy import Form
 from ...subscriber import Consistency
 from .._base import WeightSyncScheme
 from .._context import Arguments
-from .._exchange import Outcome
 from .._sender import WeightSender
-from ._calls import HINT, Call, Delivery
+from ._calls import Call, Delivery
 from ._fan_out import FanOut, check_whole_nodes, find_places, sites_of
 from ._parcel import Packer, Parcel, Stamp
 from ._receiver import RemoteReceiver
@@ -140,7 +139,7 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         prepared = self._prepared(weights)
-        delivery = Delivery(self._wait, Outcome(HINT))
+        delivery = Delivery(self._wait)
         if self._fan_out is not None:
             self._post_by_node(self._fan_out, delivery, prepared, alive, deadline)
             return delivery
@@ -157,7 +156,7 @@ class RemoteSender(WeightSender):
         everybody = {index: each for index, each in self._transports.items() if not each.reported}
         find_places(fan_out, delivery, workers, deadline)
         if workers.keys() != everybody.keys():
-            find_places(fan_out, Delivery(self._wait, Outcome(HINT)), everybody, deadline)
+            find_places(fan_out, Delivery(self._wait), everybody, deadline)
             check_whole_nodes(workers, everybody)
         version = max(self._version, fan_out.version(self._model_id)) + 1
         stamp = Stamp(self._packer.session, self._model_id, version)

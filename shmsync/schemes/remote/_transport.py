@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..._arguments import check_timeout, deadline_after
-from .._exchange import Outcome
-from ._calls import HINT, Call, Delivery, Destination
+from ._calls import Call, Delivery, Destination
 from ._parcel import Packer, Parcel
 
 
@@ -52,7 +51,7 @@ class RemoteTransport(Destination):
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send, or as long as an earlier send is not answered, wait with that for wait_ack()."""
-        delivery = Delivery(self._wait, Outcome(HINT))
+        delivery = Delivery(self._wait)
         if self.connected:
             self._sent += 1
             payload = self._payload(self._packer.pack(weights, model_id, self._sent))

@@ -16,7 +16,6 @@ from ..._arguments import check_timeout, deadline_after
 from ..._rows import listed
 from ...errors import WorkerDied
 from ...strategy import WeightStrategy
-from .._exchange import Outcome
 from . import _ray_calls
 from ._calls import Delivery
 from ._parcel import Packer
@@ -165,7 +164,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return list(range(len(self.remote_collectors)))
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
-        self._delivery = Delivery(_ray_calls.wait, Outcome("its process may be busy with a call that came before"))
+        self._delivery = Delivery(_ray_calls.wait, "its process may be busy with a call that came before")
         self._refuse_dead(worker_ids)
         try:
             super()._push(policy_or_weights, int(worker_ids) if isinstance(worker_ids, Integral) else worker_ids)
