@@ -146,6 +146,7 @@ def test_a_stopped_rank_is_late_and_gets_one_message_however_often_it_is_sent_to
     group.workers[0].resume()
     assert group.send(5) == 5
     assert group.look() == [(5, 5), (5, 5)]
+    group.workers[0].call(members.wait_applied, 5)
     assert group.workers[0].call(members.attribute, "applied") == [1, 2, 5]
 
 

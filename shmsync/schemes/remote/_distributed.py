@@ -96,8 +96,7 @@ class DistributedTransport(RemoteTransport):
         """Let the rank end what it relays, when it receives next."""
         if self.mailbox is not None and not self.busy and not self.reported:
             with contextlib.suppress(torch.distributed.DistError):
-                message = {"stamp": [session, "", 0], "from": my_rank(), "close": session}
-                self.mailbox.put("in", _mailbox.UPDATE, "message", message)
+                self.mailbox.put_message({"serial": _mailbox.new_serial(), "close": session})
 
     def watch(self) -> Lifeline | None:
         """What tells of the worker's death, once the worker has said where it is."""
@@ -197,9 +196,9 @@ class DistributedTransport(RemoteTransport):
         """On the clerk's thread, which a sender that is stopped in the middle keeps."""
         assert self.mailbox is not None
         while self.mailbox.arrives("in", deadline):
-            word, message = self.mailbox.take("in", "message")
-            if word != _mailbox.UPDATE:
-                raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
+            message = self.mailbox.take_message()
+            if message is None:
+                continue
             self._answering = message
             if "bytes" in message:
                 self._fill(message)
@@ -220,7 +219,7 @@ class DistributedTransport(RemoteTransport):
             self._manifest = layout, self.mailbox.layout(layout)
         if self._buffer.numel() != size:
             self._buffer = torch.empty(size, dtype=torch.uint8)
-        receive(self._buffer, int(message["from"]), tag_of(message["stamp"]))
+        receive(self._buffer, int(message["from"]), tag_of(message["serial"]))
 
     def _unpack(self, message: dict[str, Any]) -> Any:
         if "announcement" in message:
@@ -258,7 +257,7 @@ class DistributedTransport(RemoteTransport):
     def _answer(self, word: bytes, content: dict[str, Any]) -> None:
         answered, self._answering = self._answering, None
         assert self.mailbox is not None
-        self.mailbox.put("out", word, "answer", {"stamp": answered and answered["stamp"], **content})
+        self.mailbox.put_answer(answered["serial"] if answered else None, word, content)
 
     def receive_initial_weights(self) -> Any:
         """Weights that rank 0 sends with send_initial_weights(); None when the transport has no rank. Waits as long as

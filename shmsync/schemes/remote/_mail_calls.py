@@ -10,7 +10,7 @@ import torch
 from . import _mailbox
 from ._calls import Call, Failed, Gone
 from ._lifeline import Lifeline
-from ._mailbox import Mailbox
+from ._mailbox import Mailbox, new_serial
 from ._place import Place
 from ._transfers import isend, tag_of
 
@@ -32,18 +32,18 @@ class MailCall(Call):
         self.payload = payload
         self._mailbox = mailbox
         self._watch = watch
-        self._stamp = list(message["stamp"])
+        self._serial = message["serial"] = new_serial()
         self._answer: tuple[bytes, dict[str, Any]] | None = None
         self._gone: str | None = None
         if (lifeline := watch()) is not None and lifeline.dead:
             raise Gone(f"rank {mailbox.rank}, {lifeline}")
         if buffer is not None and buffer.numel():
             try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
-                self._work = isend(buffer, mailbox.rank, tag_of(message["stamp"]))
+                self._work = isend(buffer, mailbox.rank, tag_of(self._serial))
             except RuntimeError as error:
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
             _unanswered.add(self)
-        self._mailbox.put("in", _mailbox.UPDATE, "message", message)
+        self._mailbox.put_message(message)
 
     def finished(self) -> bool:
         """As in Call."""
@@ -51,14 +51,10 @@ class MailCall(Call):
             # Its death first: what it wrote, it wrote before.
             lifeline = self._watch()
             dead = lifeline is not None and lifeline.dead
-            while self._mailbox.has("out"):
-                word, answer = self._mailbox.take("out", "answer")
-                if answer.get("stamp") in (self._stamp, None):  # else it is late, and for an earlier message
-                    self._answer = word, answer
-                    break
-            else:
-                if dead:
-                    self._gone = f"rank {self._mailbox.rank}, {lifeline}"
+            while self._answer is None and self._mailbox.has("out"):
+                self._answer = self._mailbox.take_answer(self._serial)
+            if self._answer is None and dead:
+                self._gone = f"rank {self._mailbox.rank}, {lifeline}"
         if self._answer is None and self._gone is None:
             return False
         _unanswered.discard(self)

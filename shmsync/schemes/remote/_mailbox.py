@@ -2,12 +2,17 @@
 
 For each rank:
     NODE_{rank}_in        update_weights    the sender has a message
-    NODE_{rank}_message   JSON: which weights, how large, and how they come; written before
+    NODE_{rank}_message   JSON: which weights, how large, and how they come; null when it was taken
     NODE_{rank}_out       updated, or failed
-    NODE_{rank}_answer    JSON: to which message, and with what result; written before
+    NODE_{rank}_answer    JSON: to which message, and with what result
     NODE_{rank}_place     JSON: where the worker runs
     LAYOUT_{fingerprint}  the manifest of the weights, once
-The bytes of the weights do not go through the store. Who reads `in` or `out` deletes it.
+The bytes of the weights do not go through the store.
+
+INV: `in` and `out` are bells. Who rings has written the content before; who hears a bell deletes it and only then reads
+the content, so nothing that is written later goes unheard. A bell may ring for content that was read already: therefore
+a message that is taken becomes null, in one step, and an answer names its message.
+Each model has one sender at a time; what a new one writes takes the place of what the old one left.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import secrets
 import time
 from typing import Any
 
@@ -23,6 +29,7 @@ from ._place import Place
 UPDATE = b"update_weights"
 UPDATED = b"updated"
 FAILED = b"failed"
+_TAKEN = "null"
 
 
 class Mailbox:
@@ -36,11 +43,6 @@ class Mailbox:
 
     def _key(self, name: str) -> str:
         return self._prefix + name
-
-    def put(self, box: str, word: bytes, name: str, content: dict[str, Any]) -> None:
-        """Write `content` under `name`, then `word` into the box."""
-        self.store.set(self._key(name), json.dumps(content))
-        self.store.set(self._key(box), word)
 
     def has(self, box: str) -> bool:
         """Is something in the box?"""
@@ -58,15 +60,50 @@ class Mailbox:
             pause = min(pause * 1.5, 0.001)
         return True
 
-    def take(self, box: str, name: str) -> tuple[bytes, dict[str, Any]]:
-        """What is in the box, and what belongs to it. The box is empty afterwards."""
-        word = self.store.get(self._key(box))
-        content = {}
-        if self.has(name):  # a loop of the user's own writes the word alone
-            content = json.loads(self.store.get(self._key(name)))
-            self.store.delete_key(self._key(name))
-        self.store.delete_key(self._key(box))
-        return word, content
+    def put_message(self, message: dict[str, Any]) -> None:
+        """In the sender: announce a message, instead of one that was not taken."""
+        self.store.set(self._key("message"), json.dumps(message))
+        self.store.set(self._key("in"), UPDATE)
+
+    def take_message(self) -> dict[str, Any] | None:
+        """In the worker, when `in` is there: the message; None when it was taken before. Raises RuntimeError for
+        another word, and for an announcement without a message."""
+        word = self._hear("in")
+        if word != UPDATE:
+            raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
+        if not self.has("message"):
+            raise RuntimeError(
+                f"{self._key('in')} announces weights but no sender of shmsync wrote it; send with DistributedTransport"
+            )
+        found = self.store.get(self._key("message")).decode()
+        while True:  # a sender may write another one meanwhile
+            now = self.store.compare_set(self._key("message"), found, _TAKEN).decode()
+            if now == _TAKEN:
+                content: dict[str, Any] | None = json.loads(found)
+                return content
+            found = now
+
+    def put_answer(self, serial: str | None, word: bytes, content: dict[str, Any]) -> None:
+        """In the worker: answer the message of this serial number."""
+        self.store.set(self._key("answer"), json.dumps({"serial": serial, "word": word.decode(), **content}))
+        self.store.set(self._key("out"), word)
+
+    def take_answer(self, serial: str) -> tuple[bytes, dict[str, Any]] | None:
+        """In the sender, when `out` is there: the word and the content; None when they are for an earlier message."""
+        word = self._hear("out")
+        if not self.has("answer"):  # a loop of the user's own writes the word alone
+            return word, {}
+        answer = json.loads(self.store.get(self._key("answer")))
+        if answer["serial"] == serial:
+            return answer["word"].encode(), answer
+        if word in (UPDATED, FAILED, answer["word"].encode()):
+            return None
+        return word, {}
+
+    def _hear(self, bell: str) -> bytes:
+        word = bytes(self.store.get(self._key(bell)))
+        self.store.delete_key(self._key(bell))
+        return word
 
     def introduce(self, place: Place, address: tuple[str, int] | None) -> None:
         """In the worker: say where it runs, and where its end can be seen (see _lifeline)."""
@@ -86,6 +123,11 @@ class Mailbox:
     def layout(self, fingerprint: str) -> bytes:
         """Read it."""
         return bytes(self.store.get(f"LAYOUT_{fingerprint}"))
+
+
+def new_serial() -> str:
+    """For a message: no other one has it, whoever sends it."""
+    return secrets.token_hex(8)
 
 
 def to_text(value: Any) -> str:

@@ -35,6 +35,6 @@ def my_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else SENDER
 
 
-def tag_of(stamp: Any) -> int:
+def tag_of(serial: str) -> int:
     """One for each message: the bytes of one that nobody took must not be taken for those of another."""
-    return zlib.crc32(repr(tuple(stamp)).encode()) & 0x7FFFFFFF
+    return zlib.crc32(serial.encode()) & 0x7FFFFFFF
