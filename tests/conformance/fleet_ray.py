@@ -88,7 +88,7 @@ class RayCrew:
     """A Ray of its own, and actors that one test after the other uses: one takes seconds to start."""
 
     def __init__(self):
-        ray = pytest.importorskip("ray")
+        ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
         with pytest.MonkeyPatch.context() as patch:  # for actors, which import what they run
             patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent / "process")]))
             ray.init(

@@ -55,7 +55,7 @@ def a_pipe() -> Iterator[Ends]:
 
 @contextlib.contextmanager
 def an_actor(name: str) -> Iterator[Ends]:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
     contradiction = f"num_workers is 2 but there are 1 {name}"
     yield Ends({name: [None]}, {}, None, f"{name} must be given", contradiction, ray.is_initialized)
 

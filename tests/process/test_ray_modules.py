@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
 import ray_parts as parts
@@ -173,7 +173,7 @@ def test_fan_out_binds_the_module_to_shared_memory():
 
 @pytest.mark.parametrize("strategy", METHODS)
 def test_torchrls_own_module_transform_takes_what_is_sent(strategy):
-    pytest.importorskip("torchrl.envs")
+    pytest.importorskip("torchrl.envs", reason="it is TorchRL's, of shmsync[torchrl]")
     from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
     from torchrl.envs.transforms.module import RayModuleTransform
@@ -193,8 +193,8 @@ def test_torchrls_own_module_transform_takes_what_is_sent(strategy):
 
 
 def test_a_collector_of_torchrl_takes_what_is_sent():
-    collectors = pytest.importorskip("torchrl.collectors")
-    pytest.importorskip("gymnasium")
+    collectors = pytest.importorskip("torchrl.collectors", reason="it is TorchRL's, of shmsync[torchrl]")
+    pytest.importorskip("gymnasium", reason="its environment is Gymnasium's, which shmsync[collectors] brings")
     from tensordict.nn import TensorDictModule, TensorDictSequential
     from torchrl.envs import GymEnv
 

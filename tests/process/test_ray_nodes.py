@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
 import ray_parts as parts

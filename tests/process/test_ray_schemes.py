@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
 import ray_parts as parts

@@ -127,7 +127,7 @@ def test_init_and_from_policy_do_nothing_unless_overridden():
 
 # ---- with actors
 
-ray = pytest.importorskip("ray")
+ray = pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray_parts as parts  # noqa: E402  needs Ray
 

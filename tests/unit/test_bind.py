@@ -305,6 +305,26 @@ def test_binding_again_moves_the_module_to_the_new_arena(publisher, subscriber):
     assert torch.equal(module(x), second(x))
 
 
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("closed", [False, True])
+@torch.no_grad()
+def test_a_call_that_had_begun_when_the_module_was_bound_again_uses_the_new_arena(
+    publisher, subscriber, consistency, closed
+):
+    before, after, worker = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+    old, new = (subscriber(publisher(trainer), consistency=consistency) for trainer in (before, after))
+    old.bind(worker)
+    begun = worker.forward  # as another thread has it, which waits to enter its section
+    new.bind(worker)
+    if closed:
+        old.close()
+    x = torch.randn(5, 4)
+    assert torch.equal(begun(x), after(x))
+    new.close()
+    with pytest.raises(shmsync.ClosedError):
+        begun(x)
+
+
 def test_a_part_of_a_bound_module_cannot_be_bound_elsewhere(publisher, subscriber):
     whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     subscriber(publisher(copy.deepcopy(whole))).bind(whole)

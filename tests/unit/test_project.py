@@ -21,7 +21,7 @@ LAYERS = [
     {"manifest"},
     {"_weights", "stats"},
     {"arena", "_rows"},
-    {"_transfer", "_acks", "_attach"},
+    {"_transfer", "_acks", "_attach", "_guard"},
     {"_adopt", "binding", "_write_side"},
     {"_update", "_read_path"},
     {"publisher", "subscriber"},

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
-from ...binding import Binding, forward, unalias
+from ..._guard import forward, unalias
+from ...binding import Binding
 from ...errors import ShmSyncError
 from ...subscriber import Subscriber
 from ._clock import VersionClock
