@@ -72,6 +72,8 @@ class Failure(NamedTuple):
     def of(cls, error: BaseException, tag: Tag | None) -> Failure:
         """Pack an exception that was just caught."""
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        if not isinstance(error, Exception):  # its Ctrl-C or exit() is not the sender's
+            return cls(tag, None, summary, traceback.format_exc())
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)  # some pickle, and fail on the way back
