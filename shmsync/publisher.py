@@ -94,6 +94,10 @@ class Publisher:
             self.close()
             raise
 
+    def _forget_source(self) -> None:
+        """Keep the first weights no longer: every publish() will be given others."""
+        self._source = self._source_transfer = None
+
     @property
     def name(self) -> str:
         """The arena's name."""

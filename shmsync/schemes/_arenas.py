@@ -132,6 +132,8 @@ class Arenas:
         try:
             if self._alias:
                 publisher.adopt(source)  # type: ignore[arg-type]
+            if not isinstance(source, nn.Module):
+                publisher._forget_source()  # a relay's weights are a buffer that comes and goes
             if version > 1:  # the model's other groups have come that far
                 publish_jointly([Source(publisher, source)], version, math.inf)  # nobody reads it yet
         except BaseException:
