@@ -1,7 +1,7 @@
-"""A thread that asks the store for a worker, and takes in its weights.
+"""A thread for requests that have no time-out which can be relied on; who asks waits as long as it likes.
 
-A request to a store whose host is stopped or cut off has no time-out that can be relied on, and a process group gives
-up its connections when a wait of it times out. So the worker waits for the thread, as long as it likes.
+A request to a store of torch.distributed, or to the head of Ray, whose host is stopped or cut off does not come back,
+and a process group gives up its connections when a wait of it times out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-GRACE = 0.25  # seconds beyond a deadline that a job has to come back by itself
+GRACE = 0.25  # seconds that a job has to come back by itself, beyond its deadline
 
 
 class Job:
@@ -33,9 +33,14 @@ class Job:
             self._error = error
         self._done.set()
 
+    @property
+    def done(self) -> bool:
+        """Has it come back?"""
+        return self._done.is_set()
+
     def done_by(self, deadline: float) -> bool:
-        """Wait for it, and a moment longer."""
-        return self._done.wait(max(0.0, min(deadline + GRACE - time.monotonic(), threading.TIMEOUT_MAX)))
+        """Wait for it."""
+        return self._done.wait(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
 
     def result(self) -> Any:
         """What it returned, or raised."""
@@ -55,7 +60,7 @@ class Clerk:
         """Let it do this after what it was given before."""
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
-            thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="shmsync store")
+            thread = threading.Thread(target=_work, args=(self._jobs,), daemon=True, name="shmsync clerk")
             thread.start()
             self._finalizer = weakref.finalize(self, _end, self._jobs, thread)
         job = Job(function)

@@ -153,10 +153,10 @@ class DistributedFanOut(HostedFanOut):
         assert isinstance(relay, DistributedTransport)
         return relay.post(payload, relay=self.options)
 
-    def close_relay(self, relay: Destination) -> None:
+    def close_relay(self, relay: Destination, *, ended: bool) -> None:
         """As in FanOut."""
         assert isinstance(relay, DistributedTransport)
-        relay.close_relay(self._session)
+        relay.close_relay(self._session, ended=ended)
 
 
 class DistributedReceiver(RemoteReceiver):
@@ -177,27 +177,30 @@ class DistributedReceiver(RemoteReceiver):
                 )
             rank = torch.distributed.get_rank()
         self.register_worker_transport((_store(arguments), rank))
-        self._transport.introduce()
+        if self._transport.inbox is not None:
+            self._transport.inbox.introduce()
 
     def receive(self, timeout: float = 0.001) -> bool:
         """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there; the model keeps
         what it had."""
+        inbox = None if self._transport is None else self._transport.inbox
+        if inbox is None or self.subscriptions.inside_section(self._model_id):
+            return False
         deadline = time.monotonic() + check_timeout(timeout)
-        if self._transport is None or self.subscriptions.inside_section(self._model_id):
-            return False
-        weights = self._transport.receive(deadline)
-        if weights is None:
-            return False
-        try:
-            super().apply_weights(weights)
-        except BaseException as error:
-            self._transport.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            self._resolve_model()  # a receiver without a model raises here too
-            return False
-        self._transport.send_ack()
-        return True
+        with inbox.alone(deadline) as alone:
+            message = inbox.next(deadline) if alone else None
+            if message is None:
+                return False
+            try:
+                super().apply_weights(inbox.unpack(message))
+            except BaseException as error:
+                inbox.fail(message, error)
+                if not isinstance(error, Exception):
+                    raise
+                self._resolve_model()  # a receiver without a model raises here too
+                return False
+            inbox.answer(message["serial"])
+            return True
 
     def close(self) -> None:
         """As in RemoteReceiver."""

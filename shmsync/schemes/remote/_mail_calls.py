@@ -10,12 +10,13 @@ import torch
 from . import _mailbox
 from ._calls import Call, Failed, Gone
 from ._lifeline import Lifeline
-from ._mailbox import Mailbox, new_serial
+from ._mailbox import Answer, Mailbox, new_serial
 from ._place import Place
 from ._transfers import isend, tag_of
 
-# A rank may take a message whose sender was given up. It waits for the bytes then, so they and their transfer stay.
-_unanswered: set[MailCall] = set()
+# By serial number. A rank may take a message whose sender was given up. It waits for the bytes then, so they and their
+# transfer stay.
+_unanswered: dict[str, MailCall] = {}
 
 
 class MailCall(Call):
@@ -33,16 +34,18 @@ class MailCall(Call):
         self._mailbox = mailbox
         self._watch = watch
         self._serial = message["serial"] = new_serial()
-        self._answer: tuple[bytes, dict[str, Any]] | None = None
+        self._answer: Answer | None = None
+        self._taking = False  # an answer; still True after an interrupt
         self._gone: str | None = None
         if (lifeline := watch()) is not None and lifeline.dead:
             raise Gone(f"rank {mailbox.rank}, {lifeline}")
         if buffer is not None and buffer.numel():
+            _unanswered[self._serial] = self
             try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
                 self._work = isend(buffer, mailbox.rank, tag_of(self._serial))
             except RuntimeError as error:
+                del _unanswered[self._serial]
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
-            _unanswered.add(self)
         self._mailbox.put_message(message)
 
     def finished(self) -> bool:
@@ -51,25 +54,34 @@ class MailCall(Call):
             # Its death first: what it wrote, it wrote before.
             lifeline = self._watch()
             dead = lifeline is not None and lifeline.dead
+            if self._taking:
+                self._see(self._mailbox.last_answer())
             while self._answer is None and self._mailbox.has("out"):
-                self._answer = self._mailbox.take_answer(self._serial)
+                self._taking = True
+                self._see(self._mailbox.take_answer(self._serial))
             if self._answer is None and dead:
                 self._gone = f"rank {self._mailbox.rank}, {lifeline}"
-        if self._answer is None and self._gone is None:
-            return False
-        _unanswered.discard(self)
-        return True
+                _unanswered.pop(self._serial, None)
+        return self._answer is not None or self._gone is not None
+
+    def _see(self, answer: Answer | None) -> None:
+        if answer is not None:
+            if answer.serial is not None and not answer.content.get("untaken"):
+                _unanswered.pop(answer.serial, None)  # perhaps of a call that nobody looks at any more
+            if answer.serial == self._serial:
+                self._answer = answer
+        self._taking = False
 
     def result(self) -> Any:
         """As in Call."""
         if self._answer is None:
             raise Gone(self._gone or "")
-        word, answer = self._answer
+        _, word, content = self._answer
         if word == _mailbox.FAILED:
-            raise Failed(_mailbox.from_text(answer["failure"]))
+            raise Failed(_mailbox.from_text(content["failure"]))
         if word != _mailbox.UPDATED:
             raise Failed(f"it answered {word.decode()!r}")
-        return _mailbox.from_text(answer["result"]) if "result" in answer else None
+        return _mailbox.from_text(content["result"]) if "result" in content else None
 
 
 class PlaceCall(Call):

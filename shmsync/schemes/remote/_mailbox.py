@@ -22,7 +22,8 @@ import json
 import pickle
 import secrets
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ._place import Place
 
@@ -30,6 +31,14 @@ UPDATE = b"update_weights"
 UPDATED = b"updated"
 FAILED = b"failed"
 _TAKEN = "null"
+
+
+class Answer(NamedTuple):
+    """What a worker says about a message."""
+
+    serial: str | None
+    word: bytes
+    content: dict[str, Any]
 
 
 class Mailbox:
@@ -48,11 +57,11 @@ class Mailbox:
         """Is something in the box?"""
         return bool(self.store.check([self._key(box)]))
 
-    def arrives(self, box: str, deadline: float) -> bool:
-        """Wait until something is."""
+    def arrives(self, box: str, deadline: Callable[[], float]) -> bool:
+        """Wait until something is, but no longer than a deadline that may change meanwhile."""
         pause = 0.00005
         while self.closed or not self.has(box):
-            rest = deadline - time.monotonic()
+            rest = deadline() - time.monotonic()
             if rest <= 0 or self.closed:
                 return False
             # Asking is quick; a wait of the store's own that ends by its time-out writes to stderr.
@@ -88,17 +97,22 @@ class Mailbox:
         self.store.set(self._key("answer"), json.dumps({"serial": serial, "word": word.decode(), **content}))
         self.store.set(self._key("out"), word)
 
-    def take_answer(self, serial: str) -> tuple[bytes, dict[str, Any]] | None:
-        """In the sender, when `out` is there: the word and the content; None when they are for an earlier message."""
+    def take_answer(self, serial: str) -> Answer:
+        """In the sender, when `out` is there: the answer to the message of this serial number, or to an earlier one."""
         word = self._hear("out")
-        if not self.has("answer"):  # a loop of the user's own writes the word alone
-            return word, {}
-        answer = json.loads(self.store.get(self._key("answer")))
-        if answer["serial"] == serial:
-            return answer["word"].encode(), answer
-        if word in (UPDATED, FAILED, answer["word"].encode()):
+        answer = self.last_answer()
+        if answer is None:  # a loop of the user's own writes the word alone
+            return Answer(serial, word, {})
+        if answer.serial != serial and word not in (UPDATED, FAILED, answer.word):
+            return Answer(serial, word, {})
+        return answer
+
+    def last_answer(self) -> Answer | None:
+        """In the sender: the same without the bell, which an interrupted take_answer() may have deleted."""
+        if not self.has("answer"):
             return None
-        return word, {}
+        content = json.loads(self.store.get(self._key("answer")))
+        return Answer(content["serial"], content["word"].encode(), content)
 
     def _hear(self, bell: str) -> bytes:
         word = bytes(self.store.get(self._key(bell)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from ...errors import WriterDied
 
+_FOR_EVER = timedelta(days=365)
 SENDER = 0  # the rank of the sender, unless a message says otherwise
 
 
@@ -17,14 +20,20 @@ def isend(tensor: torch.Tensor, rank: int, tag: int) -> Any:
     return torch.distributed.isend(tensor, rank, tag=tag)
 
 
+def wait(works: Iterable[Any], *_buffers: Any) -> None:
+    """Until all has been sent or received. No time-out: the process group gives up its connections when a wait of it
+    times out, by default after half an hour."""
+    for work in works:
+        work.wait(_FOR_EVER)
+
+
 def receive(tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
-    """Fill a tensor. No time-out: the process group gives up its connections when a wait of it times out. Raises
-    WriterDied when the sender is gone."""
+    """Fill a tensor. Raises WriterDied when the sender is gone."""
     if tensor.numel():
         try:
             work = torch.distributed.irecv(tensor, rank, tag=tag)
             assert work is not None, "this process is not in the process group"
-            work.wait()
+            wait([work])
         except RuntimeError as error:
             raise WriterDied(f"the sender is gone in the middle of a transfer: {str(error)[:200]}") from error
     return tensor
