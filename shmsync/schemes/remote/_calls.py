@@ -7,7 +7,7 @@ that does not answer costs one message, not one for each send, and its late answ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from .._exchange import Outcome
@@ -73,7 +73,8 @@ class Destination:
 
     call: Call | None = None
     place: Place | None = None
-    reported = False  # it died, and a send has said so: later ones leave it out
+    dead = False  # a request has found it so
+    reported = False  # and a send has said so: later ones leave it out
 
     def post(self, payload: Any) -> Call:
         """Start a request; its answer means that the payload was applied."""
@@ -156,7 +157,7 @@ class Delivery:
         self._open.append(step)
         self._look(step)
 
-    def finish(self, deadline: float) -> Outcome:
+    def finish(self, deadline: float) -> None:
         """Carry out every step, until the deadline. Who is late is in the outcome."""
         while True:
             for step in list(self._open):
@@ -168,14 +169,20 @@ class Delivery:
                 break
             calls = [step.destination.call for step in self._open]
             self._wait([call for call in calls if call is not None], min(rest, SLICE))
-        late = [step.name for step in self._open]
         outcome = self.outcome
+        late = [step.name for step in self._open if step.name not in outcome.dead]
         outcome.late = sorted({*late, *self.unreached}, key=_order)
         for found in (outcome.dead, outcome.failed):  # errors name them in order, not by who was quicker
             ordered = sorted(found.items(), key=lambda item: _order(item[0]))
             found.clear()
             found.update(ordered)  # type: ignore[arg-type]
-        return self.outcome
+
+    def check(self, what: str, version: int | None, destinations: Mapping[int, Destination]) -> None:
+        """Raise what went wrong, if anything did; the dead are left out by later sends then."""
+        for name in self.outcome.dead:
+            if name in destinations and destinations[name].dead:
+                destinations[name].reported = True
+        self.outcome.check(what, version)
 
     def _look(self, step: Step) -> None:
         result: Any
@@ -185,12 +192,12 @@ class Delivery:
                 return
             assert step.call is not None
             result = step.call.result()
-            if record is True:
+            if record is True and step.name not in outcome.done:
                 outcome.done.append(step.name)
         except Gone as gone:
             result = gone
             step.destination.place = None  # if it comes back, it may be elsewhere
-            step.destination.reported = gone.final
+            step.destination.dead = gone.final
             if record:
                 outcome.dead[step.name] = str(gone)
         except Failed as failed:

@@ -7,7 +7,7 @@ own workers. A relay that died is replaced during the send that found it dead; t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,8 +74,8 @@ class FanOut:
         """Give a relay new weights; the answer is an Announcement."""
         return relay.post(payload)
 
-    def close_relay(self, relay: Destination) -> None:
-        """End a relay and its arenas."""
+    def close_relay(self, relay: Destination, *, ended: bool) -> None:
+        """End a relay and its arenas. `ended`: the sender sends no more, and may wait a moment for it."""
 
     # The send.
 
@@ -113,15 +113,15 @@ class FanOut:
             for index, worker in sites[home].items():
                 delivery.ask(index, worker, partial(worker.post, announcement))
         for site, members in far.items():
-            delivery.unreached.update(members)
             self._relay(delivery, site, members, payload, restarts=1)
 
     def _relay(
         self, delivery: Delivery, site: Site, members: Mapping[int, Destination], payload: Any, *, restarts: int
     ) -> None:
+        delivery.unreached.update(members.keys() - set(delivery.outcome.done))
         relay = self._relays.get(site)
         if relay is not None and not self.serves(relay, members):
-            self.close_relay(relay)
+            self.close_relay(relay, ended=False)
             relay = None
         if relay is None:
             relay = self._relays[site] = self.make_relay(site, members)
@@ -136,15 +136,17 @@ class FanOut:
             self._relays.pop(site)
             host = self.host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
-            if host is not None and members[host].reported:  # else its own step will tell
+            if host is not None and members[host].dead:  # else its own step will tell
                 delivery.outcome.dead[host] = how
                 delivery.unreached.discard(host)
             if left:
                 self._relay(delivery, site, left, payload, restarts=restarts - 1)
             return True
 
-        def cannot_attach(failure: Any) -> bool:
+        def cannot_attach(index: int, failure: Any) -> bool:
             """Was the relay dead before this worker had attached to its arena?"""
+            if index == self.host_of(relay, members):
+                return False  # it lives
             gone = isinstance(failure, Failure) and isinstance(failure.exception(), (WriterDied, ArenaNotFound))
             return gone and lost("it died before all workers of its node had attached")
 
@@ -152,11 +154,13 @@ class FanOut:
             if isinstance(result, Announcement):
                 delivery.unreached.difference_update(members)
                 for index, worker in members.items():
-                    delivery.ask(index, worker, partial(worker.post, result), forgive=cannot_attach)
+                    delivery.ask(index, worker, partial(worker.post, result), forgive=partial(cannot_attach, index))
             elif isinstance(result, Gone):
                 host = self.host_of(relay, members)
                 if host is not None:
-                    members[host].reported = result.final
+                    members[host].dead = result.final
+                for member in members.values():
+                    member.place = None  # with a whole node, its workers may come back elsewhere
                 if not lost(str(result)):
                     delivery.outcome.dead[site.relay_name] = str(result)
                     self._relays.pop(site, None)
@@ -169,13 +173,19 @@ class FanOut:
         start = partial(self.relay_call, relay, payload)
         delivery.ask(site.relay_name, relay, start, then=then, record=False)
 
+    def retire(self, sites: Collection[Site]) -> None:
+        """End the relays of nodes that have no worker any more, when these are all that have."""
+        for site in self._relays.keys() - sites:
+            self.close_relay(self._relays.pop(site), ended=False)
+
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
         self._closed = True
         if self._local is not None:
             self._local.close()
-        while self._relays:
-            self.close_relay(self._relays.popitem()[1])
+        for site, relay in list(self._relays.items()):
+            self.close_relay(relay, ended=True)
+            self._relays.pop(site, None)
 
 
 class HostedFanOut(FanOut):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import weakref
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 from ...strategy import Form
@@ -11,10 +14,11 @@ from ...subscriber import Consistency
 from .._context import Arguments
 from . import _ray_calls
 from ._calls import Answered, Call, Destination
+from ._clerk import Clerk
 from ._fan_out import FanOut, Site
 from ._parcel import Parcel
 from ._place import Place
-from ._relay import Relay
+from ._relay import Relay, RelayOptions
 from ._sender import RemoteScheme, RemoteSender
 from ._transport import RemoteTransport
 
@@ -195,8 +199,28 @@ class RayRelay(Destination):
         return _ray_calls.RayCall(self.actor.publish.remote(payload), payload)
 
 
+_open: weakref.WeakSet[RayFanOut] = weakref.WeakSet()
+
+
+@cache
+def _close_before_ray() -> None:
+    """Let relays end at exit while Ray still runs: what is registered last comes first, and Ray is imported now."""
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for fan_out in list(_open):
+        fan_out.close()
+
+
 class RayFanOut(FanOut):
     """Relays are actors, which Ray starts on the node that is asked for."""
+
+    def __init__(self, options: RelayOptions) -> None:
+        super().__init__(options)
+        self._clerk = Clerk()  # asks Ray
+        _open.add(self)
+        _close_before_ray()
 
     def home(self) -> Place:
         """As in FanOut."""
@@ -209,7 +233,7 @@ class RayFanOut(FanOut):
         if worker.actor is None:
             return Answered(self.home())
         if hasattr(worker.actor, "_actor_id"):
-            return _ray_calls.FindActor(worker.actor)
+            return _ray_calls.FindActor(worker.actor, self._clerk)
         return _ray_calls.RayCall(worker.actor.__ray_call__.remote(_ray_calls.place_of_caller))  # what stands for one
 
     def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
@@ -220,12 +244,20 @@ class RayFanOut(FanOut):
         options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(site.node, soft=False)}
         return RayRelay(ray.remote(Relay).options(**options).remote(self.options))
 
-    def close_relay(self, relay: Destination) -> None:
+    def close(self) -> None:
+        """As in FanOut."""
+        super().close()
+        self._clerk.close()
+
+    def close_relay(self, relay: Destination, *, ended: bool) -> None:
         """As in FanOut."""
         import ray
 
         assert isinstance(relay, RayRelay)
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # it is dead, or Ray is going down
-                ray.wait([relay.actor.close.remote()], timeout=2.0)  # a killed one would leave its segment
-                ray.kill(relay.actor)
+                closed = relay.actor.close.remote()  # a killed one would leave its segment
+                if ended:
+                    ray.wait([closed], timeout=2.0)
+                    ray.kill(relay.actor)
+                # Else Ray ends the actor after that, when nobody has its handle any more.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import ProtocolError
 from .._wire import Failure
 from ._calls import SLICE, Call, Failed, Gone
+from ._clerk import Clerk, Job
 from ._parcel import Parcel
 from ._place import Place
 
@@ -47,11 +49,14 @@ class RayCall(Call):
         """As in Call."""
         import ray
         from ray.exceptions import (
+            ActorPlacementGroupRemoved,
             ActorUnavailableError,
+            ActorUnschedulableError,
             NodeDiedError,
             RayActorError,
             RayError,
             RayTaskError,
+            RuntimeEnvSetupError,
             WorkerCrashedError,
         )
 
@@ -61,6 +66,8 @@ class RayCall(Call):
             raise Failed(failure_of(error)) from error
         except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
+        except (ActorUnschedulableError, RuntimeEnvSetupError, ActorPlacementGroupRemoved) as error:  # it never started
+            raise Gone(f"Ray: {_short(str(error))}") from error
         except RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
             raise Failed(failure_of(error)) from error
 
@@ -171,16 +178,24 @@ def place_of_caller(_actor: Any = None) -> Place:
 class FindActor(Call):
     """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, clerk: Clerk) -> None:
+        self._clerk = clerk
         self._id = actor._actor_id.hex()
         self._answer: Place | str | None = None
+        self._asked: Job | None = None
 
     def finished(self) -> bool:
         """As in Call."""
         if self._answer is None:
             from ray._private import state
 
-            found = state.actors(self._id) or {}
+            if self._asked is None:  # on a thread: Ray's head may be slow, and this request has no time-out
+                self._asked = self._clerk.give(partial(state.actors, self._id))
+                self._asked.done_by(time.monotonic() + 0.01)
+            if not self._asked.done:
+                return False
+            asked, self._asked = self._asked, None
+            found = asked.result() or {}
             if found.get("State") == "ALIVE":
                 self._answer = on_node(found["Address"]["NodeID"])
             elif found.get("State") == "DEAD":

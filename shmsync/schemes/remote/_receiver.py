@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..._arguments import check_timeout
-from ...errors import ProtocolError
+from ...errors import ClosedError, ProtocolError
 from .._context import Arguments
 from .._receiver import WeightReceiver
 from .._subscriptions import Subscriptions
@@ -32,8 +34,8 @@ class RemoteReceiver(WeightReceiver):
 
     def _start(self) -> None:
         self._applying = threading.Lock()
-        self._changed = threading.Condition()
-        self._has_news = False
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Condition may stay locked after an interrupt
+        self._closed = False
         self._handle: Any = None
         self.subscriptions = Subscriptions(consistency=self._scheme.consistency, timeout=self._scheme.timeout)
 
@@ -76,9 +78,8 @@ class RemoteReceiver(WeightReceiver):
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known
             self._version = stamp.version if stamp else self._version + 1
-        with self._changed:
-            self._has_news = True
-            self._changed.notify_all()
+        if self._news.empty():
+            self._news.put(None)
 
     def receive(self, timeout: float = 0.001) -> bool:
         """Has a call brought weights since the last receive()? They are applied already.
@@ -87,20 +88,22 @@ class RemoteReceiver(WeightReceiver):
             timeout: seconds to wait for the next ones; 0 only looks.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        with self._changed:
-            while not self._has_news:
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    return False
-                self._changed.wait(min(rest, 3600.0))
-            self._has_news = False
-            return True
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))
+                return True
+            if time.monotonic() >= deadline:
+                return False
 
     def close(self) -> None:
         """Leave the arena; a bound model raises ClosedError when it is called from now on."""
-        self.subscriptions.close()
+        with self._applying:
+            self._closed = True  # a call that is still on its way would attach again
+            self.subscriptions.close()
 
     def _use_arena(self, announcement: Announcement, model: Any) -> None:
+        if self._closed:
+            raise ClosedError("this worker's scheme was shut down; make a new one")
         if self._handle != announcement.handle:  # the first, or of a relay that took another's place
             self.subscriptions.switch(self._model_id, announcement.handle, self._worker, model)
             self._handle = announcement.handle
@@ -115,7 +118,7 @@ class RemoteReceiver(WeightReceiver):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_applying", "_changed", "_handle", "subscriptions"):
+        for name in ("_applying", "_news", "_handle", "subscriptions"):
             state.pop(name)
         return {**state, "_stamp": None, "_version": 0}  # a copy has not got them
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ... import _segment
 from ..._arguments import deadline_after
-from ...errors import ClosedError, ProtocolError, ShmSyncError
+from ...errors import ClosedError, ProtocolError, ShmSyncError, WriterBusy
 from .._arenas import ALL, Arenas
 from .._pipe_sender import write
 from ._parcel import Announcement, Stamp, add_careful, stamp_of
@@ -84,20 +85,31 @@ def publish_here(options: RelayOptions, weights: Any) -> Announcement:
     """Be the relay of this node: for workers that a sender has chosen among themselves."""
     stamp = _stamp(weights)
     with _hosted_lock:
-        for session, model_id in list(_hosted):
-            if model_id == stamp.model_id and session != stamp.session:  # of a trainer that was started again
-                _hosted.pop((session, model_id)).close()
         if stamp.session in _ended:
             raise ClosedError("the sender of these weights was shut down; make a new one")
+        # Those of a trainer that was started again.
+        others = _take_out(lambda session, model_id: model_id == stamp.model_id and session != stamp.session)
         relay = _hosted.get((stamp.session, stamp.model_id))
         if relay is None:
             relay = _hosted[stamp.session, stamp.model_id] = Relay(options)
+    _close(others)
     return relay.publish(weights)
 
 
-def close_here(session: str) -> None:
-    """End what this process relays for a sender."""
+def close_here(session: str, *, ended: bool) -> None:
+    """End what this process relays for a sender. `ended`: that sender sends no more."""
     with _hosted_lock:
-        _ended.add(session)
-        for key in [key for key in _hosted if key[0] == session]:
-            _hosted.pop(key).close()
+        if ended:
+            _ended.add(session)
+        relays = _take_out(lambda of, _: of == session)
+    _close(relays)
+
+
+def _take_out(which: Callable[[str, str], bool]) -> list[Relay]:
+    return [_hosted.pop(key) for key in list(_hosted) if which(*key)]
+
+
+def _close(relays: Iterable[Relay]) -> None:
+    for relay in relays:
+        with contextlib.suppress(WriterBusy):  # it publishes, or waits for a reader: its arenas end with it
+            relay.close()

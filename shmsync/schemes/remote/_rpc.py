@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import itertools
+import queue
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -24,8 +25,10 @@ from ._transport import RemoteTransport
 # kernel clears new pages each time, which takes longer than the transfer.
 PIECE_BYTES = 8 << 20
 _ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
+_keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
-_news = threading.Condition()  # some call of this process was answered
+# Some call of this process was answered. A Condition may stay locked after an interrupt.
+_news: queue.SimpleQueue[None] = queue.SimpleQueue()
 
 
 class RPCCall(Call):
@@ -39,14 +42,15 @@ class RPCCall(Call):
         if not has_agent():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
         # An interrupt may lose this object before anybody has it; the agent reads the buffer all the same.
-        _under_way[id(args)] = args
+        key = next(_keys)
+        _under_way[key] = args
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
             self._future = rpc.rpc_async(to, function, args=args, timeout=0)
         except RuntimeError as error:
-            del _under_way[id(args)]
+            _under_way.pop(key, None)
             raise Gone(self._explain(error)) from error
-        self._future.add_done_callback(partial(_answered, id(args)))
+        self._future.add_done_callback(partial(_answered, key))
 
     def finished(self) -> bool:
         """As in Call."""
@@ -87,15 +91,17 @@ def run_there(function: Any, *args: Any) -> Any:
 
 def _answered(key: int, _future: Any) -> None:
     _under_way.pop(key, None)
-    with _news:
-        _news.notify_all()
+    _news.put(None)
 
 
 def wait(calls: Collection[Call], seconds: float) -> None:
     """Until one of these calls is finished, but no longer than that."""
-    with _news:
-        if not any(call.finished() for call in calls):
-            _news.wait(seconds)
+    while not _news.empty():
+        with contextlib.suppress(queue.Empty):
+            _news.get_nowait()
+    if not any(call.finished() for call in calls):
+        with contextlib.suppress(queue.Empty):  # another thread may take it: then it takes a slice longer
+            _news.get(timeout=seconds)
 
 
 def has_agent() -> bool:
@@ -264,13 +270,13 @@ class RPCFanOut(HostedFanOut):
         assert isinstance(relay, RPCRelay)
         return relay.host
 
-    def close_relay(self, relay: Destination) -> None:
+    def close_relay(self, relay: Destination, *, ended: bool) -> None:
         """As in FanOut."""
         assert isinstance(relay, RPCRelay)
-        if has_agent() and not relay.host.reported:
+        if has_agent() and not relay.host.dead:
             with contextlib.suppress(Gone):
+                call = RPCCall(relay.host.info, partial(_relay.close_here, ended=ended), (self._session,))
                 # For a moment: the agent may be shut down next, and the arena is to be gone before.
-                call = RPCCall(relay.host.info, _relay.close_here, (self._session,))
-                deadline = time.monotonic() + 2.0
+                deadline = time.monotonic() + (2.0 if ended else 0.0)
                 while not call.finished() and time.monotonic() < deadline:
                     wait([call], 0.05)

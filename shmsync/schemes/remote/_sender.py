@@ -158,6 +158,8 @@ class RemoteSender(WeightSender):
         if workers.keys() != everybody.keys():
             find_places(fan_out, Delivery(self._wait), everybody, deadline)
             check_whole_nodes(workers, everybody)
+        if all(each.place is not None for each in everybody.values()):
+            fan_out.retire(sites_of(everybody))
         version = max(self._version, fan_out.version(self._model_id)) + 1
         stamp = Stamp(self._packer.session, self._model_id, version)
 
@@ -168,7 +170,8 @@ class RemoteSender(WeightSender):
         fan_out.deliver(delivery, self._packer, self._payload, stamp, weights, sites, accept, deadline)
 
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:
-        posted.finish(deadline).check(f"version {self._version} of {self._model_id!r}", self._version)
+        posted.finish(deadline)
+        posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     def _deadline(self, timeout: float | None) -> float:
         return deadline_after(timeout, self._scheme.timeout)

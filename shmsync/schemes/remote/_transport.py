@@ -63,7 +63,8 @@ class RemoteTransport(Destination):
         if self._pending is None:
             raise RuntimeError("no send is pending; call send_weights_async() first")
         (delivery, model_id), self._pending = self._pending, None
-        delivery.finish(deadline_after(None, self.timeout)).check(f"the weights of {model_id!r}", None)
+        delivery.finish(deadline_after(None, self.timeout))
+        delivery.check(f"the weights of {model_id!r}", None, {0: self})
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
         """None: the worker gets weights as an argument of a call."""

@@ -155,8 +155,8 @@ class RayWeightUpdater(WeightUpdaterBase):
         self._timeout = check_timeout(timeout)
         self._packer = Packer()
         self._pushes = 0
-        self._transports: dict[int, RayTransport] = {}
-        self._waited: dict[int, int] = {}  # batches since the last update, by worker
+        self._transports: dict[int, RayTransport] = {}  # by the actor's id()
+        self._waited: weakref.WeakKeyDictionary[RayTransport, int] = weakref.WeakKeyDictionary()  # batches
         self._delivery: Delivery | None = None
 
     def all_worker_ids(self) -> list[int]:
@@ -165,13 +165,17 @@ class RayWeightUpdater(WeightUpdaterBase):
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
         self._delivery = Delivery(_ray_calls.wait, "its process may be busy with a call that came before")
+        actors = {id(actor) for actor in self.remote_collectors}
+        self._transports = {key: transport for key, transport in self._transports.items() if key in actors}
         self._refuse_dead(worker_ids)
         try:
             super()._push(policy_or_weights, int(worker_ids) if isinstance(worker_ids, Integral) else worker_ids)
-            outcome = self._delivery.finish(deadline_after(None, self._timeout))
+            self._delivery.finish(deadline_after(None, self._timeout))
         finally:
-            self._delivery = None
-        outcome.check(f"push {self._pushes}", self._pushes)
+            delivery, self._delivery = self._delivery, None
+        for worker_id in delivery.outcome.done:
+            self._waited[self._transport(worker_id)] = 0
+        delivery.check(f"push {self._pushes}", self._pushes, {i: self._transport(i) for i in self.all_worker_ids()})
 
     def _refuse_dead(self, worker_ids: Any) -> None:
         known = self.all_worker_ids()
@@ -197,8 +201,9 @@ class RayWeightUpdater(WeightUpdaterBase):
     def _skip_update(self, worker_id: int) -> bool:
         if self._transport(worker_id).reported:
             return True
-        self._waited[worker_id] = self._waited.get(worker_id, 0) + 1
-        return self._waited[worker_id] <= self.max_interval
+        transport = self._transport(worker_id)
+        self._waited[transport] = self._waited.get(transport, 0) + 1
+        return self._waited[transport] <= self.max_interval
 
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         assert worker_id is not None
@@ -207,11 +212,11 @@ class RayWeightUpdater(WeightUpdaterBase):
             self._delivery.ask(worker_id, transport, partial(transport.call_with, server_weights))
         else:  # called by itself: nobody waits
             transport.call_with(server_weights)
-        self._waited[worker_id] = 0
+            self._waited[transport] = 0
 
     def _transport(self, worker_id: int) -> RayTransport:
         actor = self.remote_collectors[worker_id]
-        known = self._transports.get(worker_id)
-        if known is None or known.actor is not actor:
-            known = self._transports[worker_id] = RayTransport(actor)
+        known = self._transports.get(id(actor))
+        if known is None:  # it keeps the actor, so nobody else gets that id
+            known = self._transports[id(actor)] = RayTransport(actor)
         return known
