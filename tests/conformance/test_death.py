@@ -28,7 +28,7 @@ def raises_worker_died(sending, since):
     """The send must end with the death of worker 1, and not with its deadline."""
     with pytest.raises(WorkerDied, match=rf"worker 1 \({NAMES}") as died:
         sending.result()
-    assert time.monotonic() - since < LONG / 10
+    assert time.monotonic() - since < LONG / 2
     assert died.value.missing[0] == 1 and set(died.value.missing[1:]) <= {"the relay on node b"}
     return died.value
 
@@ -156,7 +156,7 @@ def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
     since = kill(fleet.workers[1])
     with pytest.raises(WorkerDied, match="worker 1"):
         sending.result()
-    assert time.monotonic() - since < LONG / 10
+    assert time.monotonic() - since < LONG / 2
 
 
 @over_pipes
@@ -186,7 +186,7 @@ def test_dead_and_late_are_told_in_one_error(fleet):
     fleet.hold(2)
     fleet.workers[1].kill()
     with pytest.raises(WorkerDied, match="late: worker 2") as died:
-        sender.send(Stamped(1), timeout=0.5)
+        sender.send(Stamped(1), timeout=2)
     assert died.value.missing == [1, 2]
 
 

@@ -38,7 +38,7 @@ def test_stopped_worker_is_late_and_the_next_send_finds_it_again(fleet):
     worker.stop()
     for version in (2, 3):  # the second time, the first message is still under way
         with pytest.raises(AckTimeout, match="worker 2") as late:
-            sender.send(Stamped(version), timeout=2 if fleet.relayed else 0.5)
+            sender.send(Stamped(version), timeout=2 if fleet.relayed else 1)
         assert (late.value.missing, late.value.version) == ([2], version)
         assert fleet.stamps(workers=[0, 1]) == [version, version]
     worker.resume()

@@ -11,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import ray
 import torch
 from ray._private import state
@@ -20,20 +21,25 @@ from workers import until
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
 CHUNK = 64 << 10  # bytes that Ray's object managers send at a time here
-_OPTIONS = {
+OPTIONS = {
     "log_to_driver": False,
     "logging_level": "ERROR",
     "runtime_env": {"env_vars": {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}},
 }
-# Each raylet writes what its store did into its log, by default once a minute.
-_SYSTEM = {"event_stats_print_interval_ms": 100, "object_manager_default_chunk_size": CHUNK}
+SYSTEM = {
+    # Each raylet writes what its store did into its log, by default once a minute.
+    "event_stats_print_interval_ms": 100,
+    "object_manager_default_chunk_size": CHUNK,
+    # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
+    "timeout_ms_task_wait_for_death_info": 60_000,
+}
 
 
 @contextlib.contextmanager
 def one_node():
     """Ray on this machine, for a whole module: starting it costs seconds."""
     ray.init(
-        "local", num_cpus=8, object_store_memory=256 << 20, include_dashboard=False, _system_config=_SYSTEM, **_OPTIONS
+        "local", num_cpus=8, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM, **OPTIONS
     )
     session = _session()
     try:
@@ -47,12 +53,12 @@ def one_node():
 def two_nodes():
     """The same as two nodes, "near" with this process on it, and "far". Gives their ids by these names."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    near = {"num_cpus": 4, "object_store_memory": 256 << 20, "resources": {"near": 100}, "_system_config": _SYSTEM}
+    near = {"num_cpus": 4, "object_store_memory": 256 << 20, "resources": {"near": 100}, "_system_config": SYSTEM}
     cluster = Cluster(initialize_head=True, head_node_args=near)
     session = cluster.head_node.get_session_dir_path()
     try:
         cluster.add_node(num_cpus=4, object_store_memory=256 << 20, resources={"far": 100})
-        ray.init(cluster.address, **_OPTIONS)
+        ray.init(cluster.address, **OPTIONS)
         yield {name: node["NodeID"] for node in ray.nodes() for name in ("near", "far") if name in node["Resources"]}
     finally:
         ray.shutdown()
@@ -272,6 +278,16 @@ def actors_of_class(name):
     """The pids of those that are alive, by actor id."""
     table = state.state.actor_table(None)
     return {each: row["Pid"] for each, row in table.items() if (row["ActorClassName"], row["State"]) == (name, "ALIVE")}
+
+
+def head_pid():
+    """Of the process that knows of all nodes and actors."""
+    (pid,) = (
+        each.pid
+        for each in psutil.process_iter()
+        if each.name() == "gcs_server" and any(_session() in word for word in each.cmdline())
+    )
+    return pid
 
 
 def traffic():

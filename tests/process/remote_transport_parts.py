@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from remote_members import FOR_EVER, Member, Trouble, linear, members
 from tensordict import TensorDict
@@ -71,6 +73,10 @@ def use(state, call, *args, **kwargs):
     return getattr(state.transport, call)(*args, **kwargs)
 
 
+def introduce(state):
+    state.transport.inbox.introduce()
+
+
 def send_sample(state, name, call="send_weights", model_id="policy"):
     arguments = (SAMPLES[name](),) if call == "send_initial_weights" else (model_id, SAMPLES[name]())
     getattr(state.transport, call)(*arguments)
@@ -92,6 +98,13 @@ def received_without_answer(state):
 
 def receive_initial(state):
     state.received = state.transport.receive_initial_weights()
+
+
+def receive_initial_at_last(state):
+    """The same with a transport that has not got long."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return receive_initial(state)
 
 
 def receive_into(state, how):

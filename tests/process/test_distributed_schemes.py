@@ -276,8 +276,10 @@ def test_receive_outlives_the_trainer(start, when, keeper):
             time.sleep(0.3)
         group.trainer.kill()
         worker.resume()
-        result = worker.result if when == "waiting" else lambda: worker.call(members.receive, 0.3)
-        if keeper == "the trainer" or when == "under way":
+        raises = keeper == "the trainer" or when == "under way"
+        seconds = FOR_EVER if raises else 0.3
+        result = worker.result if when == "waiting" else lambda: worker.call(members.receive, seconds)
+        if raises:
             with pytest.raises(shmsync.WriterDied):
                 result()
         else:

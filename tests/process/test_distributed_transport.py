@@ -6,6 +6,7 @@ import pytest
 import remote_parts as parts
 import remote_transport_parts as transports
 from remote_members import FOR_EVER
+from workers import until
 
 import shmsync
 from shmsync import DistributedTransport
@@ -67,7 +68,7 @@ def test_the_store_announces_and_answers(ends):
     assert model_id == "policy"
     assert keys(trainer) == []
     worker.call(transports.use, "send_ack")
-    assert keys(worker) == ["NODE_1_out"]
+    until(lambda: keys(worker) == ["NODE_1_out"])
     assert worker.call(parts.store, "get", "NODE_1_out") == b"updated"
     trainer.call(transports.use, "wait_ack")
     assert keys(trainer) == []
@@ -206,7 +207,7 @@ def test_setting_up_the_connection_does_nothing(ends):
 @pytest.mark.parametrize("when", ["under way", "unanswered"])
 def test_a_killed_worker_is_named(ends, when):
     trainer, worker = ends
-    worker.call(transports.use, "introduce")
+    worker.call(transports.introduce)
     trainer.call(transports.send_sample, "many", "send_weights_async")
     if when == "unanswered":
         worker.call(transports.received_without_answer)

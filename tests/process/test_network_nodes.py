@@ -93,3 +93,18 @@ def test_a_network_that_fails_for_a_while_makes_workers_late(start, namespaces, 
         ip("-n", names[1], "link", "set", cable[1], "up")
         assert group.send(3) == 3
         assert group.look() == [(3, 3)] * 2
+
+
+def test_a_rank_that_the_network_gives_back_is_no_dead_one(start, namespaces):
+    """Longer than the kernel keeps up the connection that tells of its death."""
+    names, cable = namespaces
+    with parts.fleets(start) as new:
+        group = spread(new(2), names, cable, [0, 1, 1]).connect("distributed", host="10.231.0.1").open()
+        group.send(1)
+        ip("-n", names[1], "link", "set", cable[1], "down")
+        with pytest.raises(shmsync.AckTimeout):
+            group.send(2, timeout=8.0)
+        ip("-n", names[1], "link", "set", cable[1], "up")
+        assert group.send(3) == 3
+        assert group.look() == [(3, 3)] * 2
+        assert group.trainer.call(parts.dead) == []

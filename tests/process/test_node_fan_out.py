@@ -12,6 +12,7 @@ import time
 import pytest
 import remote_members as members
 import remote_parts as parts
+from workers import until
 
 import shmsync
 
@@ -230,6 +231,28 @@ def test_a_worker_that_joins_a_node_attaches_to_its_arena(start):
         assert group.send(3) == 3
         assert group.look(1, 2) == [(3, 3)] * 2
         assert mappings(group, 1) != old
+
+
+def test_the_first_of_two_receivers_in_the_relays_process_may_leave(start):
+    with parts.fleets(start) as new:
+        group = new(2, nodes=["a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
+        group.trainer.call(parts.add_collector, 1, 500, "second")
+        group.send(1)
+        group.trainer.call(parts.remove_collector, 0)  # the relay was of its
+        for value in (2, 3):
+            assert group.send(value) == value
+            assert group.workers[0].call(members.look, "second") == (value, value)
+
+
+def test_a_node_that_all_workers_have_left_keeps_no_arena(start):
+    with parts.fleets(start) as new:
+        group = new(2, nodes=["a", "b"], home="home").connect("rpc").open(fan_out="node")
+        group.send(1)
+        assert len(members.segments(group.workers[1].pid)) == 1
+        group.trainer.call(parts.remove_collector, 1)
+        assert group.send(2) == 2
+        until(lambda: not members.segments(group.workers[1].pid))
+        assert group.look() == [(2, 2), (1, 1)]  # it keeps what it has
 
 
 def test_shutdown_ends_the_arenas(fleet, kind):

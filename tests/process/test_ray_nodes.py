@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from workers import until
 
 from shmsync import AckTimeout, ProtocolError, RayWeightSyncScheme, WorkerDied
 
+HERE = Path(__file__).parent
 SIZE = 1024
 NBYTES = (SIZE + 1) * SIZE * 4
 NEAR, FAR = [0, 1], [2, 3, 4, 5]  # the workers of a crew, by node
@@ -164,7 +168,7 @@ def test_a_stopped_relay_is_late_with_its_workers(crew, sender_to, relay_pid, no
     parts.stop(pid)
     try:
         with pytest.raises(AckTimeout) as caught:
-            sender.send(model(2), timeout=1)
+            sender.send(model(2), timeout=3)
         assert caught.value.missing == [*FAR, f"the relay on node {nodes['far']}"]
         assert parts.ask(crew, "look") == everybody(2, 2, 2) + everybody(1, 1, 4)
         sender.send_async(model(3))
@@ -219,6 +223,29 @@ def test_shutdown_ends_the_relays_and_leaves_no_arena(crew, scheme_to, relay_pid
     assert parts.ask(crew, "look") == everybody(1, 1)  # they keep what they have
 
 
+FORGETFUL = """
+import shmsync.schemes  # and torch with it, before Ray
+import ray
+import ray_parts as parts
+from shmsync import RayWeightSyncScheme
+
+ray.init("ADDRESS", **parts.OPTIONS)
+scheme = RayWeightSyncScheme(fan_out="node")
+scheme.init_on_sender("policy", remote_collectors=parts.start(RayWeightSyncScheme(), resources={"far": 1}))
+scheme.get_sender().send(parts.net(1.0))
+print(*parts.actors_of_class("Relay").values())
+"""
+
+
+def test_a_trainer_that_ends_without_shutdown_leaves_no_arena_of_its_relays():
+    script = FORGETFUL.replace("ADDRESS", ray.get_runtime_context().gcs_address)
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pid = int(done.stdout.split()[-1])
+    until(lambda: not parts.alive(pid))
+    assert parts.segments(pid) == []
+
+
 def test_two_schemes_may_send_to_the_same_actors_in_turn(crew, sender_to):
     first, second = sender_to(crew), sender_to(crew)
     for version in (1, 2):
@@ -235,3 +262,17 @@ def test_plain_weights_for_a_worker_that_shares_are_refused(crew, sender_to):
     assert parts.ask(crew, "look") == everybody(1, 1)
     assert sharing.send(model(3)) == 2
     assert parts.ask(crew, "look") == everybody(3, 2)
+
+
+def test_a_send_does_not_wait_for_rays_head_beyond_its_deadline(crew, sender_to):
+    sender = sender_to(crew)  # which knows nobody's node yet
+    head = parts.head_pid()
+    parts.stop(head)
+    try:
+        with pytest.raises(AckTimeout) as caught:
+            sender.send(model(1), timeout=1.0)
+        assert caught.value.missing == list(range(6))
+    finally:
+        parts.resume(head)
+    version = sender.send(model(2))
+    assert parts.ask(crew, "look") == everybody(2, version)

@@ -214,7 +214,7 @@ def test_a_stopped_actor_is_late_and_its_late_answer_counts_for_nothing(crew):
     parts.stop(pid)
     try:
         with pytest.raises(AckTimeout, match="worker 1") as late:
-            sender.send(parts.net(2.0), timeout=0.5)
+            sender.send(parts.net(2.0), timeout=2.0)
         assert (late.value.missing, late.value.version) == ([1], 2)
         sender.send_async(parts.net(3.0))
     finally:

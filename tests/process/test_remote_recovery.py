@@ -35,6 +35,73 @@ def test_bytes_of_a_message_that_nobody_took_are_not_taken_for_the_next_ones(fle
         assert group.look() == [(value, value - 1)]
 
 
+def test_an_answer_that_was_interrupted_in_the_hearing_is_heard_by_the_next_send(fleet):
+    group = fleet(2).connect("distributed").open()
+    group.trainer.call(troubles.interrupt_when_an_answer_is_heard)
+    with pytest.raises(KeyboardInterrupt):
+        group.send(1)
+    assert group.send(2) == 2
+    assert group.look() == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize("where", ["while it waits", "when it has it", "while it applies", "before it answers"])
+def test_a_message_whose_receipt_was_interrupted_is_given_again(fleet, where):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    worker.call(members.make_member, 500, loop=False)
+    group.trainer.call(parts.make_sender, "distributed", 1, 500)
+    worker.call(troubles.interrupt_receipt, where)
+    group.trainer.start(parts.send, 1)
+    with pytest.raises(KeyboardInterrupt):
+        worker.call(members.receive, members.FOR_EVER)
+    if where == "while it applies":  # its sender has an answer: the interrupt
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            group.trainer.result()
+    else:
+        assert worker.call(members.receive, members.FOR_EVER)
+        assert group.trainer.result() == 1
+        assert group.look() == [(1, 1)]
+    group.trainer.start(parts.send, 2)
+    assert worker.call(members.receive, members.FOR_EVER)
+    assert group.trainer.result() == 2
+    assert group.look() == [(2, 2)]
+
+
+def test_weights_that_cannot_be_unpickled_there_raise_in_the_send(fleet):
+    group = fleet(1).connect("distributed").open()
+    with pytest.raises(members.Trouble, match="not here"):
+        group.trainer.call(troubles.send_what_only_the_trainer_can_unpickle)
+    assert group.send(2) == 2
+    assert group.look() == [(2, 2)]
+
+
+def test_two_threads_may_receive_for_one_model(fleet):
+    group = fleet(1).connect("distributed")
+    group.workers[0].call(members.make_member, 500)
+    group.workers[0].call(troubles.receive_on_another_thread)
+    group.trainer.call(parts.make_sender, "distributed", 1, 500)
+    for version in range(1, 31):
+        assert group.send(version) == version
+        assert group.look() == [(version, version)]
+    assert group.workers[0].call(members.attribute, "errors") == []
+
+
+def test_initial_weights_that_come_after_a_time_out_are_there_at_the_next_try(fleet):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    group.trainer.call(transports.open_transport, 1, timeout=members.FOR_EVER)
+    worker.call(transports.open_transport, 1, timeout=0.3)
+    with pytest.raises(TimeoutError):
+        worker.call(transports.receive_initial)
+    group.trainer.call(transports.send_sample, "flat", "send_initial_weights")
+    worker.call(transports.receive_initial_at_last)
+    assert worker.call(transports.differences, "flat") == []
+    group.trainer.start(transports.send_sample, "many")
+    worker.call(transports.receive_sample)
+    group.trainer.result()
+    assert worker.call(transports.differences, "many") == []
+
+
 def test_a_worker_that_refuses_weights_by_hand_gets_the_next_ones(fleet):
     group = fleet(1).connect("distributed")
     (worker,) = group.workers
@@ -66,6 +133,30 @@ def test_a_relay_that_dies_before_its_workers_attached_is_named_and_replaced(fle
     assert group.look(1, 2) == [(7, 1)] * 2
     assert group.send(8) == 2
     assert group.look(1, 2) == [(8, 2)] * 2
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_whoever_waits_behind_two_relays_is_named(fleet, kind):
+    group = fleet(3, nodes=["a", "a", "a"], home="home").connect(kind).open(fan_out="node")
+    first, second, _ = group.workers
+    group.trainer.call(troubles.kill_before_the_announcements, first.pid, stop=second.pid)
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        group.send(7, timeout=5.0)
+    assert set(caught.value.missing) == {"the relay on node a", 0, 1, 2}
+    second.resume()
+    assert group.send(8) == 2
+    assert group.look(1, 2) == [(8, 2)] * 2
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_a_death_that_only_a_look_at_the_others_found_is_named_by_the_next_send(fleet, kind):
+    group = fleet(3, nodes=["a", "a", "b"], home="home").connect(kind).open(fan_out="node")
+    group.workers[2].kill()
+    group.send(1, workers=[0, 1], timeout=20.0)  # which has to know who shares their node
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        group.send(2, timeout=20.0)
+    assert 2 in caught.value.missing
+    assert group.look(0, 1) == [(2, 2)] * 2
 
 
 @pytest.mark.parametrize("kind", ["rpc", "distributed"])

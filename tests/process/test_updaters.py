@@ -241,7 +241,7 @@ def test_an_exception_of_an_actor_raises_in_the_push(crew):
 
 
 def test_a_busy_actor_is_late(crew, tmp_path):
-    updater = updater_of(crew, timeout=0.5)
+    updater = updater_of(crew, timeout=2.0)
     held = crew[1].hold.remote(str(tmp_path / "go"))
     try:
         with pytest.raises(AckTimeout) as caught:

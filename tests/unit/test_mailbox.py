@@ -7,7 +7,9 @@ from itertools import combinations_with_replacement
 import pytest
 from torch.distributed import FileStore, HashStore
 
-from shmsync.schemes.remote._mailbox import UPDATED, Mailbox
+from shmsync.schemes.remote._calls import Failed
+from shmsync.schemes.remote._mail_calls import MailCall
+from shmsync.schemes.remote._mailbox import UPDATED, Mailbox, to_text
 
 REQUESTS = 14  # one side's; more than any of these tests makes
 
@@ -17,11 +19,15 @@ class Interleaved:
 
     Args:
         store: the real one.
-        others: (when, request): before the `when`-th request made here, in order.
     """
 
-    def __init__(self, store, others):
+    def __init__(self, store):
         self._store = store
+        self._others = []
+        self._count = 0
+
+    def begin(self, others):
+        """From now on: (when, request), before the `when`-th request made here, in order."""
         self._others = list(others)
         self._count = 0
 
@@ -78,7 +84,8 @@ def test_a_message_is_taken_once_however_the_sides_meet(first):
             Mailbox(store, 1).put_message({"serial": "old"})
         sent = Requests(store)
         Mailbox(sent, 1).put_message({"serial": "new"})
-        interleaved = Interleaved(store, zip(order, sent.noted, strict=True))
+        interleaved = Interleaved(store)
+        interleaved.begin(zip(order, sent.noted, strict=True))
         taken = serials_taken(Mailbox(interleaved, 1))
         interleaved.finish()
         taken += serials_taken(Mailbox(store, 1))
@@ -87,37 +94,62 @@ def test_a_message_is_taken_once_however_the_sides_meet(first):
             assert taken == ["new"], order
 
 
+def make_call(store):
+    """A message for rank 1 without bytes, and its serial number."""
+    message = {}
+    call = MailCall(Mailbox(store, 1), lambda: None, message, None, None)
+    return call, message["serial"]
+
+
 def test_a_late_answer_takes_nothing_from_the_next_one():
     for order in orders(4):
         store = make_store()
+        interleaved = Interleaved(store)
+        _, old = make_call(interleaved)
+        call, serial = make_call(interleaved)
         given = Requests(store)
-        worker = Mailbox(given, 1)
-        worker.put_answer("old", UPDATED, {"result": 1})
-        worker.put_answer("new", UPDATED, {"result": 2})
-        interleaved = Interleaved(store, zip(order, given.noted, strict=True))
-        sender = Mailbox(interleaved, 1)
-        answers = []
-        for mailbox in (sender, Mailbox(store, 1)):
-            while not answers and mailbox.has("out"):
-                if (answer := mailbox.take_answer("new")) is not None:
-                    answers.append(answer)
-            interleaved.finish()
-        assert [(word, content["result"]) for word, content in answers] == [(UPDATED, 2)], order
-        # A bell that still rings is none for what comes next.
-        assert not sender.has("out") or sender.take_answer("next") is None, order
+        Mailbox(given, 1).put_answer(old, UPDATED, {"result": to_text("old")})
+        Mailbox(given, 1).put_answer(serial, UPDATED, {"result": to_text("new")})
+        interleaved.begin(zip(order, given.noted, strict=True))
+        while not call.finished():
+            pass  # each look counts
+        assert call.result() == "new", order
+        interleaved.finish()
+        following, _ = make_call(store)  # a bell that still rings is none for it
+        assert not following.finished(), order
+
+
+def test_an_interrupt_between_bell_and_answer_loses_neither():
+    class Interrupted(Mailbox):
+        def _hear(self, bell):
+            super()._hear(bell)
+            raise KeyboardInterrupt
+
+    store = make_store()
+    message = {}
+    call = MailCall(Interrupted(store, 1), lambda: None, message, None, None)
+    Mailbox(store, 1).put_answer(message["serial"], UPDATED, {"result": to_text(1)})
+    with pytest.raises(KeyboardInterrupt):
+        call.finished()
+    assert call.finished()
+    assert call.result() == 1
 
 
 def test_a_word_alone_is_an_answer_of_those_who_never_gave_another():
     store = make_store()
-    mailbox = Mailbox(store, 1)
+    call, _ = make_call(store)
     store.set("NODE_1_out", UPDATED)
-    assert mailbox.take_answer("first") == (UPDATED, {})
-    mailbox.put_answer("first", UPDATED, {})
-    assert mailbox.take_answer("second") is None
-    store.set("NODE_1_out", UPDATED)  # as it might be left over from the first
-    assert mailbox.take_answer("second") is None
+    assert call.finished() and call.result() is None
+    call, serial = make_call(store)
+    Mailbox(store, 1).put_answer(serial, UPDATED, {})
+    assert call.finished()
+    call, _ = make_call(store)
+    store.set("NODE_1_out", UPDATED)  # as it might be left over from the last one
+    assert not call.finished()
     store.set("NODE_1_out", "nonsense")
-    assert mailbox.take_answer("second") == (b"nonsense", {})
+    assert call.finished()
+    with pytest.raises(Failed, match="nonsense"):
+        call.result()
 
 
 def test_an_announcement_without_a_message_says_who_must_write_it():
@@ -136,4 +168,4 @@ def test_a_store_in_a_file_does_as_well(tmp_path):
     mailbox.put_message({"serial": "c"})
     assert serials_taken(mailbox) == ["c"]
     mailbox.put_answer("c", UPDATED, {})
-    assert mailbox.take_answer("c") is not None
+    assert mailbox.take_answer("c").serial == "c"

@@ -1,0 +1,135 @@
+"""Who is watched over a connection: what ends it, and what only cuts it. Real sockets, on this machine."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from shmsync.schemes.remote import _lifeline
+from shmsync.schemes.remote._lifeline import Lifeline, Listener
+from shmsync.schemes.remote._place import here
+
+STORE = SimpleNamespace(host="127.0.0.1")
+
+
+@pytest.fixture
+def listener():
+    made = Listener(STORE)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watch():
+    """watch(address) -> a Lifeline to a process whose pid means nothing here."""
+    made = []
+
+    def make(address, **place):
+        made.append(Lifeline(here()._replace(**{"pid_namespace": 1, **place}), address))
+        return made[-1]
+
+    yield make
+    for lifeline in made:
+        lifeline.close()
+
+
+def until_dead(lifeline):
+    while not lifeline.dead:
+        time.sleep(0.001)
+
+
+def until_connected(lifeline):
+    while not lifeline._connected:
+        assert not lifeline.dead
+        time.sleep(0.001)
+
+
+def test_a_listener_that_goes_is_dead(listener, watch):
+    lifeline = watch(listener.address)
+    until_connected(lifeline)
+    assert not lifeline.dead
+    listener.close()
+    until_dead(lifeline)
+
+
+def test_who_refuses_is_dead(listener, watch):
+    listener.close()
+    until_dead(watch(listener.address))
+
+
+def test_a_worker_has_room_for_any_number_of_senders(listener, watch):
+    for _ in range(100):
+        lifeline = watch(listener.address)
+        until_connected(lifeline)
+        listener.tend()
+        lifeline.close()
+    listener.tend()
+    assert len(listener._watchers) < 5  # those that ended are forgotten
+    last = watch(listener.address)
+    until_connected(last)
+    listener.tend()
+    assert not last.dead
+    listener.close()
+    until_dead(last)
+
+
+def test_a_loopback_address_of_another_machine_tells_nothing(listener, watch):
+    listener.close()
+    lifeline = watch(listener.address, boot_id="0" * 32)
+    time.sleep(0.05)
+    assert not lifeline.dead
+
+
+def test_after_its_end_it_tells_nothing(listener, watch):
+    lifeline = watch(listener.address)
+    until_connected(lifeline)
+    lifeline.close()
+    listener.close()
+    assert not lifeline.dead
+
+
+def cut(lifeline):
+    """What the kernel says when keep-alive got no answer. It closes this end."""
+
+    class Cut:
+        def fileno(self):
+            return closed.fileno()
+
+        def recv(self, count):
+            raise OSError(errno.ETIMEDOUT, "timed out")
+
+        def close(self):
+            closed.close()
+
+    closed, other = socket.socketpair()
+    other.close()
+    assert select.select([closed], [], [], 1)[0]
+    lifeline._socket.close()
+    lifeline._socket = Cut()
+
+
+def test_a_connection_that_the_network_has_cut_is_made_again(listener, watch):
+    lifeline = watch(listener.address)
+    until_connected(lifeline)
+    cut(lifeline)
+    assert not lifeline.dead
+    assert lifeline._socket is None
+    lifeline._connected = False
+    until_connected(lifeline)
+    listener.close()
+    until_dead(lifeline)
+
+
+def test_who_cannot_be_reached_for_long_counts_as_dead(listener, watch, monkeypatch):
+    monkeypatch.setattr(_lifeline, "_CUT_OFF", 0.2)
+    monkeypatch.setattr(_lifeline, "_PAUSE", 3600.0)  # no attempt reaches it
+    lifeline = watch(listener.address)
+    until_connected(lifeline)
+    cut(lifeline)
+    assert not lifeline.dead
+    until_dead(lifeline)

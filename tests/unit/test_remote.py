@@ -1,0 +1,96 @@
+"""Pieces of the schemes for several machines, in one process: relays, receivers, what travels back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from shmsync import RPCWeightSyncScheme
+from shmsync.schemes._wire import Failure
+from shmsync.schemes.remote._parcel import Packer, Stamp
+from shmsync.schemes.remote._relay import Relay, RelayOptions, close_here, publish_here
+
+OPTIONS = RelayOptions(1, 4, 5.0)
+
+
+class Weights(dict):
+    """A state_dict that can be referred to weakly."""
+
+
+@pytest.fixture
+def relay():
+    made = Relay(OPTIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def parcel():
+    """parcel(sender, version) -> what a relay in another process gets, with the sender's session in its stamp."""
+
+    packers = {}
+
+    def make(sender, version):
+        packer = packers.setdefault(sender, Packer())
+        weights = packer.pack(nn.Linear(2, 2).state_dict(), "policy", version)
+        return weights.__reduce__()[0](*weights.__reduce__()[1])
+
+    yield make
+    for packer in packers.values():
+        close_here(packer.session, ended=True)
+
+
+def test_a_relay_does_not_keep_the_weights_that_it_has_published(relay):
+    for version in (1, 2):
+        weights = Weights(weight=torch.ones(3))
+        gone = weakref.ref(weights)
+        relay.publish_as(Stamp("session", "policy", version), weights, 1e9)
+        del weights
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_receiver_that_was_shut_down_attaches_to_no_arena_again(relay):
+    scheme, model = RPCWeightSyncScheme(), nn.Linear(2, 2)
+    scheme.init_on_worker("policy", model=model)
+    receiver = scheme.get_receiver()
+    first, late = (
+        relay.publish_as(Stamp("session", "policy", version), nn.Linear(2, 2).state_dict(), 1e9) for version in (1, 2)
+    )
+    receiver.apply_weights(first)
+    scheme.shutdown()
+    with pytest.raises(shmsync.ClosedError, match="shut down"):
+        receiver.apply_weights(late)
+    assert receiver.subscriptions.get("policy") is None
+
+
+def test_a_relay_that_was_only_moved_may_come_back(parcel):
+    stamp = publish_here(OPTIONS, parcel("first", 1)).stamp
+    assert stamp.version == 1
+    close_here(stamp.session, ended=False)
+    assert publish_here(OPTIONS, parcel("first", 2)).stamp.version == 2
+
+
+def test_a_late_message_of_a_sender_that_has_ended_harms_no_other(parcel):
+    close_here(publish_here(OPTIONS, parcel("first", 1)).stamp.session, ended=True)
+    handle = publish_here(OPTIONS, parcel("second", 1)).handle
+    with pytest.raises(shmsync.ClosedError):
+        publish_here(OPTIONS, parcel("first", 2))
+    with shmsync.Subscriber(handle) as subscriber:
+        assert subscriber.version == 1
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(0)])
+def test_the_end_of_a_worker_is_an_error_in_its_sender_and_not_its_end(end):
+    try:
+        raise end
+    except BaseException as error:
+        failure = Failure.of(error, None)
+    assert type(failure.exception()) is RuntimeError
+    assert type(end).__name__ in str(failure.exception())
+    assert "test_remote" in failure.trace
