@@ -125,6 +125,37 @@ def test_a_connection_that_the_network_has_cut_is_made_again(listener, watch):
     until_dead(lifeline)
 
 
+def test_an_attempt_to_connect_that_gets_no_answer_is_made_again(listener, watch, monkeypatch):
+    monkeypatch.setattr(_lifeline, "_PAUSE", 0.05)
+    lifeline = watch(listener.address)
+    deaf = socket.socket()  # never connects, as when packets are lost
+    real, lifeline._socket = lifeline._socket, deaf
+    real.close()
+    monkeypatch.setattr(select, "poll", _Silent(select.poll, deaf))
+    until_connected(lifeline)
+
+
+class _Silent:
+    """select.poll, for which one socket has no news."""
+
+    def __init__(self, real, silent):
+        self._real, self._fd = real, silent.fileno()
+
+    def __call__(self):
+        poller, fd = self._real(), self._fd
+        register = poller.register
+
+        class Poller:
+            def register(self, what, events):
+                if what.fileno() != fd:
+                    register(what, events)
+
+            def poll(self, timeout):
+                return poller.poll(timeout)
+
+        return Poller()
+
+
 def test_who_cannot_be_reached_for_long_counts_as_dead(listener, watch, monkeypatch):
     monkeypatch.setattr(_lifeline, "_CUT_OFF", 0.2)
     monkeypatch.setattr(_lifeline, "_PAUSE", 3600.0)  # no attempt reaches it

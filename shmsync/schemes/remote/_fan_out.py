@@ -181,11 +181,11 @@ class FanOut:
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
         self._closed = True
-        if self._local is not None:
-            self._local.close()
         for site, relay in list(self._relays.items()):
             self.close_relay(relay, ended=True)
             self._relays.pop(site, None)
+        if self._local is not None:
+            self._local.close()
 
 
 class HostedFanOut(FanOut):

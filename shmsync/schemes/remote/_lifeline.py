@@ -138,6 +138,8 @@ class Lifeline:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN if self._connected else select.POLLOUT)
         if not poller.poll(0):
+            if not self._connected and time.monotonic() > self._next_attempt + _PAUSE:
+                self._lose(None)  # the kernel's own attempts come ever more rarely
             return
         if not self._connected:
             if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -78,8 +78,8 @@ class RemoteReceiver(WeightReceiver):
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known
             self._version = stamp.version if stamp else self._version + 1
-        if self._news.empty():
-            self._news.put(None)
+            if self._news.empty():
+                self._news.put(None)
 
     def receive(self, timeout: float = 0.001) -> bool:
         """Has a call brought weights since the last receive()? They are applied already.
