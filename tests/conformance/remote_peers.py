@@ -113,7 +113,7 @@ def die_at_answer(state, note):
     """For those who get them at receive()."""
     receiver = state.receivers["policy"]
     state.note = note
-    receiver._transport.send_ack = lambda: die(state)
+    receiver._transport.inbox.answer = lambda serial: die(state)
     receiver.receive(timeout=600)
 
 
