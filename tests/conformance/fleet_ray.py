@@ -99,7 +99,7 @@ class RayCrew:
                 logging_level="ERROR",
                 object_store_memory=200 << 20,
                 # When Ray's head is slow to hear of a death, calls wait for it, and do not say "unavailable".
-                _system_config={"timeout_ms_task_wait_for_death_info": 60_000},
+                _system_config={"timeout_ms_task_wait_for_death_info": 10_000},
             )
         self._class = ray.remote(num_cpus=0, max_concurrency=4, concurrency_groups={"calls": 1})(remote_peers.Actor)
         self._idle = [self._start() for _ in range(4)]

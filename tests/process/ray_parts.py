@@ -31,7 +31,7 @@ SYSTEM = {
     "event_stats_print_interval_ms": 100,
     "object_manager_default_chunk_size": CHUNK,
     # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
-    "timeout_ms_task_wait_for_death_info": 60_000,
+    "timeout_ms_task_wait_for_death_info": 10_000,
 }
 
 
