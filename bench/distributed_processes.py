@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class Crew:
             process.kill()
         for process in self._processes:
             process.join()
+            for path in Path("/dev/shm").glob(f"shmsync.{process.pid}-*"):  # a relay's, which it could not remove
+                path.unlink(missing_ok=True)
 
 
 def _work(make: Callable[..., Answer], rank: int, workers: int, port: int, far: bool, pipe: Connection) -> None:
