@@ -146,7 +146,8 @@ def test_learner_goes_on_without_a_worker_that_is_killed_at_any_moment(run, kind
     example.workers()[0].kill()
     rows = example.end()
     assert rows[1][0] == [2, 2] and rows[-1][0] == [16], example.output
-    assert re.search(r"WorkerDied: .* worker \d ", example.output), example.output
+    deaths = len(re.findall(r"WorkerDied: .* worker \d ", example.output))
+    assert deaths in ((1, 2) if kind == "ray" else (1,)), example.output  # Ray's head may be slow to hear of it
 
 
 def test_rpc_workers_end_with_a_killed_learner(run):

@@ -126,19 +126,23 @@ class FanOut:
         if relay is None:
             relay = self._relays[site] = self.make_relay(site, members)
 
+        def drop(how: str) -> None:
+            delivery.outcome.dead[site.relay_name] = how
+            self._relays.pop(site)
+            host = self.host_of(relay, members)
+            if host is not None and members[host].dead:  # else its own step will tell
+                delivery.outcome.dead[host] = how
+                delivery.unreached.discard(host)
+
         def lost(how: str) -> bool:
             """Let another relay take its place, once for each send."""
             if self._relays.get(site) is not relay:
                 return True  # another worker has said so before
             if not restarts:
                 return False
-            delivery.outcome.dead[site.relay_name] = how
-            self._relays.pop(site)
+            drop(how)
             host = self.host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
-            if host is not None and members[host].dead:  # else its own step will tell
-                delivery.outcome.dead[host] = how
-                delivery.unreached.discard(host)
             if left:
                 self._relay(delivery, site, left, payload, restarts=restarts - 1)
             return True
@@ -162,11 +166,7 @@ class FanOut:
                 for member in members.values():
                     member.place = None  # with a whole node, its workers may come back elsewhere
                 if not lost(str(result)):
-                    delivery.outcome.dead[site.relay_name] = str(result)
-                    self._relays.pop(site, None)
-                    if host is not None:
-                        delivery.outcome.dead[host] = str(result)
-                        delivery.unreached.discard(host)
+                    drop(str(result))
             elif isinstance(result, Failed):
                 delivery.outcome.failed[site.relay_name] = result.failure
 

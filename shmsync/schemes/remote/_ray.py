@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal
 
 from ...strategy import Form
@@ -199,28 +197,14 @@ class RayRelay(Destination):
         return _ray_calls.RayCall(self.actor.publish.remote(payload), payload)
 
 
-_open: weakref.WeakSet[RayFanOut] = weakref.WeakSet()
-
-
-@cache
-def _close_before_ray() -> None:
-    """Let relays end at exit while Ray still runs: what is registered last comes first, and Ray is imported now."""
-    atexit.register(_close_all)
-
-
-def _close_all() -> None:
-    for fan_out in list(_open):
-        fan_out.close()
-
-
 class RayFanOut(FanOut):
     """Relays are actors, which Ray starts on the node that is asked for."""
 
     def __init__(self, options: RelayOptions) -> None:
         super().__init__(options)
         self._clerk = Clerk()  # asks Ray
-        _open.add(self)
-        _close_before_ray()
+        # At exit what was registered last comes first, and Ray is imported now: it still runs when relays end.
+        atexit.register(self.close)
 
     def home(self) -> Place:
         """As in FanOut."""
@@ -248,6 +232,7 @@ class RayFanOut(FanOut):
         """As in FanOut."""
         super().close()
         self._clerk.close()
+        atexit.unregister(self.close)
 
     def close_relay(self, relay: Destination, *, ended: bool) -> None:
         """As in FanOut."""
