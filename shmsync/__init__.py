@@ -12,8 +12,9 @@ if not _sys.platform.startswith("linux"):
     raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
 
 from ._native import ReadSection
-from ._process import ProcessState
-from ._segment import Handle
+from .engine.publisher import Publisher
+from .engine.stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
+from .engine.subscriber import Snapshot, Subscriber, attach
 from .errors import (
     AckTimeout,
     ArenaCorrupt,
@@ -33,7 +34,8 @@ from .errors import (
     WriterBusy,
     WriterDied,
 )
-from .publisher import Publisher
+from .memory.process import ProcessState
+from .memory.segment import Handle
 from .schemes import (
     MPTransport,
     MultiProcessWeightSyncScheme,
@@ -46,8 +48,6 @@ from .schemes import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from .stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
-from .subscriber import Snapshot, Subscriber, attach
 
 if _TYPE_CHECKING:
     from .schemes import (

@@ -6,8 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, _segment
+from . import __version__
 from .errors import ShmSyncError
+from .memory import segment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,18 +37,18 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _list() -> int:
-    names = _segment.names()
+    names = segment.names()
     for name in names:
-        print(f"{name}\t{_segment.owner_of(name)}")
+        print(f"{name}\t{segment.owner_of(name)}")
     if not names:
         print("no arenas")
     return 0
 
 
 def _gc() -> int:
-    for name in _segment.names():
+    for name in segment.names():
         try:
-            owner = _segment.sweep(name)
+            owner = segment.sweep(name)
         except ShmSyncError as error:
             print(f"kept {name}: {error}")
             continue

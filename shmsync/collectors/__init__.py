@@ -8,6 +8,6 @@ except ImportError as error:
         "shmsync.collectors needs Gymnasium; install it with: pip install 'shmsync[collectors]'"
     ) from error
 
-from ._collector import CollectorStats, MultiprocessCollector
+from .collector import CollectorStats, MultiprocessCollector
 
 __all__ = ["CollectorStats", "MultiprocessCollector"]

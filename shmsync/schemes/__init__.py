@@ -7,15 +7,15 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from ..strategy import WeightStrategy
-from ._base import TransportBackend, WeightSyncScheme
-from ._mp import MPTransport, MultiProcessWeightSyncScheme
-from ._none import NoWeightSyncScheme
-from ._receiver import WeightReceiver
-from ._sender import WeightSender
-from ._shared import SharedMemWeightSyncScheme
-from ._shared_transport import SharedMemTransport
-from ._together import send_together
+from ..engine.strategy import WeightStrategy
+from .base import TransportBackend, WeightSyncScheme
+from .none import NoWeightSyncScheme
+from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
+from .pipes.shared_memory import SharedMemWeightSyncScheme
+from .pipes.shared_transport import SharedMemTransport
+from .pipes.together import send_together
+from .receiver import WeightReceiver
+from .sender import WeightSender
 
 if _TYPE_CHECKING:
     from .remote import (

@@ -16,7 +16,7 @@ from nets import Stamped, ask
 from tensordict import TensorDict
 
 import shmsync
-from shmsync.schemes._channel import Channel
+from shmsync.schemes.pipes.connection import Channel
 
 # ---- a worker's life
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import peers
 
-from shmsync.schemes.remote._parcel import stamp_of
+from shmsync.schemes.remote.parcel import stamp_of
 
 
 def begin(state, index, **given):

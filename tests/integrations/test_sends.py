@@ -11,8 +11,8 @@ from torch import nn
 from torchrl_pair import Counting, filled, net
 
 import shmsync
-from shmsync.arena import _all_mapped
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from shmsync.memory.arena import _all_mapped
 
 
 def test_connect_gives_the_weights_and_send_the_new_ones(pair):

@@ -12,7 +12,7 @@ from torch.distributed import rpc
 from workers import until
 
 from shmsync import DistributedTransport, RPCTransport, WeightStrategy
-from shmsync.schemes.remote._parcel import Packer
+from shmsync.schemes.remote.parcel import Packer
 
 
 def open_transport(state, rank, **kwargs):

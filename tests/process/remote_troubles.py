@@ -12,12 +12,12 @@ from remote_members import Trouble, members
 from torch import nn
 
 from shmsync import WeightStrategy
-from shmsync.schemes.remote._clerk import Job
-from shmsync.schemes.remote._distributed import DistributedTransport
-from shmsync.schemes.remote._mail_inbox import Inbox
-from shmsync.schemes.remote._mailbox import Mailbox
-from shmsync.schemes.remote._parcel import Announcement, Stamp
-from shmsync.schemes.remote._rpc import RPCTransport
+from shmsync.schemes.remote.background import Job
+from shmsync.schemes.remote.distributed.mailbox import Mailbox
+from shmsync.schemes.remote.distributed.transport import DistributedTransport
+from shmsync.schemes.remote.distributed.worker import Inbox
+from shmsync.schemes.remote.parcel import Announcement, Stamp
+from shmsync.schemes.remote.rpc import RPCTransport
 
 
 def leave_a_version(state, value):

@@ -45,7 +45,7 @@ from workers import (
 
 import shmsync
 from shmsync import _native, cli
-from shmsync._acks import wait_for_acks
+from shmsync.engine.acks import wait_for_acks
 
 for_ever = math.inf
 

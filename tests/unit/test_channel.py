@@ -13,9 +13,9 @@ import time
 import pytest
 
 from shmsync import _native
-from shmsync.schemes import _channel
-from shmsync.schemes._channel import Channel
-from shmsync.schemes._wire import Tag
+from shmsync.schemes.pipes import connection as _channel
+from shmsync.schemes.pipes.connection import Channel
+from shmsync.schemes.pipes.messages import Tag
 
 SOON = 5.0  # seconds; far more than anything here takes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync._joint import Source, publish_jointly
+from shmsync.engine.joint import Source, publish_jointly
 
 
 def weights(value):

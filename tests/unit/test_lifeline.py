@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmsync.schemes.remote import _lifeline
-from shmsync.schemes.remote._lifeline import Lifeline, Listener
-from shmsync.schemes.remote._place import here
+from shmsync.schemes.remote.distributed import lifeline as _lifeline
+from shmsync.schemes.remote.distributed.lifeline import Lifeline, Listener
+from shmsync.schemes.remote.place import here
 
 STORE = SimpleNamespace(host="127.0.0.1")
 

@@ -7,9 +7,9 @@ from itertools import combinations_with_replacement
 import pytest
 from torch.distributed import FileStore, HashStore
 
-from shmsync.schemes.remote._calls import Failed
-from shmsync.schemes.remote._mail_calls import MailCall
-from shmsync.schemes.remote._mailbox import UPDATED, Mailbox, to_text
+from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
+from shmsync.schemes.remote.distributed.requests import MailCall
+from shmsync.schemes.remote.requests import Failed
 
 REQUESTS = 14  # one side's; more than any of these tests makes
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import shmsync
-from shmsync import _memory, _segment, _slab
+from shmsync.memory import available as _memory
+from shmsync.memory import segment as _segment
+from shmsync.memory import slab as _slab
 
 
 def test_too_little_memory_is_refused_beforehand(monkeypatch):

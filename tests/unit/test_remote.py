@@ -11,9 +11,9 @@ from torch import nn
 
 import shmsync
 from shmsync import RPCWeightSyncScheme
-from shmsync.schemes._wire import Failure
-from shmsync.schemes.remote._parcel import Packer, Stamp
-from shmsync.schemes.remote._relay import Relay, RelayOptions, close_here, publish_here
+from shmsync.schemes.pipes.messages import Failure
+from shmsync.schemes.remote.parcel import Packer, Stamp
+from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
 OPTIONS = RelayOptions(1, 4, 5.0)
 

@@ -1,16 +1,16 @@
 """The schemes for several machines. Importing them needs none of the packages that they stand on."""
 
-from ._distributed import DistributedTransport
-from ._distributed_scheme import DistributedWeightSyncScheme
-from ._ray import RayTransport, RayWeightSyncScheme
-from ._ray_module import (
+from .distributed.scheme import DistributedWeightSyncScheme
+from .distributed.transport import DistributedTransport
+from .ray.module import (
     RayActorTransport,
     RayModuleTransformReceiver,
     RayModuleTransformScheme,
     RayModuleTransformSender,
 )
-from ._rpc import RPCTransport, RPCWeightSyncScheme
-from ._updaters import RayWeightUpdater, WeightUpdaterBase
+from .ray.scheme import RayTransport, RayWeightSyncScheme
+from .ray.updater import RayWeightUpdater, WeightUpdaterBase
+from .rpc import RPCTransport, RPCWeightSyncScheme
 
 __all__ = [
     "DistributedTransport",

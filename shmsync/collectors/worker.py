@@ -1,0 +1,150 @@
+"""A collector process: it steps its environments when told, and applies new weights between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import random
+import select
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from ..errors import WriterDied
+from ..schemes import WeightSyncScheme
+from ..schemes.pipes.messages import Failure
+from .buffers import Buffers
+from .rollout import Rollout
+
+# What the trainer says, and what it hears; each is (word, content).
+START, COLLECT, STATE, LOAD, STOP = "start", "collect", "state", "load", "stop"
+HELLO, LAYOUT, BATCH, ERROR = "hello", "layout", "batch", "error"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is started with."""
+
+    index: int
+    makers: bytes  # a list of functions that make an environment, by cloudpickle
+    policy: bytes
+    scheme: WeightSyncScheme
+    seed: int
+    rows: tuple[int, int]  # of the batch
+
+
+def run(job: Job, weights: Connection, control: Connection) -> None:
+    """The main function of the process."""
+    torch.set_num_threads(1)
+    try:
+        with contextlib.suppress(EOFError, WriterDied, BrokenPipeError, KeyboardInterrupt):  # the trainer is gone
+            _serve(job, weights, control)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            control.send((ERROR, Failure.of(error, None)))
+        raise SystemExit(1) from None
+
+
+def _serve(job: Job, weights: Connection, control: Connection) -> None:
+    random.seed(job.seed)
+    np.random.seed(job.seed % 2**32)
+    torch.manual_seed(job.seed)
+    policy = cloudpickle.loads(job.policy)
+    envs = [make() for make in cloudpickle.loads(job.makers)]
+    try:
+        scheme = job.scheme
+        scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=job.index)
+        _Worker(job, policy, envs, weights, control).serve()
+        scheme.get_receiver().close()
+    finally:
+        for env in envs:
+            env.close()
+
+
+class _Worker:
+    def __init__(self, job: Job, policy: Any, envs: list[Any], weights: Connection, control: Connection) -> None:
+        self._receiver = receiver = job.scheme.get_receiver()
+        self._job = job
+        self._control = control
+        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=job.index)
+        self._weights_fd = weights.fileno()
+        self._control_fd = control.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._weights_fd, select.POLLIN)
+        self._poll.register(self._control_fd, select.POLLIN)
+        self._commands: deque[tuple[str, Any]] = deque()
+
+    def serve(self) -> None:
+        """Do what the trainer says, until it says stop."""
+        self._control.send((HELLO, None))
+        do: dict[str, Callable[[Any], None]] = {
+            START: self._start,
+            LAYOUT: self._layout,
+            COLLECT: self._collect,
+            STATE: self._state,
+            LOAD: self._load,
+        }
+        while True:
+            word, content = self._next()
+            if word == STOP:
+                return
+            do[word](content)
+
+    def _next(self) -> tuple[str, Any]:
+        """The next command; weights are applied meanwhile."""
+        parent = multiprocessing.parent_process()
+        while not self._commands:
+            if not self._look(1000) and parent is not None and not parent.is_alive():
+                raise EOFError
+        return self._commands.popleft()
+
+    def _look(self, milliseconds: int) -> bool:
+        """Take in what arrives within that time; was there anything?"""
+        ready = self._poll.poll(milliseconds)
+        for fd, _ in ready:
+            if fd == self._weights_fd:
+                self._receiver.receive(0.0)
+            else:
+                self._commands.append(self._control.recv())
+        return bool(ready)
+
+    def _layout(self, _: Any) -> None:
+        self._rollout.reset(self._job.seed)
+        self._control.send((LAYOUT, self._rollout.layout()))
+
+    def _start(self, place: Any) -> None:
+        self._rollout.use(Buffers(place), slice(*self._job.rows))
+        torch.manual_seed(self._job.seed)
+        self._rollout.reset(self._job.seed)
+        for i, env in enumerate(self._rollout.envs):
+            env.action_space.seed(self._job.seed + i)
+
+    def _collect(self, buffer: int) -> None:
+        if self._rollout.collect(buffer, self._between):
+            self._control.send((BATCH, buffer))
+
+    def _between(self) -> bool:
+        """Between two steps no forward runs, so new weights may come in. False: the trainer wants us to stop."""
+        return not self._look(0) or not any(word == STOP for word, _ in self._commands)
+
+    def _state(self, _: Any) -> None:
+        generators = [env.unwrapped.np_random.bit_generator.state for env in self._rollout.envs]
+        # Bytes: a tensor would go through a pipe as shared memory, with a thread to serve it.
+        torch_state = torch.get_rng_state().numpy().tobytes()
+        state = {"torch": torch_state, "numpy": np.random.get_state(), "python": random.getstate()}
+        self._control.send((STATE, {**state, "environments": generators}))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
+        for env, generator in zip(self._rollout.envs, state["environments"], strict=True):
+            env.unwrapped.np_random.bit_generator.state = generator
+        self._rollout.reset()
+        self._control.send((STATE, None))

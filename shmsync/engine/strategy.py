@@ -1,0 +1,208 @@
+"""The form in which weights travel: out of a model, and into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from .. import _native
+from ..errors import ManifestMismatch
+from ..memory.manifest import Key, tie
+from .copying import plain, same_bytes
+from .sources import Filter, check_keys, collect, not_saved, problem_with
+
+Form = Literal["tensordict", "state_dict"]
+_FORMS = ("tensordict", "state_dict")
+_EVERYTHING = Filter.of(None, None)
+# What a module keeps beside its tensors (get_extra_state()): its key in a state_dict, and in a TensorDict.
+_EXTRA = ("_extra_state", "__extra_state__")
+
+
+class WeightStrategy:
+    """Extracts weights in one form, and applies them in either.
+
+    Args:
+        extract_as: "tensordict": nested, zero-copy views of the source. "state_dict": a flat dict of dotted keys.
+
+    Raises ValueError for another name.
+    """
+
+    def __init__(self, extract_as: Form = "tensordict") -> None:
+        if extract_as not in _FORMS:
+            raise ValueError(f"extract_as is {' or '.join(map(repr, _FORMS))}, not {extract_as!r}")
+        self.extract_as = extract_as
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy({self.extract_as!r})"
+
+    def extract_weights(self, source: Any) -> Any:
+        """The weights of a module, a TensorDict or a dict, in the configured form; they share the source's memory.
+
+        Raises ValueError for a source of another type.
+        """
+        if self.extract_as == "state_dict":
+            if isinstance(source, nn.Module):
+                return source.state_dict()
+            if isinstance(source, TensorDictBase):
+                return {".".join(key): value for key, value in collect(source, _EVERYTHING).tensors.items()}
+            if isinstance(source, Mapping):
+                return source
+        else:
+            if isinstance(source, nn.Module):
+                return TensorDict.from_module(source).data
+            if isinstance(source, TensorDictBase):
+                return source if not is_flat(source) else nested(leaves_of(source)[0])
+            if isinstance(source, Mapping):
+                return nested(leaves_of(source)[0])
+        raise ValueError(
+            f"weights come from a torch.nn.Module, a TensorDict or a dict, not from a {type(source).__name__}"
+        )
+
+    def apply_weights(self, destination: Any, weights: Any) -> None:
+        """Copy weights, of either form, into a module, a TensorDict or a dict, in place; None does nothing.
+
+        All keys, shapes and dtypes are checked first. Buffers that the weights lack because they are never saved keep
+        their values; tensors tied in the destination stay tied. Devices may differ.
+
+        Raises:
+            ManifestMismatch (a ValueError): lists the missing, the unexpected and the mismatched keys; nothing was
+                written. ValueError: the destination, or the weights, are of another type.
+        """
+        if weights is None:
+            return
+        targets, given, extra = self.check_weights(destination, weights)
+        _copy_all([(source, targets[key]) for key, source in given.items()])
+        for module, state in extra:
+            module.set_extra_state(getattr(state, "data", state))
+
+    def check_weights(self, destination: Any, weights: Any) -> _Plan:
+        """Raise as apply_weights() does, and write nothing."""
+        if weights is None:
+            return _Plan({}, {}, [])
+        if not isinstance(weights, (TensorDictBase, Mapping)):
+            raise ValueError(
+                f"weights to apply are a TensorDict or a dict, not a {type(weights).__name__}; extract_weights() makes "
+                "one of a module"
+            )
+        if not isinstance(destination, (nn.Module, TensorDictBase, Mapping)):
+            raise ValueError(
+                f"weights are applied to a torch.nn.Module, a TensorDict or a dict, not to a "
+                f"{type(destination).__name__}"
+            )
+        given, extra = leaves_of(weights)
+        targets, _ = leaves_of(destination)
+        optional: set[Key] = set()
+        modules: dict[Key, nn.Module] = {}
+        if isinstance(destination, nn.Module):
+            optional = not_saved(destination)
+            modules = {tuple(name.split(".")) if name else (): child for name, child in destination.named_modules()}
+        problems = _differences(targets, given, optional)
+        if modules:
+            problems += [f"unexpected: {'.'.join((*path, _EXTRA[0]))}" for path in extra if path not in modules]
+        if problems:
+            raise ManifestMismatch(
+                "the weights do not fit where they should go: " + "; ".join(problems) + ". Nothing was written"
+            )
+        return _Plan(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
+
+
+class _Plan(NamedTuple):
+    """Checked: each given leaf has its target."""
+
+    targets: dict[Key, Any]
+    given: dict[Key, Any]
+    extra: list[tuple[nn.Module, Any]]
+
+
+def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each first tensor into the second: those that are plain memory in one native call."""
+    rows: list[tuple[torch.Tensor, int, int]] = []
+    written: list[torch.Tensor] = []
+    with torch.no_grad():
+        for source, target in pairs:
+            if _copies_as_bytes(source) and _copies_as_bytes(target):
+                if source.numel():
+                    rows.append((source, target.data_ptr(), target.nbytes))
+                    written.append(target)
+            else:
+                target.copy_(source)
+    if rows:
+        _native.Sources([], rows).copy_to(0)  # each to an address of its own
+        torch.autograd.graph.increment_version(written)  # so that autograd notices, as with copy_()
+
+
+def _copies_as_bytes(tensor: torch.Tensor) -> bool:
+    # Other types may keep their values elsewhere; the version of an inference tensor cannot be counted on.
+    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and not tensor.is_inference()
+
+
+def is_flat(weights: TensorDictBase) -> bool:
+    """Does it have dotted keys, as TensorDict(module.state_dict()) has?"""
+    return any("." in key for key in weights.keys())  # noqa: SIM118  # a TensorDict iterates over its batch
+
+
+def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
+    """Tensors by key path, and what modules keep beside them by the module's path."""
+    extra: dict[Key, Any] = {}
+    if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
+        keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in _EXTRA]
+        extra = {tuple(key.split("."))[:-1]: source[key] for key in keys}
+        source = {key: value for key, value in source.items() if key not in keys}
+    tensors = unflattened(collect(source, _EVERYTHING).tensors)
+    extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in _EXTRA}
+    return tensors, extra
+
+
+def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Leaves by key path, where a key of a TensorDict that has dots is a path too."""
+    return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
+
+
+def nested(tensors: Mapping[Key, Any]) -> TensorDict:
+    """Leaves by key path as a TensorDict of their common structure."""
+    check_keys(tensors)
+    result: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        level = result
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = tensor
+    return TensorDict(result, batch_size=[])
+
+
+def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key]) -> list[str]:
+    """Why the given leaves cannot be copied into the targets, one line for each key."""
+    aliases: dict[Any, list[Key]] = {}
+    for key, tensor in targets.items():
+        aliases.setdefault(tie(tensor) if isinstance(tensor, torch.Tensor) else None, []).append(key)
+    tied = {key: keys for identity, keys in aliases.items() if identity is not None for key in keys}
+    problems = [
+        f"missing: {'.'.join(key)}"
+        for key in targets
+        if key not in given and key not in optional and not any(other in given for other in tied.get(key, ()))
+    ]
+    problems += [f"unexpected: {'.'.join(key)}" for key in given if key not in targets]
+    for key in given.keys() & targets.keys():
+        name, source, target = ".".join(key), given[key], targets[key]
+        reason = problem_with(source) or problem_with(target)
+        if reason:
+            problems.append(f"mismatched: {name} {reason}")
+        elif source.shape != target.shape or source.dtype != target.dtype:
+            problems.append(
+                f"mismatched: {name} is {target.dtype} {tuple(target.shape)} in the destination but "
+                f"{source.dtype} {tuple(source.shape)} in the weights"
+            )
+    if not problems:
+        for keys in aliases.values():
+            first, *others = [key for key in keys if key in given] or [()]
+            problems += [
+                f"mismatched: {'.'.join(first)} and {'.'.join(other)} are one tensor in the destination but differ in "
+                "the weights"
+                for other in others
+                if tied.get(first) and not same_bytes(given[first].cpu(), given[other].cpu())
+            ]
+    return sorted(problems)

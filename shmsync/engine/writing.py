@@ -1,0 +1,178 @@
+"""What publish() and update() share: get a slot to write, put things right after a failure, wait for acks, count."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from .. import _native
+from ..errors import Poisoned, ProtocolError, ReaderStalled
+from ..memory import reader_table
+from ..memory.arena import Arena
+from ..memory.manifest import Leaf
+from ..memory.process import Peers, ProcessState
+from ..memory.reader_table import RowId
+from .acks import wait_for_acks
+from .stats import PublisherStats, Samples
+from .timing import slice_until
+
+Wanted = list[int] | None  # whose acks are waited for; None: everybody's
+
+
+@dataclass
+class Counts:
+    """What stats() reports."""
+
+    publishes: int = 0
+    updates: int = 0
+    bytes_copied: int = 0
+    aborted: int = 0
+    reaped: int = 0
+    publish: Samples = field(default_factory=Samples)
+    pin_wait: Samples = field(default_factory=Samples)
+    ack_wait: Samples = field(default_factory=Samples)
+
+
+class WriteSide:
+    """The writer of one arena. Hold `lock` around everything else; it refuses instead of waiting."""
+
+    def __init__(self, arena: Arena, owner: int) -> None:
+        self.arena = arena
+        self.writer = _native.Writer(arena.control, owner)
+        self.peers = Peers()
+        self.counts = Counts()
+        self.updating_thread: int | None = None
+        self._me = owner
+        self._died: dict[RowId, int | str] = {}  # reaped in this call
+        self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
+        self.lock = _native.WriterLock()
+
+    @property
+    def next_version(self) -> int:
+        """The one that is written, or written next."""
+        return int(self.writer.next_version)
+
+    def skip_to(self, version: int) -> None:
+        """Number the next version `version`; they only grow."""
+        if not self.writer.skip_to(version):
+            raise ProtocolError(
+                f"the next version can be {self.next_version} or later, not {version}; versions only grow",
+                version=version,
+            )
+
+    def begin(self, deadline: float) -> None:
+        """Get a slot to write, or raise with nothing written; the caller undoes."""
+        writer = self.writer
+        if self._died:
+            self._died = {}
+        if writer.begin():
+            return
+        started = time.perf_counter()
+        while True:
+            self._refuse_own_pins()
+            if writer.wait_begin(slice_until(deadline)):
+                break
+            if not self._reap_dead() and time.monotonic() >= deadline:
+                raise self._stalled()
+        self.counts.pin_wait.add(time.perf_counter() - started)
+
+    def address(self) -> int:
+        """Where the slot to write starts."""
+        return self._addresses[self.writer.slot]
+
+    def carry(self, leaves: list[Leaf]) -> None:
+        """Copy the current values of these leaves into the slot being written."""
+        to, source = self.address(), self._addresses[self.writer.current_slot]
+        if leaves:
+            _native.copy([(to + leaf.offset, source + leaf.offset, leaf.nbytes) for leaf in leaves])
+            self.counts.bytes_copied += sum(leaf.nbytes for leaf in leaves)
+
+    def carry_all(self) -> None:
+        """The same for the whole slot."""
+        to, source = self.address(), self._addresses[self.writer.current_slot]
+        _native.copy([(to, source, self.arena.manifest.used_bytes)])
+        self.counts.bytes_copied += self.arena.manifest.used_bytes
+
+    def undo(self) -> None:
+        """After a failure: as before, or poisoned if the only slot may be half written."""
+        self.counts.aborted += 1
+        if self.arena.slots == 1 and self.writer.writing:
+            self.writer.poison()
+        else:
+            self.writer.abort()
+
+    def refuse_poisoned(self) -> None:
+        """Raise if the last update() failed half way."""
+        if self.writer.poisoned:
+            raise Poisoned(
+                "the last update() failed half way, so this would leave torn weights; publish() all weights first",
+                version=self.next_version,
+            )
+
+    def refuse_own_section(self, wanted: Wanted) -> None:
+        """Raise if this call would wait for an ack that only its own thread could give."""
+        held = self.arena.rows_held_by_this_thread()
+        rows = [reader_table.read(self.arena.control, index) for index in held]
+        if any(wanted is None or row.worker in wanted for row in rows):
+            raise ProtocolError(
+                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
+                version=self.next_version,
+            )
+
+    def wait_acks(self, version: int, wanted: Wanted, deadline: float) -> None:
+        """After the commit."""
+        started = time.perf_counter()
+        try:
+            wait_for_acks(self.writer, self.arena.control, self.peers, version, wanted, deadline, self._me, self._died)
+        finally:
+            self.counts.ack_wait.add(time.perf_counter() - started)
+            if len(self.peers):  # somebody was late; those who left meanwhile need no watching
+                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+
+    def stats(self) -> PublisherStats:
+        """Counts and latencies so far."""
+        counts = self.counts
+        return PublisherStats(
+            version=self.writer.version,
+            publishes=counts.publishes,
+            updates=counts.updates,
+            bytes_copied=counts.bytes_copied,
+            aborted=counts.aborted,
+            reaped=counts.reaped,
+            publish=counts.publish.latency(),
+            pin_wait=counts.pin_wait.latency(),
+            ack_wait=counts.ack_wait.latency(),
+        )
+
+    def _reap_dead(self) -> bool:
+        """Free the rows of dead readers in the way; were there any?"""
+        control = self.arena.control
+        dead = [(number, owner) for number, owner, _ in self.writer.blockers() if not self.peers.alive(owner)]
+        for row in dead:
+            name = reader_table.name_of(control, row)
+            # Owner 0 is no death: the row was given back between two looks, or its words are garbage.
+            if control.reap(*row, self._me) and row[1] != 0:
+                self._died[row] = name
+                self.counts.reaped += 1
+        return bool(dead)
+
+    def _refuse_own_pins(self) -> None:
+        held = self.arena.rows_held_by_this_thread()
+        if held and any(index in held for index, _, _ in self.writer.blockers()):
+            raise ProtocolError(
+                "this thread is inside a read section of the slot that the publish needs; leave the section first",
+                version=int(self.writer.version),
+            )
+
+    def _stalled(self) -> ReaderStalled:
+        control = self.arena.control
+        blockers = self.writer.blockers()
+        missing = [reader_table.name_of(control, (index, owner)) for index, owner, _ in blockers]
+        stopped = sum(self.peers.state(owner) is ProcessState.STOPPED for _, owner, _ in blockers)
+        return ReaderStalled(
+            f"version {self.next_version} was not written: the slot it needs is held by "
+            f"{reader_table.listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
+            "read sections, use more slots, or give more time with timeout=",
+            version=self.next_version,
+            missing=missing,
+        )

@@ -1,0 +1,114 @@
+"""What modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
+
+A leaf has a fixed shape, so the pickled state lies in a uint8 tensor with room to grow: 8 bytes of length, then the
+bytes, then whatever was there. So it comes together with the tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from ...engine.sources import Filter, collect
+from ...memory.manifest import Key
+from ...schemes.pipes.messages import dumps
+
+LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
+KEY: Key = (LEAF,)
+_STATE_DICT_KEY = "_extra_state"
+_LENGTH_BYTES = 8
+_SMALLEST = 1024  # bytes of room
+
+States = dict[str, Any]  # what get_extra_state() returned, by the module's path
+
+# Looking through a large module costs more than publishing it.
+_owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
+
+
+def separate(weights: Any) -> tuple[Any, States | None]:
+    """Tensors that a Publisher takes, and the extra state among them or None. Nothing is copied."""
+    if isinstance(weights, nn.Module):
+        states = {path: module.get_extra_state() for path, ref in _with_state(weights) if (module := ref()) is not None}
+        return weights, states or None
+    if isinstance(weights, TensorDictBase):
+        if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+            return weights, None
+        return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
+    if isinstance(weights, Mapping):
+        keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in (LEAF, _STATE_DICT_KEY)]
+        if keys:
+            states = {key.rpartition(".")[0]: _plain(weights[key]) for key in keys}
+            return {key: value for key, value in weights.items() if key not in keys}, states
+    return weights, None
+
+
+def together(tensors: Any, states: States, room: int = 0) -> dict[str, Any]:
+    """One mapping for a Publisher; the leaf has at least `room` bytes."""
+    packed = dumps(states)
+    size = max(_SMALLEST, room, 1 << (2 * len(packed) - 1).bit_length())
+    return {**flat(tensors), LEAF: _leaf(packed, size)}
+
+
+def fitted(tensors: Any, states: States, room: int) -> dict[str, Any] | None:
+    """The same for a leaf of exactly `room` bytes; None when that is too little."""
+    packed = dumps(states)
+    return {**flat(tensors), LEAF: _leaf(packed, room)} if len(packed) + _LENGTH_BYTES <= room else None
+
+
+def flat(tensors: Any) -> dict[str, Any]:
+    """Tensors by dotted key."""
+    return {".".join(key): tensor for key, tensor in collect(tensors, Filter.of(None, None)).tensors.items()}
+
+
+def unpacked(weights: TensorDictBase) -> Any:
+    """Weights as they lie in an arena, in a form that a scheme sends on."""
+    if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
+        return weights
+    return {**flat(weights.exclude(LEAF)), **by_key(_states(weights.get(LEAF)))}
+
+
+def by_key(states: States) -> dict[str, Any]:
+    """Extra states under the keys that a state_dict has for them."""
+    return {f"{path}.{_STATE_DICT_KEY}" if path else _STATE_DICT_KEY: state for path, state in states.items()}
+
+
+def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
+    """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
+    for path, state in _states(leaf).items():
+        module.get_submodule(path).set_extra_state(state)
+
+
+def _states(leaf: torch.Tensor) -> States:
+    data = leaf.numpy()
+    length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+    states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
+    return states
+
+
+def _leaf(packed: bytes, size: int) -> torch.Tensor:
+    leaf = torch.zeros(size, dtype=torch.uint8)
+    data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
+    leaf[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return leaf
+
+
+def _plain(state: Any) -> Any:
+    # As TorchRL gives it to set_extra_state(); a state_dict has what get_extra_state() returned.
+    return state.flatten_keys(".").to_dict() if isinstance(state, TensorDictBase) else state
+
+
+def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
+    found = _owners.get(module)
+    if found is None:
+        found = _owners[module] = [
+            (path, weakref.ref(child))
+            for path, child in module.named_modules()
+            if type(child).get_extra_state is not nn.Module.get_extra_state
+        ]
+    return found

@@ -1,0 +1,37 @@
+"""Sending a bound parameter to another process (getattr_policy(), a queue): it goes as a copy.
+
+torch would pass on the descriptor of its memory, which others may only read, and the receiver would map it for writing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...memory.arena import Arena, _all_mapped
+
+
+@functools.cache
+def send_bound_tensors_by_value() -> None:
+    """In this process, from now on."""
+    for kind in (torch.Tensor, nn.Parameter):
+        ForkingPickler.register(kind, functools.partial(_reduce, ForkingPickler._extra_reducers[kind]))  # type: ignore[attr-defined]
+
+
+def _reduce(reduce: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
+    if tensor.device.type == "cpu" and any(_holds(arena, tensor.data_ptr()) for arena in _all_mapped()):
+        copy = tensor.detach().clone()
+        tensor = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    return reduce(tensor)
+
+
+def _holds(arena: Arena, address: int) -> bool:
+    if arena._slab is None:
+        return False
+    begin, end = arena.readonly_range()
+    return begin <= address < end

@@ -1,0 +1,361 @@
+"""The scheme that TorchRL's collectors take: their hooks on one side, the engine on the other."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+from torchrl.weight_update import weight_sync_schemes as _torchrl
+
+from ... import _native
+from ...engine.strategy import WeightStrategy, is_flat
+from ...engine.timing import check_timeout
+from . import extra_state
+from .pickling import send_bound_tensors_by_value
+from .trainer.first_weights import First, first_weights, resolve
+from .trainer.groups import Groups
+from .trainer.sender import Sender
+from .worker.receiver import Receiver
+
+
+class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
+    """Sends the weights of one model to the workers of a TorchRL collector through shared memory.
+
+    `weight_sync_schemes={"policy": ShmWeightSyncScheme()}`. The weights lie in one arena, which every worker maps;
+    each worker's policy is bound to it, and moves to a new version between two forwards, never in one. An update
+    returns when every worker has applied it.
+
+    Args:
+        strategy: "tensordict" or "state_dict", as in TorchRL; sends read a module directly either way, except that
+            "state_dict" merges adapters of a PEFT model (merge_and_unload), as TorchRL's does.
+        sync: let an update wait until the workers have applied it. False: it returns when the weights are published.
+        per_worker_weights: give each worker an arena of its own from the start. Without it workers share one until an
+            update is for some of them only.
+        slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
+            waits, for that much more memory.
+        timeout: of an update, in seconds; math.inf waits for ever.
+        alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
+            not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
+
+    An update raises ManifestMismatch (a ValueError; nothing was published), a worker's own exception, WorkerDied, or
+    AckTimeout and ReaderStalled (TimeoutErrors).
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        *,
+        slots: int = 1,
+        timeout: float = 10.0,
+        alias: bool = False,
+    ) -> None:
+        super().__init__(strategy)
+        if alias and (slots != 1 or per_worker_weights):
+            raise ValueError(
+                f"alias=True is one storage for everybody: it needs slots=1 and no per_worker_weights, but "
+                f"slots={slots} and per_worker_weights={per_worker_weights}"
+            )
+        self.sync = sync
+        self.per_worker_weights = per_worker_weights
+        self.slots = slots
+        self.timeout = check_timeout(timeout)
+        self.alias = alias
+        self._invitation: tuple[str, dict[int, str]] | None = None  # where workers find their trainer
+        self._local = False
+
+    # Not in __init__: an unpickled scheme has neither, and a forked worker drops what it inherited.
+    _sender: Sender | None = None
+    _receiver: Receiver | None = None
+    _first: First | None = None
+    _generation = -1  # of the process that is the trainer
+
+    # The trainer
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Is this the trainer? A forked worker has the trainer's object, but is not."""
+        return self._initialized_on_sender and self._generation == _native.fork_generation()
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: Mapping[int, TensorDictBase] | None = None,
+        devices: Any = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """As SharedMemWeightSyncScheme's. Nothing is copied yet: the workers get the values that connect() finds."""
+        self._generation = _native.fork_generation()
+        self.model_id = model_id
+        self.context = context
+        self._local = context is not None and getattr(context, "num_workers", None) is None
+        if self._local:
+            return
+        if self._sender is not None:
+            self._sender.close()
+        self._first = first = first_weights(
+            model_id=model_id,
+            context=context,
+            weights=weights,
+            model=model,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+        )
+        prepared = {id(source): self._prepared(source) for source in first.sources.values()}
+        groups = Groups(
+            {worker: prepared[id(source)] for worker, source in first.sources.items()},
+            apart=first.apart or self.per_worker_weights,
+            slots=self.slots,
+            timeout=self.timeout,
+            alias=self.alias,
+        )
+        self.per_worker_weights = self.per_worker_weights or first.apart
+        self._sender = Sender(model_id or "policy", groups, self.timeout, _processes(self._context_ref))
+        self._invitation = self._sender.lines.address, groups.names
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any | None = None
+    ) -> None:
+        """Make the arenas. Waits for nobody: the workers find them by name."""
+        if self._local:
+            return
+        sender = self._needed_sender()
+        sender.groups.open()
+        if weights is not None:
+            sender.send(list(self._wanted(weights, None)), wait=False)
+
+    def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
+        """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
+
+        Args:
+            weights: None (the collector's policy, or what the scheme was initialised with), a module, a TensorDict, a
+                state dict, or a dict of worker index to such weights. They may be partial.
+            worker_ids: None (all), an index, a device, or a list of these.
+            timeout: in seconds; None is the scheme's.
+
+        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for workers that there
+        are not.
+        """
+        if not self.initialized_on_sender:
+            raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
+        if not self.synchronized_on_sender:
+            raise RuntimeError("Must be synchronized on sender before sending weights: call connect()")
+        if self._local:
+            return self._apply_here(weights)
+        sender = self._needed_sender()
+        return sender.send(list(self._wanted(weights, worker_ids)), wait=self.sync, timeout=timeout)
+
+    def _wanted(self, weights: Any, worker_ids: Any) -> Iterator[tuple[Any, set[int]]]:
+        """Which weights are for whom."""
+        assert self._first is not None
+        sender = self._needed_sender()
+        chosen = sender.checked(worker_ids, self._first.devices)
+        by_worker: Mapping[int, Any]
+        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+            sender.checked(list(weights), {})
+            by_worker = {worker: each for worker, each in weights.items() if worker in chosen}
+        else:
+            source = self._source(weights)
+            by_worker = self._first.again() if source is None else dict.fromkeys(chosen, source)
+        together: dict[int, tuple[Any, set[int]]] = {}
+        for worker in chosen & by_worker.keys():
+            together.setdefault(id(by_worker[worker]), (by_worker[worker], set()))[1].add(worker)
+        for source, workers in together.values():
+            yield self._prepared(source), workers
+
+    def _source(self, weights: Any) -> Any:
+        """The model or weights meant by what a user passed; None: those of the beginning."""
+        if isinstance(weights, str):
+            return super().prepare_weights(weights, self._model_id, self._strategy, self.context)
+        if weights is None and not (self._first is not None and self._first.apart):
+            weights = resolve(self.context, self._model_id or "policy")
+        return weights
+
+    def _prepared(self, weights: Any) -> Any:
+        if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
+            return self._strategy.extract_weights(weights)
+        return dict(weights.items()) if isinstance(weights, TensorDictBase) and is_flat(weights) else weights
+
+    def _apply_here(self, weights: Any) -> int:
+        """A collector of one process is its own worker; it counts its versions itself."""
+        source = self._source(weights) if weights is not None else getattr(self.context, "_orig_policy", None)
+        target = resolve(self.context, self._model_id or "policy")
+        if source is not None and source is not target:
+            tensors, states = extra_state.separate(source)
+            weights = {
+                **extra_state.flat(target),
+                **extra_state.flat(tensors),
+                **extra_state.by_key(states or {}),
+            }  # may be partial
+            WeightStrategy().apply_weights(target, weights)
+        return 0
+
+    def _needed_sender(self) -> Sender:
+        if self._sender is None:
+            raise RuntimeError("this scheme was shut down; make a new one")
+        return self._sender
+
+    # A worker
+
+    def _init_on_receiver_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As SharedMemWeightSyncScheme's."""
+        if context is not None:
+            model = resolve(context, model_id or "policy") if model is None else model
+            worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        self._receiver = None
+        self._initialized_on_sender = self._synchronized_on_sender = False  # a forked worker inherited them
+        self.model_id = model_id
+        self.context = context
+        self._model_ref = None if model is None else weakref.ref(model)
+        self.worker_idx = worker_idx
+
+    def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
+        """Find the arena, and bind the model to it. The weights are there when this returns."""
+        if self._invitation is None:
+            raise RuntimeError("this scheme was not initialised in the trainer before it was given to the worker")
+        address, names = self._invitation
+        worker = self._worker_idx if worker_idx is None else worker_idx
+        if worker is None and len(names) == 1:
+            worker = next(iter(names))
+        if worker not in names:
+            raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
+        send_bound_tensors_by_value()
+        model = self.model
+        receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
+        try:
+            if model is not None:
+                receiver.bind(model)
+        except BaseException:
+            receiver.close()
+            raise
+        self._receiver = receiver
+        self._follow_context()
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        """Apply the newest weights now, if there are newer ones; returns them, or None. Not needed in a collector.
+
+        Waits `timeout` seconds for newer ones; None: for ever. Raises RuntimeError before connect().
+        """
+        if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:
+            raise RuntimeError("Must be initialized and synchronized on receiver before receiving weights")
+        try:
+            return self._receiver.weights if self._receiver.refresh(timeout) else None
+        except TimeoutError:
+            return None
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Give this worker's model weights of its own; they last until the next update."""
+        if not self.initialized_on_receiver:
+            raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
+        if self.model is None:
+            raise ValueError("No model registered")
+        if self._receiver is None:
+            WeightStrategy().apply_weights(self.model, weights)
+        else:
+            self._receiver.apply(weights)
+
+    @property
+    def model(self) -> Any:
+        """The model that is synchronised; setting it binds the new one."""
+        return _torchrl.WeightSyncScheme.model.fget(self)
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if model is not None and self._receiver is not None:
+            self._receiver.bind(model)
+        _torchrl.WeightSyncScheme.model.fset(self, model)
+
+    @property
+    def context(self) -> Any:
+        """The collector, held weakly."""
+        return _torchrl.WeightSyncScheme.context.fget(self)
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        _torchrl.WeightSyncScheme.context.fset(self, context)
+        if self._receiver is not None:
+            self._follow_context()
+
+    def _follow_context(self) -> None:
+        """A leaf collector's policy_version goes with the policy; a collector of collectors hands the weights on."""
+        context, receiver = self.context, self._receiver
+        if context is None or receiver is None:
+            return
+        model_id = self._model_id or "policy"
+        if getattr(context, "_weight_sync_schemes", None):
+            reference = weakref.ref(context)
+
+            def cascade(weights: Any) -> None:
+                collector = reference()
+                if collector is not None:
+                    collector.update_policy_weights_(model_id=model_id, policy_or_weights=extra_state.unpacked(weights))
+
+            receiver.cascade = cascade
+        elif model_id == "policy":
+            receiver.clock.follow(context)
+
+    # Both
+
+    @property
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict of views, read-only; they change with the next version."""
+        if self._receiver is not None:
+            return self._receiver.weights
+        if self._sender is not None and self.synchronized_on_sender:
+            return self._sender.groups.weights()
+        return _torchrl.WeightSyncScheme.weights.fget(self)
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        """TorchRL's transports carry weights; here they are in place already, so there is none.
+
+        Raises NotImplementedError.
+        """
+        raise NotImplementedError("ShmWeightSyncScheme has no transport: workers map the weights")
+
+    def shutdown(self) -> None:
+        """End the arenas, or leave them: a worker's model keeps its weights. Idempotent; also when collected."""
+        sender, receiver = self._sender, self._receiver
+        self._sender = self._receiver = None
+        if receiver is not None:
+            receiver.close()
+        if sender is not None:
+            sender.close()
+        super().shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_sender", "_receiver", "_first"):  # stay here
+            state.pop(name, None)
+        return state
+
+
+def _processes(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
+    """A collector's Process by worker; they are made after the scheme."""
+
+    def process_of(worker: int) -> Any:
+        collector = None if context is None else context()
+        processes = getattr(collector, "procs", None) or ()
+        return processes[worker] if worker < len(processes) else None
+
+    return process_of

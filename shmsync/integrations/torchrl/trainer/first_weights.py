@@ -1,0 +1,165 @@
+"""The forms in which TorchRL gives a scheme its first weights, as one: weights for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.weight_update.utils import _resolve_model
+
+from ....errors import ManifestMismatch
+
+
+class First(NamedTuple):
+    """What the workers start with."""
+
+    sources: dict[int, Any]  # a module or a TensorDict by worker; the same object: the same weights
+    again: Callable[[], dict[int, Any]]  # the same, with the values of now
+    devices: dict[int, Any]  # of each worker's policy, where it is known
+    apart: bool  # each worker has weights of its own
+
+
+def first_weights(
+    *,
+    model_id: str | None,
+    context: Any,
+    weights: Any,
+    model: Any,
+    params_map: Mapping[int, Any] | None,
+    devices: Sequence[Any] | None,
+    device_map_fn: Callable[[int, Any], Any] | None,
+    num_workers: int | None,
+) -> First:
+    """From the arguments of init_on_sender().
+
+    Raises ValueError for contradictory or missing ones, TypeError for a model that is no torch.nn.Module.
+    """
+    given = {
+        "params_map": params_map,
+        "context": context,
+        "model": model,
+        "weights": weights,
+        "devices": devices,
+        "device_map_fn": device_map_fn,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if params_map is not None:
+        _alone(names, "params_map")
+        if not all(isinstance(worker, int) and isinstance(td, TensorDictBase) for worker, td in params_map.items()):
+            raise ValueError("params_map must be a dict of worker index to TensorDict")
+        return _fixed(dict(params_map), {}, False)
+    if context is not None:
+        _alone(names, "context")
+        if model_id is None:
+            raise ValueError("a context needs the model_id= of the model to find in it")
+        return _from_context(model_id, context)
+    if (model is None) == (weights is None):
+        raise ValueError(
+            f"init_on_sender() takes a context, a params_map, or one of model and weights; given: {names or 'nothing'}"
+        )
+    source = weights if model is None else _module(model, model_id)
+    if device_map_fn is not None:
+        if devices is not None or num_workers is None:
+            raise ValueError("device_map_fn needs num_workers=, and no devices=")
+        return _mapped(source, device_map_fn, num_workers)
+    if devices is None:
+        raise ValueError("model or weights need devices=, one for each worker, or device_map_fn= with num_workers=")
+    if num_workers is not None and num_workers != len(devices):
+        raise ValueError(f"num_workers is {num_workers}, but devices has {len(devices)}; leave one of them out")
+    return _fixed(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)), False)
+
+
+def resolve(context: Any, model_id: str) -> Any:
+    """The model of this id in a context, or None."""
+    if context is None:
+        return None
+    try:
+        model = _resolve_model(context, model_id)
+    except (AttributeError, KeyError, IndexError):
+        model = None
+    if model is None and model_id == "policy":
+        model = getattr(context, "_fallback_policy", None)
+    return model
+
+
+def _from_context(model_id: str, context: Any) -> First:
+    devices = dict(enumerate(context.policy_device))
+    model = resolve(context, model_id)
+    factories = list(getattr(context, "policy_factory", None) or ())
+    if model is None and model_id == "policy" and any(factories):
+        if all(factory is factories[0] for factory in factories):
+            model = factories[0]()
+        else:
+            models = {worker: factory() for worker, factory in enumerate(factories) if factory is not None}
+            own = {
+                worker: _ready(each, context, worker) for worker, each in models.items() if isinstance(each, nn.Module)
+            }
+            return _fixed(own, devices, True)
+    if model is None:
+        raise ValueError(
+            f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
+            f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
+        )
+    model = _ready(_module(model, model_id), context, 0)
+    return _fixed(dict.fromkeys(range(context.num_workers), model), devices, False)
+
+
+def _fixed(sources: dict[int, Any], devices: dict[int, Any], apart: bool) -> First:
+    return First(sources, lambda: sources, devices, apart)
+
+
+def _mapped(source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: int) -> First:
+    def again() -> dict[int, Any]:
+        tensors = TensorDict.from_module(source).data if isinstance(source, nn.Module) else source
+        return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
+
+    sources = again()
+    return First(sources, again, {}, False)
+
+
+def _alone(names: list[str], name: str) -> None:
+    if names != [name]:
+        raise ValueError(f"{name} stands alone, but there are also {', '.join(n for n in names if n != name)}")
+
+
+def _module(model: Any, model_id: str | None) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"ShmWeightSyncScheme requires an nn.Module policy, but {model_id or 'the model'} is a "
+            f"{type(model).__name__}: it has no weights to send, so leave its scheme out"
+        )
+    return model
+
+
+def _ready(module: nn.Module, context: Any, worker: int) -> nn.Module:
+    """Lazy parameters get their shapes from one forward on the collector's own kind of environment: a worker's copy
+    could not, since its weights come from here."""
+    if not any(isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)) for p in _tensors(module)):
+        return module
+    from torchrl.envs import EnvBase
+    from torchrl.envs.utils import _make_compatible_policy
+
+    env = context.create_env_fn[worker]
+    own = not isinstance(env, EnvBase)
+    if own:
+        env = env(**(context.create_env_kwargs[worker] or {}))
+    try:
+        policy = _make_compatible_policy(policy=module, observation_spec=env.observation_spec, env=env)
+        with torch.no_grad():
+            policy(env.reset())
+    except Exception as error:
+        raise ManifestMismatch(
+            "the policy has lazy parameters, and running it once on its environment failed; run it once before you "
+            "make the collector"
+        ) from error
+    finally:
+        if own:
+            env.close()
+    return module
+
+
+def _tensors(module: nn.Module) -> list[Any]:
+    return [*module.parameters(), *module.buffers()]

@@ -1,0 +1,232 @@
+"""The trainer's arenas of one model: workers that get the same weights share one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from multiprocessing import util
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ....engine.joint import Source, publish_jointly
+from ....engine.publisher import Publisher
+from ....memory.reader_table import RowId, claimed
+from ....memory.segment import new_name
+from .. import extra_state
+
+
+class Group:
+    """One arena for workers that have the same weights. `told`: they know it from the beginning."""
+
+    def __init__(self, publisher: Publisher, told: Collection[int] = ()) -> None:
+        self.publisher = publisher
+        self.arrived = set(told)
+        self._rows: dict[int, RowId] = {}
+        leaf = publisher._arena.manifest.by_key.get(extra_state.KEY)
+        self.room = None if leaf is None else leaf.nbytes  # for extra state
+
+    def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
+        """What to publish here; None when the extra state does not fit, or has no place."""
+        if states is None:  # the state that lies there stays
+            return extra_state.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
+        return None if self.room is None else extra_state.fitted(tensors, states, self.room)
+
+    def applied(self, version: int) -> list[int]:
+        """The workers that have this version, those that have left since included."""
+        workers: list[int] = self.publisher._arena.control.workers_at(version)
+        self.arrived.update(workers)
+        return workers
+
+    def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
+        """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
+        if any(worker not in self._rows for worker in workers):
+            self._rows = {row.worker: row.id for row in claimed(self.publisher._arena.control)}
+        rows = [self._rows[worker] for worker in workers if worker in self._rows]
+        if rows and not self.publisher._side.writer.wait_acks(version, rows, nanoseconds):
+            self._rows = {}  # they have it, or rows have other owners now: look again if it goes on
+        return bool(rows)
+
+
+class Member(NamedTuple):
+    """A group, who belongs to it, and the groups that others have left it for."""
+
+    group: Group
+    workers: frozenset[int]
+    left_for: tuple[tuple[Group, frozenset[int]], ...] = ()
+
+    def still_used_by(self) -> tuple[tuple[Group, frozenset[int]], ...]:
+        """Those of left_for whose workers have not been seen there, and so may use this arena."""
+        for group, _ in self.left_for:
+            group.applied(group.publisher.version)
+        return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
+
+
+class Posted(NamedTuple):
+    """A version that these workers have to apply."""
+
+    group: Group
+    version: int
+    workers: frozenset[int]
+
+    @property
+    def strangers(self) -> frozenset[int]:
+        """Those who have to be told to move to the group's arena, as long as none of their acks was seen there."""
+        return self.workers - self.group.arrived
+
+
+class Groups:
+    """The arenas of one model.
+
+    Args:
+        sources: the first weights by worker; workers with the same object share an arena.
+        apart: give each worker its own all the same.
+        slots, timeout: of each Publisher.
+        alias: the one source is a module whose parameters become the shared memory (Publisher.adopt).
+
+    Nothing is made before open(), but the arenas' names are known: workers may look for them already.
+    """
+
+    def __init__(
+        self, sources: Mapping[int, Any], *, apart: bool, slots: int, timeout: float, alias: bool = False
+    ) -> None:
+        self._slots, self._timeout, self._alias = slots, timeout, alias
+        self._readers = max(64, 2 * len(sources))
+        planned: dict[int, tuple[str, Any, list[int]]] = {}  # name, source, workers
+        for worker, source in sources.items():
+            key = worker if apart else id(source)
+            planned.setdefault(key, (new_name(), source, []))[2].append(worker)
+        self._planned = list(planned.values())
+        self.workers = set(sources)
+        self._members: tuple[Member, ...] = ()  # replaced as a whole: an interrupt may land anywhere
+        self._groups: list[Group] = []  # every one that has an arena
+        self._closing = util.Finalize(self, _close, (self._groups,), exitpriority=25)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of the arena that each worker starts with."""
+        return {worker: name for name, _, workers in self._planned for worker in workers}
+
+    def open(self) -> None:
+        """Make the arenas, with the values that the sources have now. Raises what Publisher() raises. Idempotent."""
+        if self._members:
+            return
+        members = []
+        for name, source, workers in self._planned:
+            tensors, states = extra_state.separate(source)
+            if self._alias and not isinstance(source, nn.Module):
+                raise ValueError(
+                    f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
+                    f"{type(source).__name__}; initialise the scheme with model="
+                )
+            if self._alias and states:
+                raise ValueError(
+                    "alias=True cannot share what get_extra_state() returns, which is no tensor; make the scheme "
+                    "without alias="
+                )
+            group = self._make(tensors if states is None else extra_state.together(tensors, states), name, workers)
+            members.append(Member(group, frozenset(workers)))
+            if self._alias:
+                group.publisher.adopt(source)
+        self._members = tuple(members)
+
+    @property
+    def version(self) -> int:
+        """The newest."""
+        return max(member.group.publisher.version for member in self._members)
+
+    def weights(self, worker: int | None = None) -> Any:
+        """The newest weights, of one worker, as a TensorDict."""
+        group = next(member.group for member in self._members if worker is None or worker in member.workers)
+        weights = group.publisher.weights
+        return weights if group.room is None else weights.exclude(extra_state.LEAF)
+
+    def publish(self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float) -> list[Posted]:
+        """Publish weights for sets of workers, each for its own; a set that is part of a group leaves that group.
+        `absent`: workers that are gone, and in nobody's way.
+
+        Raises as Publisher.publish() does; then no arena has changed, and no group either.
+        """
+        plan: list[tuple[Group, Any]] = []
+        chosen_for: list[frozenset[int]] = []
+        fresh: list[Member] = []
+        try:
+            for weights, workers in wanted:
+                tensors, states = extra_state.separate(weights)
+                for member in self._members:
+                    chosen = member.workers & workers
+                    if not chosen:
+                        continue
+                    group, source = member.group, member.group.taken(tensors, states)
+                    others = member.workers.difference(chosen, absent)
+                    if source is None or others or member.still_used_by():
+                        # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
+                        group = self._branch(group, chosen, states)
+                        fresh.append(Member(group, chosen))
+                        source = group.taken(tensors, states)
+                    plan.append((group, source))
+                    chosen_for.append(chosen)
+            members = self._after(fresh)
+            versions = self._publish(plan, deadline)
+            self._members = members
+        except BaseException:
+            self.sweep()
+            raise
+        return [Posted(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)]
+
+    def sweep(self) -> None:
+        """End the arenas that nobody is meant to use (any more); a worker that has not moved yet keeps what it has."""
+        current = {id(member.group) for member in self._members}
+        for group in [group for group in self._groups if id(group) not in current]:
+            group.publisher.close()
+            self._groups.remove(group)
+
+    def close(self) -> None:
+        """End every arena. Idempotent."""
+        self._closing()
+
+    def _after(self, fresh: Sequence[Member]) -> tuple[Member, ...]:
+        """The members once these have got workers of the others."""
+        members = []
+        for member in self._members:
+            gone = tuple((new.group, new.workers) for new in fresh if new.workers & member.workers)
+            rest = member.workers.difference(*(workers for _, workers in gone))
+            if rest:
+                members.append(Member(member.group, rest, member.still_used_by() + gone))
+        return (*members, *fresh)
+
+    def _publish(self, plan: Sequence[tuple[Group, Any]], deadline: float) -> list[int]:
+        if len(plan) == 1:
+            publisher, source = plan[0][0].publisher, plan[0][1]
+            with publisher._side.lock:
+                return [publisher._publish(source, deadline)]
+        publish_jointly([Source(group.publisher, source) for group, source in plan], None, deadline)
+        return [group.publisher.version for group, _ in plan]
+
+    def _branch(self, group: Group, workers: frozenset[int], states: extra_state.States | None) -> Group:
+        if self._alias:
+            raise ValueError(
+                f"alias=True is one storage for all workers, so workers {sorted(workers)} alone cannot get weights of "
+                "their own; send to all workers, or make the scheme without alias="
+            )
+        current: Any = group.publisher.weights
+        if states is not None:
+            current = current if group.room is None else current.exclude(extra_state.LEAF)
+            current = extra_state.together(current, states, 2 * (group.room or 0))
+        branch = self._make(current, new_name())
+        branch.publisher._source = {}  # it would keep the arena that it was copied from; every send brings its own
+        branch.publisher._source_transfer = None
+        branch.publisher._recent.clear()
+        return branch
+
+    def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:
+        publisher = Publisher(
+            weights, name=name, slots=self._slots, max_readers=self._readers, device="cpu", timeout=self._timeout
+        )
+        self._groups.append(Group(publisher, told))
+        return self._groups[-1]
+
+
+def _close(groups: list[Group]) -> None:
+    for group in groups:
+        group.publisher.close()
+    groups.clear()

@@ -1,0 +1,193 @@
+"""The trainer's side of one model: publish, wake the workers, wait until they have applied it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from .... import _native
+from ....engine.timing import check_worker, deadline_after
+from ....errors import AckTimeout, WorkerDied, WriterBusy
+from ....memory.reader_table import listed
+from ....schemes.pipes.exchange import RemoteTraceback
+from ....schemes.pipes.messages import Failure
+from ..lines import Switchboard
+from .groups import Groups, Posted
+
+_SLICE = 5_000_000  # ns between two looks at deaths and failures
+
+
+class Sender:
+    """Sends the weights of one model to its workers.
+
+    Args:
+        model_id: for messages.
+        groups: its arenas, not open yet.
+        timeout: default of a send, in seconds.
+        process_of: gives a worker's Process by index, or None.
+
+    Thread-safe: one send at a time.
+    """
+
+    def __init__(self, model_id: str, groups: Groups, timeout: float, process_of: Callable[[int], Any]) -> None:
+        self._model_id = model_id
+        self.groups = groups
+        self._timeout = timeout
+        self.lines = Switchboard(groups.workers, process_of)
+        self._lost: set[int] = set()  # WorkerDied has named them
+        self._lock = _native.WriterLock()
+
+    def send(self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None) -> int:
+        """Publish each of these weights for its workers; with `wait`, until they have applied it. The newest version.
+
+        Raises:
+            As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
+            but not applied by these workers; the others have it.
+        """
+        if not any(workers for _, workers in wanted):
+            return self.groups.version  # for nobody
+        deadline = deadline_after(timeout, self._timeout)
+        holder = object()
+        try:
+            self._take_lock(holder, deadline)
+            earlier = dict(self.lines.look())  # also lets new workers in
+            if earlier:
+                raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
+            self._lost &= self.lines.ended.keys()  # others have come back
+            living = [(weights, workers - self._lost) for weights, workers in wanted]
+            living = [(weights, workers) for weights, workers in living if workers]
+            if not living:
+                raise WorkerDied(
+                    f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
+                )
+            posted = self.groups.publish(living, self._lost, deadline)
+            for post in posted:
+                for worker in post.strangers:
+                    self.lines.move(worker, post.group.publisher.handle)
+                self.lines.ring(post.workers)
+            try:
+                if wait:
+                    _Wait(self, posted, deadline).finish()
+            finally:
+                self.groups.sweep()
+            return max(post.version for post in posted)
+        finally:
+            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+
+    def _take_lock(self, holder: object, deadline: float) -> None:
+        while True:
+            try:
+                return self._lock.acquire(holder)
+            except WriterBusy:
+                if time.monotonic() >= deadline:
+                    raise WriterBusy(
+                        f"another thread is sending {self._model_id!r}; nothing was published, wait for it first"
+                    ) from None
+                time.sleep(0.001)
+
+    def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
+        """Worker indices from what users pass: None (all), an index, a device, or a list of these.
+
+        Raises ValueError for an unknown one.
+        """
+        everybody = self.groups.workers
+        if worker_ids is None:
+            return everybody
+        single = isinstance(worker_ids, (str, int)) or not hasattr(worker_ids, "__iter__")
+        chosen: set[int] = set()
+        for each in [worker_ids] if single else worker_ids:
+            if isinstance(each, int):
+                found = {check_worker(each)} & everybody
+            else:
+                found = {worker for worker, device in devices.items() if str(device) == str(each)}
+            if not found:
+                raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
+            chosen |= found
+        return chosen
+
+    def close(self) -> None:
+        """End the arenas and hang up. Idempotent."""
+        self.lines.close()
+        self.groups.close()
+
+
+def raise_failures(failed: Mapping[int, Failure], what: str, rest: Sequence[str] = ()) -> NoReturn:
+    """Raise a worker's exception, from the tracebacks of all."""
+    texts = [f"worker {worker} failed while it applied {what}:\n{each.trace}" for worker, each in failed.items()]
+    raise next(iter(failed.values())).exception() from RemoteTraceback("\n".join([*texts, *rest]))
+
+
+class _Wait:
+    """Until each worker has applied what was posted for it, has failed or is dead, or the deadline is there."""
+
+    def __init__(self, sender: Sender, posted: Sequence[Posted], deadline: float) -> None:
+        self._sender = sender
+        self._deadline = deadline
+        self._posted = posted
+        self._version = max(post.version for post in posted)
+        self._waiting = {worker: post for post in posted for worker in post.workers}
+        self._dead: dict[int, str] = {}
+        self._failed: dict[int, Failure] = {}
+
+    def finish(self) -> None:
+        while True:
+            self._sleep()
+            self._take_acks()
+            self._look()
+            if not self._waiting or time.monotonic() >= self._deadline:
+                break
+            self._sender.lines.ring_owed()
+        self._raise()
+
+    def _sleep(self) -> None:
+        """In the kernel, until the workers of one arena have acked, for a slice at most."""
+        post = next(iter(self._waiting.values()))
+        workers = [worker for worker, each in self._waiting.items() if each is post]
+        until = int(max(0.0, self._deadline - time.monotonic()) * 1e9)
+        if not post.group.wait(post.version, workers, min(_SLICE, until)):
+            time.sleep(0.0005)  # not attached yet, or on its way to this arena
+
+    def _take_acks(self) -> None:
+        for post in self._posted:
+            for worker in post.group.applied(post.version):
+                if self._waiting.get(worker) is post:
+                    del self._waiting[worker]
+
+    def _look(self) -> None:
+        """After the acks: a worker reports a failure before it acks."""
+        lines = self._sender.lines
+        for worker, failure in lines.look():
+            self._waiting.pop(worker, None)
+            self._failed[worker] = failure
+        if self._waiting.keys() & lines.ended.keys():
+            self._take_acks()  # who has acked, and ended since, is done
+            for worker in self._waiting.keys() & lines.ended.keys():
+                del self._waiting[worker]
+                self._dead[worker] = lines.ended[worker]
+            self._sender._lost |= self._dead.keys()
+
+    def _raise(self) -> None:
+        what = f"version {self._version} of {self._sender._model_id!r}"
+        dead = ", ".join(f"worker {worker} ({how})" for worker, how in self._dead.items())
+        late = sorted(self._waiting)
+        if self._failed:
+            rest = [f"dead: {dead}"] if dead else []
+            rest += [f"late: {listed(list(late))}"] if late else []
+            raise_failures(self._failed, what, rest)
+        if self._dead:
+            raise WorkerDied(
+                f"{what} is published, but {dead} before applying it"
+                + (f"; late: {listed(list(late))}" if late else "")
+                + ". The others have it, and the next update goes on without the dead; a collector cannot, so make a "
+                "new one",
+                version=self._version,
+                missing=[*self._dead, *late],
+            )
+        if late:
+            raise AckTimeout(
+                f"{what} is published, but {listed(list(late))} did not apply it in time; a worker applies between two "
+                "forwards of its policy. It will use it as soon as it can; give more time with timeout=",
+                version=self._version,
+                missing=late,
+            )

@@ -1,0 +1,94 @@
+"""One thread for each worker process, whatever the number of models: it wakes when a line rings."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import weakref
+from typing import Protocol
+
+from .... import _native
+
+
+class Listening(Protocol):
+    """What has a line."""
+
+    @property
+    def fd(self) -> int:
+        """Of the line."""
+
+    def ringing(self) -> bool:
+        """Do what the line says; False when nobody is at the other end any more."""
+
+
+class Listener:
+    """The thread of this process; it ends when nobody is listening any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection in the middle of an addition may remove another
+        self._listening: dict[int, weakref.ref[Listening]] = {}  # by descriptor
+        self._thread: threading.Thread | None = None
+        self._bell = -1  # an eventfd: the lines have changed
+
+    @classmethod
+    def here(cls) -> Listener:
+        """That of the calling process."""
+        # A thread does not survive a fork. setdefault: two threads may ask at once, and a fork may come in between.
+        return _listeners.setdefault(_native.fork_generation(), cls())
+
+    def add(self, listening: Listening) -> None:
+        """Call listening.ringing() when its line rings, from now on. Held weakly."""
+        with self._lock:
+            self._listening[listening.fd] = weakref.ref(listening)
+            if self._thread is None:
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                self._thread = threading.Thread(target=self._run, daemon=True, name="shmsync")
+                self._thread.start()
+            else:
+                os.eventfd_write(self._bell, 1)
+
+    def remove(self, fd: int) -> None:
+        """Before the line of this descriptor is closed. Waits for the thread to end with the last one. Idempotent."""
+        with self._lock:
+            thread = self._thread
+            if self._listening.pop(fd, None) is None or thread is None:
+                return
+            os.eventfd_write(self._bell, 1)
+            last = not self._listening
+        if last and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            poll = select.poll()
+            with self._lock:
+                if not self._listening:
+                    os.close(self._bell)
+                    self._bell, self._thread = -1, None
+                    return
+                bell = self._bell
+                poll.register(bell, select.POLLIN)
+                for fd in list(self._listening):
+                    poll.register(fd, select.POLLIN)
+            self._serve(poll, bell)
+
+    def _serve(self, poll: select.poll, bell: int) -> None:
+        """Until the lines change."""
+        while True:
+            for fd, _ in poll.poll():
+                if fd == bell:
+                    os.eventfd_read(bell)
+                    return
+                with self._lock:
+                    reference = self._listening.get(fd)
+                listening = None if reference is None else reference()
+                if listening is None or not listening.ringing():
+                    with self._lock:
+                        if self._listening.get(fd) is reference:
+                            self._listening.pop(fd, None)
+                    return
+                del listening
+
+
+_listeners: dict[int, Listener] = {}  # by fork generation

@@ -1,0 +1,282 @@
+"""The worker's side of one model: the policy is bound to the arena, and moves with it at safe points."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ....engine.binding import Binding, bind_module
+from ....engine.strategy import WeightStrategy
+from ....engine.subscriber import Subscriber
+from ....errors import ArenaNotFound, WriterDied
+from ....memory.segment import Handle
+from .. import extra_state
+from ..lines import Line
+from .clock import VersionClock
+from .listener import Listener
+from .safe_point import LoadPoint, SafePoint, StatePoint, Turn, make_private
+
+
+class Receiver:
+    """Receives the weights of one model in a worker.
+
+    Args:
+        address: of the trainer's switchboard.
+        name: of the arena to start with.
+        worker: this worker's index.
+        timeout: for each wait on the trainer, in seconds.
+        patience: how long to wait for the arena to be there, in seconds; all workers are started before it is made.
+    """
+
+    def __init__(self, address: str, name: str, worker: int, *, timeout: float, patience: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._turn = Turn()
+        self.clock = VersionClock()
+        self.cascade: Callable[[Any], None] | None = None
+        self._module: weakref.ref[nn.Module] | None = None
+        self._safe_point: SafePoint | None = None
+        self._stand_ins: list[LoadPoint | StatePoint] = []
+        self._next_arena: Handle | None = None
+        self._line = Line(address, worker)
+        try:
+            self._subscriber = self._attach(name, patience)
+        except BaseException:
+            self._line.close()
+            raise
+        self._counted = 1  # the version that arenas start with; each later one is an update
+        self._finalizer = weakref.finalize(self, _leave, self._line)
+        Listener.here().add(self)
+
+    @property
+    def fd(self) -> int:
+        """Of the line."""
+        return self._line.fd
+
+    @property
+    def version(self) -> int:
+        """The version that the policy has."""
+        return self._subscriber.version
+
+    @property
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict, zero-copy; they change with the next version."""
+        with self._turn:
+            weights = self._subscriber.weights
+            return weights.exclude(extra_state.LEAF) if self._has_extra else weights
+
+    def bind(self, module: nn.Module) -> None:
+        """Let this module use the weights from now on, in place of the one before.
+
+        Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
+        """
+        with self._turn:
+            if self._module is not None and self._module() is module:
+                return
+            binding = self._bound(self._subscriber, module)
+            self._forget_module()
+            self._module = weakref.ref(module)
+            self._safe_point = SafePoint(module, self._turn, self.clock)
+            self._safe_point.use(self._subscriber, binding)
+            self._show(self._subscriber, binding)
+            self._stand_ins = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
+            self._stand_ins.append(StatePoint(module, self._safe_point))
+
+    def refresh(self, timeout: float | None = 0.0) -> bool:
+        """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
+        if timeout != 0.0 and self._subscriber.latest <= self._subscriber.version:
+            self._subscriber.wait_version(self._subscriber.version + 1, float("inf") if timeout is None else timeout)
+        with self._turn:
+            return self._subscriber.refresh()
+
+    def apply(self, weights: Any) -> None:
+        """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
+        module = None if self._module is None else self._module()
+        if module is not None:
+            strategy = WeightStrategy()
+            strategy.check_weights(module, weights)
+            with self._turn:
+                make_private(self._subscriber)
+                strategy.apply_weights(module, weights)
+
+    def ringing(self) -> bool:
+        """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up.
+
+        It does not wait for a forward that is running, since the thread serves other models too.
+        """
+        message = self._line.take()
+        if message == b"":
+            return self._line.call_again()
+        if isinstance(message, Handle):
+            self._next_arena = message
+        if not self._catch_up():
+            self._turn.rang = self._catch_up
+            self._catch_up()  # the turn may have ended just before it could see that
+        return True
+
+    def _catch_up(self) -> bool:
+        """Move to where the trainer is; False when it is somebody else's turn."""
+        if not self._turn.try_enter():
+            return False
+        try:
+            self._turn.rang = None
+            handle, self._next_arena = self._next_arena, None
+            if handle is not None:
+                self._move_to(handle)
+            self._subscriber.refresh()
+        except Exception as error:  # the trainer is told
+            self._line.report(error)
+        finally:
+            self._turn.__exit__()
+        return True
+
+    def close(self) -> None:
+        """Leave: the module keeps the weights that it has, as its own. Idempotent."""
+        self._finalizer()
+        with self._turn:
+            if not self._subscriber._closed:
+                self._forget_module()
+                self._subscriber.close()
+
+    @property
+    def _has_extra(self) -> bool:
+        return extra_state.KEY in self._subscriber._arena.manifest.by_key
+
+    def _attach(self, name_or_handle: str | Handle, patience: float) -> Subscriber:
+        until = time.monotonic() + patience
+        while True:
+            try:
+                subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
+                # Sections wait as long as the trainer does, for another worker's forward perhaps; its death ends that.
+                subscriber._timeout = math.inf
+                return subscriber
+            except ArenaNotFound:
+                message = self._line.take()
+                if message == b"":
+                    raise WriterDied(
+                        f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
+                        "see what went wrong there"
+                    ) from None
+                if isinstance(message, Handle):
+                    name_or_handle = message
+                elif time.monotonic() >= until:
+                    raise
+                else:
+                    time.sleep(0.002)
+
+    def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
+        beside = [extra_state.KEY] if extra_state.KEY in subscriber._arena.manifest.by_key else []
+        devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+        return bind_module(
+            subscriber,
+            subscriber._arena,
+            module,
+            guard=False,
+            buffers="copy",
+            clone_outputs=True,
+            copies=not devices <= {"cpu", "meta"},  # an arena lies in CPU memory
+            beside=beside,
+        )
+
+    def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:
+        """Let the module show this subscriber's weights now, and from now on."""
+        after = _After(self, quiet)
+        with subscriber._exclusive():
+            subscriber._bindings += [binding, after]
+            if subscriber.version == 0:
+                subscriber.refresh()  # the first version: it is acked when the module shows it
+            else:
+                with subscriber.read():
+                    binding.move(subscriber._held & 0x7F)
+                    after.set_extra_state(subscriber._held & 0x7F)
+        after.quiet = True
+
+    def _move_to(self, handle: Handle) -> None:
+        """To an arena that started as a copy of this one, and has had at least one update since."""
+        if handle.name == self._subscriber.name:
+            return
+        fresh = self._attach(handle, 0.0)
+        with self._turn:
+            earlier, module = self._subscriber, None if self._module is None else self._module()
+            try:
+                if module is not None:
+                    binding = self._bound(fresh, module)
+            except BaseException:
+                fresh.close()
+                raise
+            self._subscriber, self._counted = fresh, 1
+            if self._safe_point is not None and module is not None:
+                self._safe_point.use(fresh, binding)
+                self._show(fresh, binding, quiet=True)
+            else:
+                fresh.refresh()
+            earlier._bindings.clear()
+            earlier.close()
+
+    def _count(self, version: int | None = None) -> None:
+        version = self._subscriber.version if version is None else version
+        self.clock.moved(version - self._counted)
+        self._counted = version
+
+    def _forget_module(self) -> None:
+        for stand_in in self._stand_ins:
+            stand_in.remove()
+        self._stand_ins = []
+        if self._safe_point is not None:
+            self._safe_point.remove()
+            self._safe_point = None
+        make_private(self._subscriber)
+        self._subscriber._bindings.clear()
+        self._module = None
+
+
+class _Unread(Subscriber):
+    """Applies no version, and so acks none, before something shows it."""
+
+    def _first_version(self) -> None:
+        pass
+
+
+class _After:
+    """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
+
+    def __init__(self, receiver: Receiver, quiet: bool) -> None:
+        self._receiver = weakref.ref(receiver)
+        self.quiet = quiet  # errors go to the trainer, and not to whoever calls the policy
+
+    def owners(self) -> set[nn.Module]:
+        """It moves no tensors."""
+        return set()
+
+    def move(self, slot: int) -> bool:
+        """The weights of this slot are shown now."""
+        receiver = self._receiver()
+        if receiver is None:
+            return False
+        try:
+            self.set_extra_state(slot)
+            if receiver.cascade is not None:
+                receiver.cascade(receiver._subscriber._arena.weights(slot))
+        except Exception as error:
+            if not self.quiet:
+                raise
+            receiver._line.report(error)  # before the trainer sees the ack
+        receiver._count(receiver._subscriber._held >> 8)
+        return True
+
+    def set_extra_state(self, slot: int) -> None:
+        """The module's, and that of the modules in it."""
+        receiver = self._receiver()
+        module = None if receiver is None or receiver._module is None else receiver._module()
+        if receiver is not None and module is not None and receiver._has_extra:
+            extra_state.set_states(module, receiver._subscriber._arena.views(slot)[extra_state.KEY])
+
+
+def _leave(line: Line) -> None:
+    Listener.here().remove(line.fd)
+    line.close()

@@ -1,0 +1,184 @@
+"""Where a worker's policy may change: between two forwards, and never while one runs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._dynamo.decorators import skip
+
+from ....engine.binding import Binding
+from ....engine.guard import forward, unalias
+from ....engine.subscriber import Subscriber
+from ....errors import ShmSyncError
+from .clock import VersionClock
+
+
+class _StandIn:
+    """Stands in for a method of one module. In a copy (deepcopy, pickle) of the module it is just the copy's own."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._inner: Callable[..., Any] = getattr(module, name)
+        functools.update_wrapper(cast(Any, self), self._inner)  # TorchRL reads a policy's signature
+        setattr(module, name, self)
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        if self._module.__dict__.get(self._name) is self:
+            if getattr(self._inner, "__func__", None) is getattr(type(self._module), self._name):
+                delattr(self._module, self._name)
+            else:
+                setattr(self._module, self._name, self._inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _Plain(self._inner).__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        return _Plain, (self._inner,)
+
+
+class _Plain:
+    """What a copied module has in place of a _StandIn."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        self._inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Plain:
+        return _Plain(copy.deepcopy(self._inner, memo))
+
+
+class Turn:
+    """The lock of one model in a worker: who uses the model, and who moves it, take turns. Re-entrant.
+
+    The thread that listens does not wait for its turn: it leaves its work in `rang`, and whoever has the turn does that
+    when it ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self.rang: Callable[[], Any] | None = None
+
+    @skip
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def try_enter(self) -> bool:
+        """Enter if nobody else has the turn."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self._depth += 1
+        return True
+
+    @skip
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        outermost = self._depth == 0
+        self._lock.release()
+        if outermost and self.rang is not None:
+            self.rang()
+
+
+class SafePoint(_StandIn):
+    """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
+
+    The turn also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
+    it stays when the policy is bound to another arena, so that a forward on its way in finds the new one.
+    """
+
+    def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
+        self.turn = turn
+        self._clock = clock
+        self._subscriber: Subscriber | None = None
+        super().__init__(module, "forward")
+
+    def use(self, subscriber: Subscriber, binding: Binding) -> None:
+        """From now on sections are this subscriber's. In a turn."""
+        self._section = subscriber.read()
+        # Private copies (buffers, and all that is not in CPU memory) change in place, as the slab does.
+        copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding._copied}
+        in_slab = subscriber._aliases
+        self._aliases: Callable[[Any], bool] = in_slab
+        if copies:
+            self._aliases = lambda tensor: in_slab(tensor) or tensor.untyped_storage().data_ptr() in copies
+        self._subscriber = subscriber
+
+    def remove(self) -> None:
+        """As in _StandIn. In a turn."""
+        self._subscriber = None
+        super().remove()
+
+    @skip  # as Guard's: Dynamo compiles the module's own forward below, not this frame
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, inside a section."""
+        if self._subscriber is None:
+            return self._inner(*args, **kwargs)
+        with self.turn:
+            if self._subscriber is None:  # removed meanwhile
+                return self._inner(*args, **kwargs)
+            with self._section:
+                self._clock.forward_begins(args)
+                return unalias(forward(self._inner, args, kwargs), self._aliases)
+
+
+class StatePoint(_StandIn):
+    """Stands in for a policy's `state_dict()`: a private copy of one version."""
+
+    def __init__(self, module: nn.Module, policy: SafePoint) -> None:
+        self._policy = policy
+        super().__init__(module, "state_dict")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's state_dict(), taken in a section."""
+        with self._policy.turn:
+            if self._policy._subscriber is None:
+                return self._inner(*args, **kwargs)
+            with self._policy._section:
+                state = self._inner(*args, **kwargs)
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # else keep_vars=True
+                        state[key] = value.clone()
+                return state
+
+
+class LoadPoint(_StandIn):
+    """Stands in for the part of `load_state_dict()` that writes a module's own parameters. Bound ones are shared and
+    read-only: they become private first, and stay so until they are loaded.
+    """
+
+    def __init__(self, module: nn.Module, policy: SafePoint) -> None:
+        self._policy = policy
+        super().__init__(module, "_load_from_state_dict")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Load, with nothing moving meanwhile."""
+        with self._policy.turn:
+            if self._policy._subscriber is not None:
+                make_private(self._policy._subscriber, {self._module})
+            return self._inner(*args, **kwargs)
+
+
+def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -> None:
+    """Let bound parameters (of these modules only) be private, until the next version."""
+    bindings = [each for each in subscriber._bindings if isinstance(each, Binding)]
+    with subscriber._exclusive():
+        try:
+            section: AbstractContextManager[Any] = subscriber.read()
+            with section:
+                for binding in bindings:
+                    binding.give_back(owners)
+        except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
+            for binding in bindings:
+                binding.give_back(owners)

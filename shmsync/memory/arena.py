@@ -1,0 +1,162 @@
+"""An arena: control segment + slab, with the slots as TensorDict views."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from .. import _native
+from ..errors import ClosedError
+from . import segment, slab
+from .manifest import Key, Manifest, fingerprint
+from .process import me
+from .slab import Slab
+
+# Arenas mapped in this process, so that a publisher recognises its own slab under another mapping's addresses.
+_mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
+_mapped_lock = threading.RLock()  # a collection in the middle of an addition may run finalisers
+
+
+def _all_mapped() -> list[Arena]:
+    with _mapped_lock:
+        return list(_mapped)
+
+
+class Arena:
+    """Both parts of an arena as mapped in this process. Publisher and Subscriber each own one.
+
+    INV: views of one slot are made once; the same tensor object serves every caller, and tied leaves.
+    """
+
+    def __init__(self, control: _native.Control, slab: Slab, manifest: Manifest, *, slots: int, session: bytes):
+        self.control = control
+        self._slab: Slab | None = slab
+        self.manifest = manifest
+        self.slots = slots
+        self.session = session
+        self.reader: weakref.ref[_native.Reader] | None = None  # a subscriber's, so that a publisher here finds it
+        self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
+        self._weights: dict[tuple[int, bool], TensorDict] = {}
+        with _mapped_lock:
+            _mapped.add(self)
+
+    @property
+    def slab(self) -> Slab:
+        """The mapped slab; gone after release()."""
+        if self._slab is None:
+            raise ClosedError("this arena was closed in this process; attach again")
+        return self._slab
+
+    def views(self, slot: int, *, writable: bool = False) -> dict[Key, torch.Tensor]:
+        """Each leaf of a slot as a tensor over the slab."""
+        views = self._views.get((slot, writable))
+        if views is None:
+            storage = self.slab.writable if writable else self.slab.readonly
+            assert storage is not None, "only a publisher writes"
+            start = slot * self.manifest.slot_bytes
+            made: dict[tuple[Any, ...], torch.Tensor] = {}
+            views = {}
+            for leaf in self.manifest.leaves:
+                # Tied leaves share an offset, and stay one tensor.
+                identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
+                if identity not in made:
+                    made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+                views[leaf.key] = made[identity]
+            self._views[slot, writable] = views
+        return views
+
+    def weights(self, slot: int, *, writable: bool = False) -> TensorDict:
+        """The same as a TensorDict. Locked: a key that is replaced, not written into, would reach nobody."""
+        weights = self._weights.get((slot, writable))
+        if weights is None:
+            nested: dict[str, Any] = {}
+            for key, view in self.views(slot, writable=writable).items():
+                level = nested
+                for part in key[:-1]:
+                    level = level.setdefault(part, {})
+                level[key[-1]] = view
+            weights = self._weights[slot, writable] = TensorDict(nested, batch_size=[]).lock_()
+        return weights
+
+    def slot_address(self, slot: int) -> int:
+        """Where a slot starts in the writable mapping."""
+        assert self.slab.writable is not None, "only a publisher writes"
+        return int(self.slab.writable.data_ptr()) + slot * self.manifest.slot_bytes
+
+    def readonly_range(self) -> tuple[int, int]:
+        """[begin, end) of the read-only mapping."""
+        begin = int(self.slab.readonly.data_ptr())
+        return begin, begin + slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """[begin, end) of every mapping of this arena's slab in this process."""
+        size = slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+        found = []
+        for arena in _all_mapped():
+            if arena.session == self.session and arena._slab is not None:
+                for storage in (arena.slab.readonly, arena.slab.writable):
+                    if storage is not None:
+                        found.append((storage.data_ptr(), storage.data_ptr() + size))
+        return found
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Does a tensor start in the slab, under any mapping of it in this process?"""
+        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        return any(begin <= address < end for begin, end in self.ranges())
+
+    def rows_held_by_this_thread(self) -> set[int]:
+        """Rows of the reader table whose open sections belong to the calling thread."""
+        readers = [a.reader() for a in _all_mapped() if a.session == self.session and a.reader is not None]
+        return {reader._row for reader in readers if reader is not None and reader._mine}
+
+    def release(self) -> None:
+        """Drop what this object holds; the mappings live until the last tensor over them dies."""
+        if self._slab is not None:
+            slab.release(self._slab)
+        self._slab = None
+        self._views.clear()
+        self._weights.clear()
+
+
+def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
+    """A new arena, which nobody can attach to until segment.make_ready(). Raises NoSpace, ArenaExists."""
+    session = secrets.token_bytes(16)
+    text = manifest.to_json()
+    here = me()
+    memory = slab.create(slots, manifest.slot_bytes, session)
+    try:
+        created = segment.create(
+            name,
+            _native.segment_bytes(slots, max_readers, len(text)),
+            session=session,
+            owner=here.owner,
+            boot_id=here.boot_id,
+            pid_namespace=here.pid_namespace,
+            slots=slots,
+            readers=max_readers,
+            slot_bytes=manifest.slot_bytes,
+            slab_fd=memory.fd,
+            slab_inode=memory.inode,
+            fingerprint=fingerprint(text),
+            manifest=text,
+        )
+    except BaseException:
+        slab.release(memory)
+        raise
+    return Arena(created.control, memory, manifest, slots=slots, session=session), created
+
+
+def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
+    """A contiguous tensor over a storage, `offset` bytes from its start."""
+    tensor = torch.empty(0, dtype=dtype)
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    return tensor.set_(storage, offset // dtype.itemsize, shape, tuple(strides))

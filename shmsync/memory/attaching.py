@@ -1,0 +1,73 @@
+"""Attaching to an arena: check everything about it before any tensor exists, then take a row of its reader table."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from .. import _native
+from ..errors import ArenaCorrupt, ReaderTableFull
+from . import segment, slab
+from .arena import Arena
+from .manifest import Manifest, fingerprint
+from .process import Peers, me
+
+
+class Attached(NamedTuple):
+    """An arena mapped for reading, and this process's row in it."""
+
+    arena: Arena
+    writer: int  # the owner word of its publisher
+    row: int
+    owner: int  # that of this process
+
+
+def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
+    """Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull. `session`: the one a handle was made for."""
+    control, identity = segment.attach(name, session, time.monotonic() + timeout)
+    text = control.manifest()
+    if fingerprint(text) != identity.fingerprint:
+        raise ArenaCorrupt(
+            f"the manifest of arena {name!r} has fingerprint {fingerprint(text):#x} but its header says "
+            f"{identity.fingerprint:#x}; attach again"
+        )
+    manifest = Manifest.from_json(text, identity.slot_bytes)
+    if manifest.slot_bytes != identity.slot_bytes:
+        raise ArenaCorrupt(f"slots of arena {name!r} are {identity.slot_bytes} bytes, not {manifest.slot_bytes}")
+    size = slab.slab_bytes(identity.slots, identity.slot_bytes)
+    memory = slab.attach(identity.owner, identity.slab_fd, identity.slab_inode, size, identity.session)
+    arena = Arena(control, memory, manifest, slots=identity.slots, session=identity.session)
+    owner = me().owner
+    row = _claim(control, peers, owner, -1 if worker is None else worker, name)
+    peers.keep_only({identity.owner})  # the other readers' were only looked at
+    return Attached(arena, identity.owner, row, owner)
+
+
+def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
+    row = control.claim(owner, worker)
+    if row is not None:
+        return row
+    for candidate, holder in control.owners():
+        if not peers.alive(holder) and control.take_over(candidate, holder, owner, worker):
+            return candidate
+    count = len(control.owners())
+    raise ReaderTableFull(
+        f"arena {name!r} has {count} live subscribers, as many as its max_readers; raise max_readers= in the Publisher"
+    )
+
+
+class Release:
+    """Gives a row back; holds what it needs, not the subscriber, so that it can run after it."""
+
+    def __init__(self, attached: Attached, peers: Peers) -> None:
+        self._attached, self._peers = attached, peers
+        self._done = False
+
+    def __call__(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        arena, _, row, owner = self._attached
+        arena.control.reap(row, owner, owner)  # ours: CAS from us to us, clear, free
+        arena.release()
+        self._peers.close()

@@ -1,0 +1,140 @@
+"""The manifest: the ordered list of leaves of an arena, and where each stands in a slot.
+
+A leaf is a key path, a dtype, a shape and an offset. Tied tensors share one offset. The manifest is written as JSON
+into the control segment; its fingerprint is part of the header, so that a mismatched reader refuses to attach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from ..errors import ArenaCorrupt
+from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
+
+Key = tuple[str, ...]
+
+
+def round_up(size: int, alignment: int) -> int:
+    """The next multiple of `alignment`."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the weights."""
+
+    key: Key
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the slot
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The key path with dots."""
+        return ".".join(self.key)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The leaves of an arena, in order."""
+
+    leaves: tuple[Leaf, ...]
+    filtered: bool = False  # made with include= or exclude=: a module may have more than the arena
+    casts: bool = False  # made with dtype=: floating sources of any dtype are cast
+    by_key: dict[Key, Leaf] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_key", {leaf.key: leaf for leaf in self.leaves})
+
+    @cached_property
+    def by_name(self) -> dict[str, Leaf]:
+        """Leaves by dotted key."""
+        return {leaf.name: leaf for leaf in self.leaves}
+
+    @cached_property
+    def used_bytes(self) -> int:
+        """Bytes of a slot that hold leaves, padding between them included."""
+        return max((leaf.offset + leaf.nbytes for leaf in self.leaves), default=0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes from one slot to the next."""
+        return max(SLOT_ALIGNMENT, round_up(self.used_bytes, SLOT_ALIGNMENT))
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[Key, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        filtered: bool = False,
+    ) -> Manifest:
+        """Lay out the tensors in their order; `dtype` replaces the dtype of floating leaves."""
+        leaves = []
+        offset = 0
+        placed: dict[tuple[object, ...], int] = {}
+        for key, tensor in tensors.items():
+            kept = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+            shape = tuple(tensor.shape)
+            identity = tie(tensor)
+            at = placed.get(identity) if identity else None
+            if at is None:
+                at = offset
+                offset = round_up(offset + math.prod(shape) * kept.itemsize, TENSOR_ALIGNMENT)
+                if identity:
+                    placed[identity] = at
+            leaves.append(Leaf(key, kept, shape, at))
+        return cls(tuple(leaves), filtered=filtered, casts=dtype is not None)
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON; the same leaves give the same bytes."""
+        leaves = [[list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset] for leaf in self.leaves]
+        document = {"leaves": leaves, "filtered": self.filtered, "casts": self.casts}
+        return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes, slot_bytes: int) -> Manifest:
+        """Parse and check every bound, before any tensor exists. Raises ArenaCorrupt."""
+        try:
+            document = json.loads(text)
+            leaves = []
+            for key, dtype_name, shape, offset in document["leaves"]:
+                dtype = getattr(torch, dtype_name)
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError(f"{dtype_name} is no dtype")
+                leaf = Leaf(tuple(map(str, key)), dtype, tuple(map(int, shape)), int(offset))
+                if min(leaf.shape, default=0) < 0 or leaf.offset < 0 or leaf.offset % TENSOR_ALIGNMENT:
+                    raise ValueError(f"{leaf} is malformed")
+                if leaf.offset + leaf.nbytes > slot_bytes:
+                    raise ValueError(f"{leaf} ends beyond a slot of {slot_bytes} bytes")
+                leaves.append(leaf)
+            return cls(tuple(leaves), filtered=bool(document["filtered"]), casts=bool(document["casts"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArenaCorrupt(f"the arena's manifest cannot be read: {error}") from error
+
+
+def fingerprint(manifest_json: bytes) -> int:
+    """64 bits of SHA-256 over the manifest's bytes."""
+    return int.from_bytes(hashlib.sha256(manifest_json).digest()[:8], "little")
+
+
+def tie(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """What two tied tensors have in common: the same memory seen the same way. None for an empty tensor."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return None
+    return (
+        tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(),
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""The slab: the memory that holds the weights, an anonymous memfd that nobody can name and so nobody can leak.
+
+INV: after create() nobody can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
+     one writable mapping is the publisher's, and a forked child finds a read-only one in its place.
+
+The mapping belongs to a torch shared-memory storage, so the tensors over it are real shared tensors, and it lives
+exactly as long as the last of them. For the read-only one torch is given a dummy of equal size to map; the slab is
+then mapped over it and its descriptor put in the dummy's place. This leans on two internals of torch
+(`_new_shared_fd_cpu`, `_share_fd_cpu_`); tests/unit/test_memory.py holds them. Where they fail, a plain mmap serves:
+equally zero-copy and read-only, but torch does not know the tensors to be shared.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import warnings
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from .. import _native
+from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
+from .available import available_bytes
+from .process import Peers, pid_of
+
+SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
+TENSOR_ALIGNMENT = 256  # bytes
+STAMP_BYTES = 4096  # the session id stands at the end, on a page of its own
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+
+_log = logging.getLogger("shmsync")
+_fallback_logged = False
+
+
+class Slab(NamedTuple):
+    """A mapped slab. `writable` is None in a subscriber."""
+
+    readonly: torch.UntypedStorage
+    writable: torch.UntypedStorage | None
+    fd: int  # of the publisher's storage; -1 in a subscriber
+    inode: int
+    owns_fd: bool = False  # on the fallback path nothing else closes it
+
+
+def slab_bytes(slots: int, slot_bytes: int) -> int:
+    """Size of the memfd in bytes."""
+    return slots * slot_bytes + STAMP_BYTES
+
+
+def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
+    """Make, fill and seal a slab. Raises NoSpace before anything is taken when memory would not do."""
+    needed = slab_bytes(slots, slot_bytes)
+    available = available_bytes()
+    if needed > available:
+        raise NoSpace(
+            f"{slots} slot(s) of {slot_bytes:,} bytes need {needed:,} bytes but {available:,} are available to this "
+            "process (machine and cgroup); use fewer slots, a smaller dtype=, or exclude= what workers do not need"
+        )
+    fd = os.memfd_create("shmsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, needed)
+        except OSError as error:
+            raise NoSpace(f"the system refused {needed:,} bytes for the slab: {error.strerror}") from error
+        os.pwrite(fd, session, needed - STAMP_BYTES)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
+        writable, kept_fd, owns_fd = _map_writable(fd, needed)
+        _native.populate(writable.data_ptr(), needed)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
+        slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+        _protect_in_children(slab, needed)
+        return slab
+    finally:
+        os.close(fd)
+
+
+def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes) -> Slab:
+    """Map the slab of a live publisher read-only, after checking that it is the one its header describes."""
+    path = f"/proc/{pid_of(owner)}/fd/{fd}"
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise _gone(owner) from error
+    except PermissionError as error:
+        raise ArenaNotFound(
+            f"{path} may not be opened by uid {os.getuid()}; run the worker as the user of pid {pid_of(owner)}"
+        ) from error
+    try:
+        status = os.fstat(opened)
+        if status.st_ino != inode:  # the number stands for something else by now
+            raise _gone(owner)
+        if status.st_size != expected_bytes:
+            raise ArenaCorrupt(
+                f"the slab of pid {pid_of(owner)} has {status.st_size:,} bytes but its header says {expected_bytes:,}; "
+                "both sides must run the same shmsync version"
+            )
+        if status.st_uid != os.getuid() and os.getuid() != 0:
+            raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
+        seals = fcntl.fcntl(opened, _F_GET_SEALS)
+        if seals & _SEALS != _SEALS:
+            raise ArenaCorrupt(f"the slab has seals {seals:#x} but {_SEALS:#x} are needed; it is not an shmsync slab")
+        stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
+        if stamp != session:
+            raise ArenaCorrupt(f"the slab carries session {stamp.hex()} but the header says {session.hex()}")
+        return Slab(map_readonly(opened, expected_bytes), None, -1, inode)
+    finally:
+        os.close(opened)
+
+
+def _gone(owner: int) -> WriterDied | ArenaNotFound:
+    peers = Peers()
+    try:
+        alive = peers.alive(owner)
+    finally:
+        peers.close()
+    if alive:
+        return ArenaNotFound(f"the publisher (pid {pid_of(owner)}) has closed this arena; attach to its new one")
+    return WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it")
+
+
+def release(slab: Slab) -> None:
+    """Let go of what is not memory; that goes with its last tensor."""
+    if slab.owns_fd:
+        _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
+        os.close(slab.fd)
+
+
+def _protect_in_children(slab: Slab, size: int) -> None:
+    """As long as the writable mapping lives: tensors kept from update() outlive close()."""
+    assert slab.writable is not None
+    address = slab.writable.data_ptr()
+    weakref.finalize(slab.writable, _native.unprotect_in_children, address).atexit = False
+    _native.protect_in_children(address, size, slab.fd)
+
+
+def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
+    try:
+        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
+        return storage, storage._share_fd_cpu_()[0], False
+    except (AttributeError, RuntimeError, TypeError) as error:
+        _log_fallback(error)
+        mapping = mmap.mmap(fd, size)
+        return _over(mapping), os.dup(fd), True
+
+
+def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage over a read-only mapping of `fd`; keeps one descriptor of its own."""
+    try:
+        dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(dummy, size)
+            storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)  # type: ignore[attr-defined]
+        finally:
+            os.close(dummy)
+        kept, kept_size = storage._share_fd_cpu_()
+        if kept_size != size or os.fstat(kept).st_size != size:
+            raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")
+    except (AttributeError, RuntimeError, TypeError) as error:
+        _log_fallback(error)
+        return _over(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+    _native.map_readonly_over(storage.data_ptr(), size, fd)
+    os.dup2(fd, kept, inheritable=False)
+    return storage
+
+
+def _over(mapping: mmap.mmap) -> torch.UntypedStorage:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable": it is meant not to be
+        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+
+
+def _log_fallback(error: BaseException) -> None:
+    global _fallback_logged
+    if not _fallback_logged:
+        _fallback_logged = True
+        _log.warning(
+            "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "
+            "but is_shared() is False",
+            torch.__version__,
+            error,
+        )

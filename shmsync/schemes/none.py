@@ -1,0 +1,69 @@
+"""No synchronisation: the workers keep the weights they came with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import WeightSyncScheme
+from .receiver import WeightReceiver
+from .sender import WeightSender
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Every call does nothing, and answers as if there were no news."""
+
+    def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
+        """A transport to nowhere."""
+        return NoTransport()
+
+    def create_sender(self) -> WeightSender:
+        """As in WeightSyncScheme."""
+        return _Sender(self)
+
+    def create_receiver(self) -> WeightReceiver:
+        """As in WeightSyncScheme."""
+        return _Receiver(self)
+
+
+class NoTransport:
+    """Sends nothing, receives nothing, and is always connected."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Nothing."""
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Nothing."""
+
+    def wait_ack(self) -> None:
+        """Returns at once."""
+
+    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+        """None, at once."""
+        return None
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Nothing."""
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Returns at once."""
+
+    def check_connection(self) -> bool:
+        """True."""
+        return True
+
+
+class _Sender(WeightSender):
+    _sends = False
+
+    def _post(self, weights: Any, workers: list[int], deadline: float) -> list[Any]:
+        return []  # the version stays: the workers' weights do too
+
+
+class _Receiver(WeightReceiver):
+    def set_up(self, arguments: Any) -> None:
+        """As in WeightReceiver; neither a pipe nor a model is needed."""
+        self._model_id = arguments.model_id
+        self._transport = self._scheme.create_transport(None)
+
+    def apply_weights(self, weights: Any) -> None:
+        """Nothing."""

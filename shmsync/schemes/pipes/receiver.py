@@ -1,0 +1,190 @@
+"""The receiver of a scheme whose sender is reached over a pipe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.timing import check_timeout
+from ..receiver import WeightReceiver
+from . import messages
+from .connection import Channel
+from .worker_end import Inbox, Message
+
+_log = logging.getLogger("shmsync")
+
+
+class PipeReceiver(WeightReceiver):
+    """Applies messages at receive(), and answers them.
+
+    Several receivers may share a pipe. Whichever is called serves them all, so that no model's sender waits while the
+    worker looks for another model's weights; but never one that another thread uses.
+    """
+
+    _inbox: Inbox
+    _thread: int | None = None  # that called receive() last
+    _has_news = False  # another receiver's receive() has applied weights to this model
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """As in WeightReceiver."""
+        self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
+        self._inbox = Inbox.of(Channel.of(self._transport.pipe))
+        self._inbox.receivers[self._model_id] = self
+
+    def receive(self, timeout: float = 0.001) -> bool:
+        """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there: here they are
+        logged, and the model keeps what it had."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        if self._transport is None:
+            return False
+        inbox = self._inbox
+        with inbox.lock:  # from here on no other thread applies weights to this model
+            self._thread = threading.get_ident()
+            inbox.receivers[self._model_id] = self
+        if not self._has_news and (message := inbox.quick(deadline)) is not None:
+            if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
+                self._has_news = self._apply_one(message)
+                if not inbox.channel.readable:
+                    news, self._has_news = self._has_news, False
+                    return news
+            else:
+                inbox.put_back(message)
+        while not self._has_news:
+            message = inbox.next(self._concerns, deadline)
+            if message is None:
+                return False
+            self._handle(message)
+        while (message := inbox.next(self._concerns, 0.0)) is not None:
+            self._handle(message)
+        self._has_news = False
+        return True
+
+    def _serves(self, model_id: str) -> PipeReceiver | None:
+        """The receiver of this model, if this thread may apply to it at this moment."""
+        receiver: PipeReceiver | None = self._inbox.receivers.get(model_id)
+        if receiver is None or receiver._thread not in (None, self._thread) or not receiver._ready():
+            return None
+        return receiver
+
+    def _concerns(self, message: Message) -> bool:
+        if message.model_id:
+            return self._serves(message.model_id) is not None
+        return message.kind == messages.RESUME or any(self._serves(model_id) for model_id in message.content[0])
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == messages.PREPARE:
+            self._receive_jointly(message)
+        elif message.model_id:  # else it ends a meeting that is over
+            with self._inbox.lock:
+                receiver = self._serves(message.model_id)
+                if receiver is None:  # its own thread was quicker
+                    self._inbox.put_back(message)
+                elif message.kind == messages.REGISTER:
+                    receiver._join(message)
+                else:
+                    _apply_all({message.model_id: message}, {message.model_id: receiver})
+
+    def _receive_jointly(self, first: Message) -> None:
+        """Several models at once: no forward runs in here, so none sees one model new and another old."""
+        inbox = self._inbox
+        ids, (number, version) = first.content
+        inbox.answer(first, messages.PREPARED)
+        served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
+
+        def belongs(message: Message) -> bool:
+            ends = message.kind == messages.PREPARE or (
+                message.kind == messages.RESUME and message.content[1][0] == number
+            )
+            return ends or message.model_id in served
+
+        arrived: dict[str, Message] = {}
+        superseded: list[Message] = []
+        while len(arrived) < len(served):
+            message = inbox.next(belongs, time.monotonic() + 0.05)
+            if message is None:
+                continue
+            if message.kind == messages.PREPARE:  # the sender has given this meeting up
+                inbox.put_back(message)
+                break
+            if message.kind == messages.RESUME:
+                break
+            if message.kind == messages.UPDATE and message.tag is not None and message.tag.version >= version:
+                superseded += [arrived[message.model_id]] if message.model_id in arrived else []
+                arrived[message.model_id] = message
+            else:  # a registration, or an earlier send of this model alone
+                self._handle(message)
+        with inbox.lock:
+            _apply_all(arrived, served)
+        for message in superseded:
+            inbox.answer(message, messages.UPDATED)
+
+    def _apply_one(self, message: Message) -> bool:
+        """What _apply_all() does, quicker; was it applied?"""
+        try:
+            self._check(message)
+            self._use(message)
+        except Exception as error:
+            self._refused(message, error)
+            self._resolve_model()  # a receiver without a model raises here too
+            return False
+        self._inbox.answer(message, messages.UPDATED)
+        return True
+
+    def _refused(self, message: Message, error: Exception) -> None:
+        _log.warning("weights of %r were refused: %s", self._model_id, error)
+        self._inbox.answer_failure(message, error)
+
+    def _join(self, message: Message) -> None:
+        try:
+            self._attach(message)
+        except Exception as error:
+            self._refused(message, error)
+        else:
+            self._inbox.answer(message, messages.REGISTERED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_inbox", "_thread")}
+
+    # What the schemes do differently.
+
+    def _make_transport(self, pipe: Any) -> Any:
+        """The worker's end."""
+        return self._scheme.create_transport(pipe)
+
+    def _ready(self) -> bool:
+        """Can weights be applied at this moment?"""
+        return True
+
+    def _attach(self, message: Message) -> None:
+        """To the arena of the model."""
+        raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
+
+    def _check(self, message: Message) -> None:
+        """Raise if the model and the weights do not fit."""
+
+    def _use(self, message: Message) -> None:
+        """Make the model use the version of the message."""
+        raise NotImplementedError
+
+
+def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
+    """Apply all of them, or none. A receiver without a model raises here too: that is the worker's own mistake."""
+    try:
+        for model_id, message in given.items():
+            served[model_id]._resolve_model()
+            served[model_id]._check(message)
+        for model_id, message in given.items():
+            served[model_id]._use(message)
+    except Exception as error:
+        for model_id, message in given.items():
+            served[model_id]._refused(message, error)
+        for model_id in given:
+            served[model_id]._resolve_model()
+        return
+    for model_id, message in given.items():
+        receiver = served[model_id]
+        receiver._has_news = True
+        receiver._inbox.answer(message, messages.UPDATED)

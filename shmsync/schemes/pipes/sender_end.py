@@ -1,0 +1,136 @@
+"""The sender's end of a pipe: which messages have been sent, and what the worker answered.
+
+INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
+answer to a message that nobody waits for any more is dropped, so it never counts for a later one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ..peer import Peer
+from . import messages
+from .connection import Channel
+from .messages import Failure, Tag
+
+Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
+
+
+class Answers:
+    """Shared by the senders of all models that use the pipe."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.peer: Peer | None = None
+        self.lock = threading.RLock()  # held by whoever reads; senders of several models, and so threads, share it
+        self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
+        self._results: dict[Tag, Result] = {}
+        self._highest: dict[str, int] = {}
+        self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
+
+    @classmethod
+    def of(cls, channel: Channel) -> Answers:
+        """The answers that arrive on a channel; the same object each time."""
+        if not isinstance(channel.role, cls):
+            if channel.role is not None:
+                raise ValueError("this end of the pipe is a worker's; a sender needs the other end")
+            channel.role = cls(channel)
+        return channel.role
+
+    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
+        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
+        with self.lock:
+            self.expect(tag)
+            if not self.channel.closed:  # else the wait will find it dead
+                for replaced in self.channel.queue(payload, tag if replaceable else None):
+                    if replaced != tag:
+                        self._awaited.pop(replaced, None)  # it never left, so nobody will answer it
+
+    def expect(self, tag: Tag) -> None:
+        """A message will be answered with this tag; the caller sends it."""
+        with self.lock:
+            self._awaited[tag] = True
+            self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+
+    def highest(self, model_id: str) -> int:
+        """The newest version of a model that was sent over this pipe, by whatever sender: numbers are never used again,
+        so that a late answer to an earlier sender's message is not taken for one to a later sender's."""
+        return self._highest.get(model_id, 0)
+
+    @property
+    def idle(self) -> bool:
+        """Is every message answered, and no message half written or half read?"""
+        channel = self.channel
+        return not (self._awaited or self._results) and channel.idle and not channel.closed
+
+    def forget(self, tag: Tag) -> None:
+        """Stop waiting for an answer; it is dropped when it comes."""
+        with self.lock:
+            self._results.pop(tag, None)
+            if tag in self._awaited:
+                self._awaited[tag] = False
+
+    def answered(self, tag: Tag) -> bool:
+        """Is the answer there? take() gives it."""
+        return tag in self._results
+
+    def take(self, tag: Tag) -> Result:
+        """The answer, once."""
+        return self._results.pop(tag)
+
+    def oldest(self) -> Tag | None:
+        """Of the messages whose answers are awaited."""
+        with self.lock:
+            return next((tag for tag, wanted in self._awaited.items() if wanted), None)
+
+    def stray(self) -> tuple[Any, str] | None:
+        """The next answer to a message that was not sent from here."""
+        return self._stray.pop(0) if self._stray else None
+
+    def pump(self) -> None:
+        """Write what can be written, read what is there."""
+        channel = self.channel
+        with self.lock:
+            if channel.unsent:
+                channel.flush()
+            try:
+                while (message := channel.read()) is not None:
+                    self._sort(message[0])
+            except EOFError:
+                pass  # channel.ended says so
+
+    def _sort(self, message: Any) -> None:
+        if not messages.is_answer_like(message):
+            self.channel.pending.append(message)
+            return
+        data, word = message
+        result: Result = None
+        tag = message.tag if isinstance(message, messages.Tagged) else None
+        if tag is not None and self.peer is None and message.who:
+            self.peer = Peer(owner=message.who)
+        if word == messages.FAILED and isinstance(data, Failure):
+            tag, result = data.tag, data
+        elif word == messages.UPDATED and isinstance(data, tuple) and len(data) == 2:
+            tag = Tag(*data)
+        elif word not in (messages.UPDATED, messages.REGISTERED, messages.PREPARED):
+            self.channel.pending.append(message)
+            result = unexpected(word)
+        tag = self._oldest_of(word) if tag is None else tag
+        if tag is None:
+            if result is None:
+                self._stray.append((data, word))
+        elif self._awaited.pop(tag, False):
+            self._results[tag] = result
+
+    def _oldest_of(self, word: str) -> Tag | None:
+        registration = {messages.REGISTERED: True, messages.UPDATED: False}.get(word)
+        for tag, wanted in self._awaited.items():
+            if (registration is None and wanted) or registration == (tag.version == 0):
+                return tag
+        return None
+
+
+def unexpected(word: str) -> str:
+    """What is wrong with an answer that is none of ours."""
+    return f"it answered {word!r}"

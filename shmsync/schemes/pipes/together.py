@@ -1,0 +1,159 @@
+"""Several models at one version boundary: no worker uses one of them new and another old.
+
+Every worker first says that it waits in receive(), where no forward runs. Then everything is published, and every
+worker applies all of it at once. A worker that does not come to its receive() in time calls the whole thing off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ...engine.timing import deadline_after
+from ...errors import AckTimeout
+from ...memory.reader_table import listed
+from ..base import WeightSyncScheme
+from ..sender import WeightSender
+from . import messages
+from .exchange import Link, Outcome, gather
+from .messages import Tag
+from .sender import PipeSender, write
+
+_numbers = itertools.count(1)
+_one_at_a_time = threading.Lock()
+
+
+def send_together(
+    models: Mapping[Any, Any], worker_ids: int | list[int] | None = None, *, timeout: float | None = None
+) -> int:
+    """Send several models so that each worker switches from all old to all new at one of its receive() calls.
+
+    Args:
+        models: {sender or scheme: weights}, or {model id: (sender or scheme, weights)}; weights as in send(). The
+            senders must reach the same workers over the same pipes.
+        worker_ids: as in send().
+        timeout: seconds for the whole call; None is the largest of the schemes' defaults.
+
+    Returns:
+        The version that all of these models have now.
+
+    Raises:
+        ValueError, ManifestMismatch, AckTimeout while the workers come together: nothing was sent.
+        WorkerDied, AckTimeout, a worker's exception afterwards: as in send().
+    """
+    pairs = _pairs(models)
+    with _one_at_a_time:  # two meetings of the same workers would wait for each other
+        return _send_together(pairs, worker_ids, timeout)
+
+
+def _send_together(
+    pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[int] | None, timeout: float | None
+) -> int:
+    for sender, _ in pairs:
+        sender._refuse_pending("send_together")
+    links = {sender.model_id: sender._alive(sender._chosen(worker_ids)) for sender, _ in pairs}
+    first = links[pairs[0][0].model_id]
+    for sender, _ in pairs:
+        reached = links[sender.model_id]
+        if reached.keys() != first.keys() or any(reached[i].answers is not first[i].answers for i in first):
+            raise ValueError(
+                f"{sender.model_id!r} and {pairs[0][0].model_id!r} reach different workers, or over different pipes; "
+                "models that are sent together share one pipe for each worker"
+            )
+    deadline = deadline_after(timeout, max(sender._default_timeout for sender, _ in pairs))
+    version = max(sender._next_version(links[sender.model_id]) for sender, _ in pairs)
+    meeting = _Meeting(list(links), version, first)
+    met = meeting.wait(deadline)
+    try:
+        if met.late:
+            raise AckTimeout(
+                f"nothing was sent: {listed(list(met.late))} did not come to receive() in time, and the models "
+                f"{', '.join(map(repr, links))} change only together. Call receive() more often, or give more time "
+                "with timeout=",
+                version=version,
+                missing=met.late,
+            )
+        for sender, _ in pairs:
+            PipeSender._mark(sender, met)  # a worker that left is gone, whatever it has applied before
+        if not met.done:
+            met.check("the call to receive together", None)
+        ready = {sender: {i: links[sender.model_id][i] for i in met.done} for sender, _ in pairs}
+        write([sender._plan(weights, ready[sender], version) for sender, weights in pairs], version, deadline)
+    except BaseException:
+        meeting.call_off()
+        for index in met.dead if met.done else ():
+            for sender, _ in pairs:
+                sender._links[index].reported = False  # this error does not name it
+        raise
+    try:
+        posted = [(sender, sender._posted(version, ready[sender])) for sender, _ in pairs]
+        outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]
+    except BaseException:
+        meeting.call_off()
+        raise
+    if any(outcome.late for _, outcome in outcomes):
+        meeting.call_off()  # a late worker may have lost a message to a newer one; it goes on with what it has
+    for _, outcome in outcomes:
+        outcome.dead = {**met.dead, **outcome.dead}
+    for sender, outcome in outcomes:
+        sender._mark(outcome)
+    for sender, outcome in outcomes:
+        outcome.check(f"version {version} of {sender.model_id!r}", version)
+    return version
+
+
+class _Meeting:
+    """The workers, on their way to a receive() in which they stay until all models are there."""
+
+    def __init__(self, model_ids: list[str], version: int, links: Mapping[int, Link]) -> None:
+        self._number = next(_numbers)
+        self._content = (tuple(model_ids), (self._number, version))
+        self._links = links
+        self._tag = Tag(messages.PREPARE, self._number)
+
+    def wait(self, deadline: float) -> Outcome:
+        """Who is there by the deadline."""
+        payload = messages.dumps((self._content, messages.PREPARE))
+        for link in self._links.values():
+            link.answers.send(payload, self._tag)
+        try:
+            return gather(self._links, {index: [self._tag] for index in self._links}, deadline)
+        except BaseException:
+            self.call_off()
+            raise
+
+    def call_off(self) -> None:
+        """Let them go on with what they have."""
+        payload = messages.dumps((self._content, messages.RESUME))
+        for link in self._links.values():
+            if not link.answers.channel.closed:
+                link.answers.channel.queue(payload)
+
+
+def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
+    pairs = []
+    for key, value in models.items():
+        sender, weights = (
+            (key, value) if not isinstance(key, str) else value if isinstance(value, tuple) else (value, None)
+        )
+        if isinstance(sender, WeightSyncScheme):
+            sender = sender.get_sender()
+        if not isinstance(sender, WeightSender):
+            raise ValueError(
+                f"send_together() takes senders or schemes and their weights, not a {type(sender).__name__}"
+            )
+        if not sender._sends:
+            continue  # its workers keep what they have
+        if not isinstance(sender, PipeSender):
+            raise ValueError(
+                f"send_together() reaches workers over pipes, and {sender.model_id!r} is sent by a "
+                f"{type(sender._scheme).__name__}; send it by itself"
+            )
+        if isinstance(key, str) and key != sender.model_id:
+            raise ValueError(f"the sender given for {key!r} sends {sender.model_id!r}")
+        pairs.append((sender, weights))
+    if not pairs:
+        raise ValueError("send_together() got no model that is sent over pipes")
+    return pairs

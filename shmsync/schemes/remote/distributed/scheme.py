@@ -1,0 +1,209 @@
+"""Weights for the ranks of torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from ....engine.strategy import Form
+from ....engine.subscriber import Consistency
+from ....engine.timing import check_timeout
+from ....errors import ProtocolError
+from ...lookup import Arguments
+from ..fan_out import FanOut, HostedFanOut, Site
+from ..receiver import RemoteReceiver
+from ..requests import Answered, Call, Destination, sleeping
+from ..scheme import RemoteScheme, RemoteSender
+from .requests import PlaceCall
+from .transport import DistributedTransport
+
+
+class DistributedWeightSyncScheme(RemoteScheme):
+    """Weights go to the ranks of torch.distributed, which apply them at their receive(): one flat buffer for each
+    rank, or with fan_out="node" for each node.
+
+    Args:
+        backend: "gloo", the one that is supported; init_process_group() is called by the user.
+        sync: kept for code that has it; both ways end by the deadline.
+        strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. The relay of a node is one of its ranks.
+    """
+
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        strategy: Form = "state_dict",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
+    ) -> None:
+        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
+        if backend != "gloo":
+            raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
+        self.backend = backend
+        self.sync = sync
+
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Prepare to send the model of this id.
+
+        Args:
+            context: gives what is not in **kwargs, under the same names. Held weakly.
+            **kwargs: `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers` for
+                the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`).
+
+        Raises ProtocolError without a process group when one is needed.
+        """
+        super().init_on_sender(model_id, context, **kwargs)
+
+    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """Prepare to receive the model of this id, and tell the sender where this rank is.
+
+        Args:
+            context: gives what is not in **kwargs. Held weakly.
+            **kwargs: `store` and `rank` (else the default process group's), `model`.
+        """
+        super().init_on_worker(model_id, context, **kwargs)
+
+    def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
+        """The transport to a rank, given as (store, rank)."""
+        store, rank = pipe_or_context if pipe_or_context is not None else (None, None)
+        return DistributedTransport(store=store, rank=rank, sync=self.sync, timeout=self.timeout)
+
+    def create_sender(self) -> DistributedSender:
+        """As in WeightSyncScheme."""
+        return DistributedSender(self)
+
+    def create_receiver(self) -> DistributedReceiver:
+        """As in WeightSyncScheme."""
+        return DistributedReceiver(self)
+
+
+def _store(arguments: Arguments) -> Any:
+    """The store for a model: each model but "policy" has keys of its own."""
+    store = arguments.get("store")
+    if store is None:
+        if not torch.distributed.is_initialized():
+            raise ProtocolError(
+                "there is neither a store nor a process group; call torch.distributed.init_process_group() first, or "
+                "give store="
+            )
+        store = torch.distributed.PrefixStore("shmsync", torch.distributed.distributed_c10d._get_default_store())
+    if arguments.model_id != "policy":
+        store = torch.distributed.PrefixStore(arguments.model_id, store)
+    return store
+
+
+class DistributedSender(RemoteSender):
+    """Sends to ranks."""
+
+    _scheme: DistributedWeightSyncScheme
+
+    def set_up(self, arguments: Arguments) -> None:
+        """As in RemoteSender."""
+        super().set_up(arguments)
+        ranks: Sequence[int] | None = arguments.get("ranks")
+        if ranks is None:
+            count = arguments.get("num_workers")
+            if isinstance(count, int):
+                ranks = range(1, count + 1)
+            elif torch.distributed.is_initialized():
+                ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
+            else:
+                raise ProtocolError(
+                    "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
+                    "first, or give ranks= or num_workers="
+                )
+        self._check_count(arguments, len(ranks), "ranks")
+        store = _store(arguments)
+        for index, rank in enumerate(ranks):
+            self.register_worker(index, (store, rank))
+
+    def close(self) -> None:
+        """As in RemoteSender."""
+        super().close()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _wait(self, calls: Collection[Call], seconds: float) -> None:
+        sleeping(calls, seconds)
+
+    def _make_fan_out(self) -> FanOut:
+        return DistributedFanOut(self._relay_options, self._packer.session)
+
+
+class DistributedFanOut(HostedFanOut):
+    """A relay is a rank, and its transport."""
+
+    def locate(self, worker: Destination) -> Call:
+        """As in FanOut."""
+        assert isinstance(worker, DistributedTransport)
+        return PlaceCall(worker.mailbox) if worker.mailbox is not None else Answered(self.home())
+
+    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
+        """As in FanOut."""
+        return members[min(members)]
+
+    def relay_call(self, relay: Destination, payload: Any) -> Call:
+        """As in FanOut."""
+        assert isinstance(relay, DistributedTransport)
+        return relay.post(payload, relay=self.options)
+
+    def close_relay(self, relay: Destination, *, ended: bool) -> None:
+        """As in FanOut."""
+        assert isinstance(relay, DistributedTransport)
+        relay.close_relay(self._session, ended=ended)
+
+
+class DistributedReceiver(RemoteReceiver):
+    """Applies what has come at receive(), on the thread that calls it."""
+
+    _scheme: DistributedWeightSyncScheme
+    _transport: DistributedTransport
+
+    def set_up(self, arguments: Arguments) -> None:
+        """As in RemoteReceiver."""
+        super().set_up(arguments)
+        rank = arguments.get("rank")
+        if rank is None:
+            if not torch.distributed.is_initialized():
+                raise ProtocolError(
+                    "there is neither a rank nor a process group; call torch.distributed.init_process_group() first, "
+                    "or give rank="
+                )
+            rank = torch.distributed.get_rank()
+        self.register_worker_transport((_store(arguments), rank))
+        if self._transport.inbox is not None:
+            self._transport.inbox.introduce()
+
+    def receive(self, timeout: float = 0.001) -> bool:
+        """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there; the model keeps
+        what it had."""
+        inbox = None if self._transport is None else self._transport.inbox
+        if inbox is None or self.subscriptions.inside_section(self._model_id):
+            return False
+        deadline = time.monotonic() + check_timeout(timeout)
+        with inbox.alone(deadline) as alone:
+            message = inbox.next(deadline) if alone else None
+            if message is None:
+                return False
+            try:
+                super().apply_weights(inbox.unpack(message))
+            except BaseException as error:
+                inbox.fail(message, error)
+                if not isinstance(error, Exception):
+                    raise
+                self._resolve_model()  # a receiver without a model raises here too
+                return False
+            inbox.answer(message["serial"])
+            return True
+
+    def close(self) -> None:
+        """As in RemoteReceiver."""
+        super().close()
+        if self._transport is not None:
+            self._transport.close()

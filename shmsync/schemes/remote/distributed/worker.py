@@ -1,0 +1,168 @@
+"""What a rank has received: one message at a time, which is its own until it is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....errors import WriterDied
+from ...pipes.messages import Failure
+from ..background import GRACE, Clerk, Job
+from ..parcel import Label, Stamp, unpack
+from ..place import here
+from ..relay import RelayOptions, close_here, publish_here
+from . import mailbox
+from .lifeline import Listener
+from .mailbox import Mailbox
+from .transfers import receive, tag_of
+
+
+class Inbox:
+    """The worker's side of a mailbox. What it has to do for the relay of its node it does by itself.
+
+    INV: a message that was taken is answered, whatever interrupts: until then next() gives it again.
+    """
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._listener: Listener | None = None
+        self._manifest: tuple[str, bytes] | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.RLock()
+        self._message: dict[str, Any] | None = None  # taken, with its bytes, and not answered
+        self._after: str | None = None
+        self._until = 0.0  # when the clerk stops waiting for the next one
+        self._clerk = Clerk()
+        self._asked: Job | None = None  # for the next one
+
+    def introduce(self) -> None:
+        """Say where this worker is, so that the sender sees its death, and knows which node it is on."""
+        if self._listener is None:
+            listener = Listener(self._mailbox.store)
+            self._mailbox.introduce(here(), listener.address)
+            self._listener = listener
+
+    @contextlib.contextmanager
+    def alone(self, deadline: float) -> Iterator[bool]:
+        """For one thread at a time, from taking a message to answering it. False: another one did that all the time."""
+        alone = self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._lock.release()
+
+    def next(self, deadline: float, *, after: str | None = None) -> dict[str, Any] | None:
+        """The next message, with its bytes; None if none came. answer() or fail() it: until then it is given again,
+        unless it is the one whose serial number is `after`. Raises WriterDied, RuntimeError for what is no message."""
+        self.introduce()
+        assert self._listener is not None
+        self._listener.tend()
+        self._after = after
+        self._until = deadline
+        grace = 0.0  # what an earlier call has asked for may be a transfer that takes its time
+        try:
+            while (message := self._ready()) is None:
+                if self._asked is None:
+                    self._asked = self._clerk.give(self._take)
+                    grace = GRACE
+                if not self._asked.done_by(deadline + grace):
+                    return None  # the next call goes on with it
+                asked, self._asked = self._asked, None
+                with _store_errors():
+                    asked.result()
+                if self._ready() is None and time.monotonic() >= deadline:
+                    return None
+            return message
+        finally:
+            self._until = 0.0
+
+    def _ready(self) -> dict[str, Any] | None:
+        message = self._message
+        return None if message is None or message["serial"] == self._after else message
+
+    def _take(self) -> None:
+        """On the clerk's thread, which a sender that is stopped in the middle keeps."""
+        while self._ready() is None and self._mailbox.arrives("in", lambda: self._until):
+            message = self._mailbox.take_message()
+            if message is None:
+                continue
+            try:
+                if "bytes" in message:
+                    self._fill(message)
+            except (WriterDied, torch.distributed.DistError):
+                raise
+            except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
+                self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**_failure(error), "untaken": True})
+                continue
+            if "close" in message:
+                close_here(message["close"], ended=message["ended"])
+                self._mailbox.put_answer(message["serial"], mailbox.UPDATED, {})
+            elif "relay" in message:
+                self._mailbox.put_answer(message["serial"], *self._publish(message))
+            else:
+                self._message = message
+
+    def _fill(self, message: dict[str, Any]) -> None:
+        """The buffer, and what is known of its layout."""
+        size, layout = int(message["bytes"]), message["layout"]
+        if self._manifest is None or self._manifest[0] != layout:
+            self._manifest = layout, self._mailbox.layout(layout)
+        if self._buffer.numel() != size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        receive(self._buffer, int(message["from"]), tag_of(message["serial"]))
+
+    def unpack(self, message: dict[str, Any]) -> Any:
+        """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
+        if "announcement" in message:
+            return mailbox.from_text(message["announcement"])
+        assert self._manifest is not None
+        extra = mailbox.from_text(message["extra"]) if "extra" in message else {}
+        return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
+
+    def _publish(self, message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        """Be the relay of this node; the answer."""
+        try:
+            announcement = publish_here(RelayOptions(*message["relay"]), self.unpack(message))
+        except Exception as error:
+            return mailbox.FAILED, _failure(error)
+        return mailbox.UPDATED, {"result": mailbox.to_text(announcement)}
+
+    def answer(self, serial: str | None, word: bytes = mailbox.UPDATED, content: dict[str, Any] | None = None) -> None:
+        """Answer the message of this serial number. Raises WriterDied when the store cannot be reached any more."""
+        job = self._clerk.give(partial(self._mailbox.put_answer, serial, word, content or {}))
+        if self._message is not None and self._message["serial"] == serial:
+            self._message = None
+        if job.done_by(time.monotonic() + GRACE):  # else it is under way
+            with _store_errors():
+                job.result()
+
+    def fail(self, message: dict[str, Any], error: BaseException) -> None:
+        """Answer that it could not be applied; the error raises in the sender. To be called where it is handled."""
+        with contextlib.suppress(WriterDied):  # the caller has an error to raise
+            self.answer(message["serial"], mailbox.FAILED, _failure(error))
+
+    def close(self) -> None:
+        """Receive no more; the sender takes this worker for dead. Idempotent."""
+        self._mailbox.closed = True
+        self._clerk.close()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    return {"failure": mailbox.to_text(Failure.of(error, None))}
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.distributed.DistError as error:
+        raise WriterDied(f"the store cannot be reached any more: {str(error)[:200]}") from error

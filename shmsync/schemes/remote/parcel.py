@@ -1,0 +1,224 @@
+"""Weights on their way to another machine: one flat buffer, laid out as a slot of an arena is, and what it means.
+
+Who gets a parcel sees the TensorDict or the dict that was sent, its tensors being views of the buffer that came. Under
+Ray that buffer is the object store itself, which all actors of a node see, and nothing keeps anybody from writing into
+it: so only our own receivers, which copy from it, get it as it is. Others get a copy.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import secrets
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from ... import _native
+from ...engine.copying import direct
+from ...engine.sources import check_keys, problem_with
+from ...engine.strategy import leaves_of, nested
+from ...errors import ManifestMismatch
+from ...memory.arena import view
+from ...memory.manifest import Key, Manifest
+from ...memory.segment import Handle
+
+Kind = Literal["tensordict", "flat", "nested"]
+
+
+class Stamp(NamedTuple):
+    """Which weights these are."""
+
+    session: str  # of the sender; another trainer counts its versions anew
+    model_id: str
+    version: int
+
+
+class Announcement(NamedTuple):
+    """Weights that lie in an arena on this node. WeightReceiver.apply_weights() takes it like any weights."""
+
+    stamp: Stamp
+    handle: Handle
+
+
+class Label(NamedTuple):
+    """What a buffer means."""
+
+    stamp: Stamp
+    kind: Kind
+    manifest: bytes  # JSON
+    extra: dict[Key, Any]  # what modules keep beside their tensors
+    starts: tuple[int, ...] = (0,)  # the first byte of each piece of the buffer
+
+
+class WeightsDict(dict[str, Any]):
+    """A state_dict or nested dict that came from a sender."""
+
+    stamp: Stamp
+
+
+class Parcel:
+    """Weights packed for transport: a buffer, in one piece or in several. Unpickles as the weights themselves."""
+
+    def __init__(self, label: Label, pieces: Sequence[torch.Tensor | numpy.ndarray]) -> None:
+        self.label = label
+        self.pieces = tuple(pieces)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The only piece."""
+        (piece,) = self.pieces
+        assert isinstance(piece, torch.Tensor)
+        return piece
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self.label, *self.pieces)
+
+
+class Packer:
+    """Packs parcels. A buffer is used again when the parcel that had it is gone: fresh memory costs more than the
+    copy. INV: who may still read a buffer keeps its Parcel.
+
+    Args:
+        piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.
+    """
+
+    def __init__(self, piece_bytes: int | None = None) -> None:
+        self.session = secrets.token_hex(8)
+        self._piece_bytes = piece_bytes
+        self._free: list[list[torch.Tensor]] = []
+        self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
+
+    def pack(self, weights: Any, model_id: str, version: int) -> Parcel:
+        """Copy weights, once. Raises ManifestMismatch for leaves that are no plain tensors."""
+        tensors, extra = leaves_of(weights)
+        problems = [f"{'.'.join(key)} {reason}" for key, tensor in tensors.items() if (reason := problem_with(tensor))]
+        if problems:
+            raise ManifestMismatch("these weights cannot be sent: " + "; ".join(problems) + ". Nothing was sent")
+        check_keys(tensors)
+        manifest, text = self._layout(tensors)
+        starts = self._starts(manifest)
+        pieces = self._take([end - start for start, end in itertools.pairwise([*starts, manifest.used_bytes])])
+        _copy(tensors, manifest, starts, pieces)
+        parcel = Parcel(Label(Stamp(self.session, model_id, version), _kind(weights), text, extra, starts), pieces)
+        weakref.finalize(parcel, _give_back, self._free, pieces).atexit = False
+        return parcel
+
+    def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:
+        made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
+        if self._manifest is None or self._manifest[0] != made_of:
+            manifest = Manifest.of(tensors)
+            self._manifest = made_of, manifest, manifest.to_json()
+        return self._manifest[1:]
+
+    def _starts(self, manifest: Manifest) -> tuple[int, ...]:
+        starts = [0]
+        if self._piece_bytes is not None:
+            for leaf in sorted(manifest.leaves, key=lambda leaf: leaf.offset):
+                if leaf.offset > starts[-1] and leaf.offset + leaf.nbytes - starts[-1] > self._piece_bytes:
+                    starts.append(leaf.offset)
+        return tuple(starts)
+
+    def _take(self, sizes: list[int]) -> list[torch.Tensor]:
+        while self._free:
+            pieces = self._free.pop()
+            if [piece.nbytes for piece in pieces] == sizes:
+                return pieces
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+
+def _give_back(free: list[list[torch.Tensor]], pieces: list[torch.Tensor]) -> None:
+    if len(free) < 2:
+        free.append(pieces)
+
+
+def _copy(
+    tensors: Mapping[Key, torch.Tensor], manifest: Manifest, starts: tuple[int, ...], pieces: list[torch.Tensor]
+) -> None:
+    rows = []
+    for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
+        source = tensors[leaf.key]
+        if not direct(source, leaf):
+            source = source.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        number = bisect.bisect(starts, leaf.offset) - 1
+        rows.append((source, pieces[number].data_ptr() + leaf.offset - starts[number], leaf.nbytes))
+    if rows:
+        _native.Sources([], rows).copy_to(0)  # each to an address of its own
+
+
+def _kind(weights: Any) -> Kind:
+    if isinstance(weights, TensorDictBase):
+        return "tensordict"
+    values = (value for key, value in weights.items() if not key.endswith("_extra_state"))  # that may be a dict too
+    return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
+
+
+_careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
+_careful_lock = threading.Lock()
+
+
+class Careful(Protocol):
+    """Reads weights and does not change them."""
+
+    def takes(self, model_id: str) -> bool:
+        """Is it what the weights of this model are for?"""
+
+
+def add_careful(each: Careful) -> None:
+    """Let it have views, as long as it lives."""
+    with _careful_lock:
+        _careful.add(each)
+
+
+def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
+    """The weights that were sent, as views of the buffer, with their stamp."""
+    with _careful_lock:
+        views_will_do = any(each.takes(label.stamp.model_id) for each in _careful)
+    storages = [_as_tensor(piece, copy=not views_will_do).untyped_storage() for piece in pieces]
+    views = {}
+    for leaf in _parsed(label.manifest).leaves:
+        number = bisect.bisect(label.starts, leaf.offset) - 1
+        views[leaf.key] = view(storages[number], leaf.dtype, leaf.shape, leaf.offset - label.starts[number])
+    weights: TensorDict | WeightsDict
+    if label.kind == "tensordict":
+        weights = nested(views)
+        for path, state in label.extra.items():
+            weights.set((*path, "__extra_state__"), state)
+    else:
+        weights = WeightsDict(
+            {".".join(key): tensor for key, tensor in views.items()}
+            if label.kind == "flat"
+            else nested(views).to_dict(retain_none=False)
+        )
+        weights.update({".".join((*path, "_extra_state")): state for path, state in label.extra.items()})
+    weights.stamp = label.stamp
+    return weights
+
+
+@lru_cache(maxsize=16)
+def _parsed(text: bytes) -> Manifest:
+    return Manifest.from_json(text, 2**63)
+
+
+def _as_tensor(piece: torch.Tensor | numpy.ndarray, *, copy: bool) -> torch.Tensor:
+    """Over the array's own memory, or a copy. torch.from_numpy() would warn that it is read-only, each time anew."""
+    if isinstance(piece, torch.Tensor):
+        return piece
+    if copy or not piece.nbytes:
+        return torch.from_numpy(piece.copy())
+    memory = (ctypes.c_uint8 * piece.nbytes).from_address(piece.ctypes.data)
+    memory.array = piece  # type: ignore[attr-defined]  # keeps it
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def stamp_of(weights: Any) -> Stamp | None:
+    """Which weights these are, if a sender of ours sent them."""
+    stamp = getattr(weights, "stamp", None)
+    return stamp if isinstance(stamp, Stamp) else None

@@ -1,0 +1,209 @@
+"""Calls of Ray actors."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+from ....errors import ProtocolError
+from ...pipes.messages import Failure
+from ..background import Clerk, Job
+from ..parcel import Parcel
+from ..place import Place
+from ..requests import SLICE, Call, Failed, Gone
+
+
+def require_ray(user: str) -> Any:
+    """The ray package. Raises ImportError, naming the extra, when it is not installed."""
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(f"{user} needs Ray, which is not installed; pip install 'shmsync[ray]'") from error
+    return ray
+
+
+class RayCall(Call):
+    """A call of an actor's method.
+
+    Args:
+        reference: what the call returned.
+        payload: the object reference that the call got; Ray keeps the object as long as somebody has it.
+    """
+
+    def __init__(self, reference: Any, payload: Any = None) -> None:
+        self.reference = reference
+        self.payload = payload
+        self._finished = False
+        self._looked = 0.0  # when; asking takes 60 µs, so a wait asks for all calls at once
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if not self._finished and time.monotonic() - self._looked > 0.001:
+            look([self], 0.0)
+        return self._finished
+
+    def result(self) -> Any:
+        """As in Call."""
+        import ray
+        from ray.exceptions import (
+            ActorPlacementGroupRemoved,
+            ActorUnavailableError,
+            ActorUnschedulableError,
+            NodeDiedError,
+            RayActorError,
+            RayError,
+            RayTaskError,
+            RuntimeEnvSetupError,
+            WorkerCrashedError,
+        )
+
+        try:
+            return ray.get(self.reference)
+        except RayTaskError as error:
+            raise Failed(failure_of(error)) from error
+        except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
+            raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
+        except (ActorUnschedulableError, RuntimeEnvSetupError, ActorPlacementGroupRemoved) as error:  # it never started
+            raise Gone(f"Ray: {_short(str(error))}") from error
+        except RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
+            raise Failed(failure_of(error)) from error
+
+
+def _plain(text: str) -> list[str]:
+    """The lines of what Ray says, without colours and pointers."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    return [line for line in lines if line.strip("^~ ")]
+
+
+def _short(text: str) -> str:
+    """What Ray says of a dead actor, in a line: how it starts and, when it raised in its constructor, what."""
+    lines = _plain(text)
+    if "creation task" in text:
+        return f"{lines[0].partition(',')[0]}: {lines[-1]}"[:300]
+    return " ".join(lines)[:300]
+
+
+def require_running() -> None:
+    """Raise ProtocolError when Ray does not run in this process; its own calls would start one, on this machine."""
+    import ray
+
+    if not ray.is_initialized():
+        raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
+
+
+def invoke(actor: Any, method: str, **arguments: Any) -> Any:
+    """Call an actor's method. Raises Failed, with a TypeError, when it has no such method, or other parameters."""
+    wanted = f"{method}({', '.join(arguments)})"
+    try:
+        bound = getattr(actor, method)
+    except AttributeError as error:
+        message = f"the actor has no method {method}(), which weights are sent to; define {wanted}"
+        raise Failed(_type_error(message)) from error
+    try:
+        return bound.remote(**arguments)
+    except TypeError as error:
+        message = f"the actor's method does not take the weights: {error}; define it as {wanted}"
+        raise Failed(_type_error(message)) from error
+
+
+def _type_error(message: str) -> Failure:
+    return Failure.of(TypeError(message), None)._replace(trace=message)
+
+
+def failure_of(error: Any) -> Failure:
+    """What an actor raised."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, BaseException):  # of a class that cannot be rebuilt here; the text ends with the exception
+        text = _plain(str(error))
+        return Failure(None, None, text[-1] if text else repr(error), str(error))
+    return Failure.of(cause, None)._replace(trace=str(error))
+
+
+def look(calls: Sequence[RayCall], seconds: float) -> None:
+    """Find out which of these calls are finished; wait until one is, but no longer than that."""
+    import ray
+
+    by_reference = {call.reference: call for call in calls}
+    ready, rest = ray.wait(list(by_reference), num_returns=1, timeout=seconds)
+    if rest and seconds:
+        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+    now = time.monotonic()
+    for call in calls:
+        call._looked = now
+    for reference in ready:
+        by_reference[reference]._finished = True
+
+
+def wait(calls: Collection[Call], seconds: float) -> None:
+    """Until one of these calls is finished, but no longer than that."""
+    unfinished = [call for call in calls if isinstance(call, RayCall) and not call._finished]
+    others = [call for call in calls if not isinstance(call, RayCall)]
+    if any(call.finished() for call in others) or len(unfinished) + len(others) < len(calls):
+        return
+    if others:
+        seconds = min(seconds, 0.01)
+    if unfinished:
+        look(unfinished, min(seconds, SLICE))
+    else:
+        time.sleep(seconds)
+
+
+def put(parcel: Parcel, tensor_transport: str) -> Any:
+    """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
+    import ray
+
+    require_running()
+    if tensor_transport == "object_store":
+        # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
+        return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
+    # A tensor of its own: the other side may read it at any time.
+    return ray.put(Parcel(parcel.label, [parcel.buffer.clone()]), _tensor_transport=tensor_transport)
+
+
+def on_node(node: str) -> Place:
+    """What is known of a process under Ray: its node."""
+    return Place(node, "", 0, 0, 0)
+
+
+def place_of_caller(_actor: Any = None) -> Place:
+    """Where the calling actor, or driver, runs."""
+    import ray
+
+    return on_node(ray.get_runtime_context().get_node_id())
+
+
+class FindActor(Call):
+    """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
+
+    def __init__(self, actor: Any, clerk: Clerk) -> None:
+        self._clerk = clerk
+        self._id = actor._actor_id.hex()
+        self._answer: Place | str | None = None
+        self._asked: Job | None = None
+
+    def finished(self) -> bool:
+        """As in Call."""
+        if self._answer is None:
+            from ray._private import state
+
+            if self._asked is None:  # on a thread: Ray's head may be slow, and this request has no time-out
+                self._asked = self._clerk.give(partial(state.actors, self._id))
+                self._asked.done_by(time.monotonic() + 0.01)
+            if not self._asked.done:
+                return False
+            asked, self._asked = self._asked, None
+            found = asked.result() or {}
+            if found.get("State") == "ALIVE":
+                self._answer = on_node(found["Address"]["NodeID"])
+            elif found.get("State") == "DEAD":
+                self._answer = f"Ray: the actor is dead (pid {found.get('Pid')})"
+        return self._answer is not None
+
+    def result(self) -> Any:
+        """As in Call."""
+        if isinstance(self._answer, str):
+            raise Gone(self._answer)
+        return self._answer

@@ -1,0 +1,115 @@
+"""A relay: gets each update once for its node, and publishes it into an arena that the node's workers attach to."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from ...engine.timing import deadline_after
+from ...errors import ClosedError, ProtocolError, ShmSyncError, WriterBusy
+from ...memory import segment
+from ..pipes.sender import write
+from ..publishers import ALL, Arenas
+from .parcel import Announcement, Stamp, add_careful, stamp_of
+
+
+class RelayOptions(NamedTuple):
+    """Of the arenas that relays make."""
+
+    slots: int
+    readers: int
+    timeout: float
+
+
+class Relay:
+    """The publisher of one sender's models on one node."""
+
+    def __init__(self, options: RelayOptions) -> None:
+        self._readers = options.readers
+        self._timeout = options.timeout
+        self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
+        self._lock = threading.Lock()
+        _sweep()  # what the relay that this one replaces has left
+        add_careful(self)
+
+    def takes(self, model_id: str) -> bool:
+        """As in Careful: publishing copies."""
+        return True
+
+    def publish(self, weights: Any) -> Announcement:
+        """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and
+        ProtocolError for weights without a stamp."""
+        return self.publish_as(_stamp(weights), weights, deadline_after(None, self._timeout))
+
+    def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
+        """The same for weights that this process has itself."""
+        with self._lock:
+            model_id, version = stamp.model_id, stamp.version
+            if self._arenas.version(model_id) < version:  # else this message came late, and there is newer
+                plan = self._arenas.plan(model_id, weights, [ALL], version, self._readers)
+                write([plan], version, deadline)
+            publisher = self._arenas.publisher(model_id, ALL)
+            return Announcement(stamp._replace(version=publisher.version), publisher.handle)
+
+    def version(self, model_id: str) -> int:
+        """The newest version of a model here; 0: none yet."""
+        return self._arenas.version(model_id)
+
+    def close(self) -> None:
+        """End the arenas. Idempotent."""
+        self._arenas.close()
+
+
+def _stamp(weights: Any) -> Stamp:
+    stamp = stamp_of(weights)
+    if stamp is None:
+        raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
+    return stamp
+
+
+def _sweep() -> None:
+    """Remove the segments of dead processes, as `shmsync gc` does: nobody takes a name that was made up again."""
+    for name in segment.names():
+        with contextlib.suppress(ShmSyncError, OSError):
+            segment.sweep(name)
+
+
+_hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
+_ended: set[str] = set()  # sessions; a message of one may still come
+_hosted_lock = threading.Lock()
+
+
+def publish_here(options: RelayOptions, weights: Any) -> Announcement:
+    """Be the relay of this node: for workers that a sender has chosen among themselves."""
+    stamp = _stamp(weights)
+    with _hosted_lock:
+        if stamp.session in _ended:
+            raise ClosedError("the sender of these weights was shut down; make a new one")
+        # Those of a trainer that was started again.
+        others = _take_out(lambda session, model_id: model_id == stamp.model_id and session != stamp.session)
+        relay = _hosted.get((stamp.session, stamp.model_id))
+        if relay is None:
+            relay = _hosted[stamp.session, stamp.model_id] = Relay(options)
+    _close(others)
+    return relay.publish(weights)
+
+
+def close_here(session: str, *, ended: bool) -> None:
+    """End what this process relays for a sender. `ended`: that sender sends no more."""
+    with _hosted_lock:
+        if ended:
+            _ended.add(session)
+        relays = _take_out(lambda of, _: of == session)
+    _close(relays)
+
+
+def _take_out(which: Callable[[str, str], bool]) -> list[Relay]:
+    return [_hosted.pop(key) for key in list(_hosted) if which(*key)]
+
+
+def _close(relays: Iterable[Relay]) -> None:
+    for relay in relays:
+        with contextlib.suppress(WriterBusy):  # it publishes, or waits for a reader: its arenas end with it
+            relay.close()

@@ -1,0 +1,112 @@
+"""The worker's side of the shared-memory scheme: one subscriber for each model."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+from torch import nn
+
+from ..engine.strategy import WeightStrategy
+from ..engine.subscriber import Consistency, Subscriber
+from ..errors import ProtocolError
+from ..memory.segment import Handle
+
+_STRATEGY = WeightStrategy()
+
+
+class Subscriptions:
+    """Subscribers by model id, and the models that they are bound to."""
+
+    def __init__(self, *, consistency: Consistency, timeout: float) -> None:
+        self._consistency = consistency
+        self._timeout = timeout
+        self._handles: dict[str, tuple[Handle, int | None]] = {}
+        self._subscribers: dict[str, Subscriber] = {}
+        self._bound: dict[str, weakref.ref[nn.Module]] = {}
+        # A scheme of this shape has no close(), so collecting it is the normal end, and no reason to warn.
+        self._finalizer = weakref.finalize(self, _close_unused, self._subscribers, self._bound)
+
+    def join(self, model_id: str, handle: Handle, worker: int | None) -> None:
+        """Attach to an arena, in place of the model's earlier one, as the worker of this index."""
+        self._handles[model_id] = handle, worker
+        subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
+        earlier = self._subscribers.pop(model_id, None)
+        self._bound.pop(model_id, None)
+        self._subscribers[model_id] = subscriber
+        if earlier is not None:
+            earlier.close()
+
+    def switch(self, model_id: str, handle: Handle, worker: int | None, model: Any) -> None:
+        """The same, and let the model use the new arena; if it cannot, all stays as it was. Other threads may use the
+        model: no forward runs while its parameters move."""
+        earlier = self._subscribers.get(model_id)
+        subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
+        try:
+            with contextlib.nullcontext() if earlier is None else earlier._exclusive():
+                if isinstance(model, nn.Module):
+                    subscriber.bind(model)
+                    self._bound[model_id] = weakref.ref(model)
+        except BaseException:
+            subscriber.close()
+            raise
+        self._handles[model_id] = handle, worker
+        self._subscribers[model_id] = subscriber
+        if earlier is not None:
+            earlier.close()
+
+    def get(self, model_id: str) -> Subscriber | None:
+        """The subscriber of a model, if it has one."""
+        return self._subscribers.get(model_id)
+
+    def needed(self, model_id: str) -> Subscriber:
+        """The same; attaches again when that failed before. Raises ProtocolError for a model never registered."""
+        if model_id not in self._subscribers:
+            if model_id not in self._handles:
+                raise ProtocolError(
+                    f"{model_id!r} was never registered here; keep one receiver for each model, and let it see every "
+                    "message of the pipe"
+                )
+            self.join(model_id, *self._handles[model_id])
+        return self._subscribers[model_id]
+
+    def bind(self, model_id: str, model: Any) -> None:
+        """Let the model use the arena: a module for good, anything else gets a copy of this version."""
+        subscriber = self.needed(model_id)
+        if not isinstance(model, nn.Module):
+            with subscriber.read() as section:
+                _STRATEGY.apply_weights(model, section.weights)
+        elif (bound := self._bound.get(model_id)) is None or bound() is not model:
+            subscriber.bind(model)
+            self._bound[model_id] = weakref.ref(model)
+
+    def use(self, model_id: str, version: int, model: Any) -> None:
+        """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
+        subscriber = self.needed(model_id)
+        subscriber.refresh()
+        if subscriber.version < version:
+            raise ProtocolError(
+                f"{model_id!r} is at version {subscriber.version} in the arena that this worker knows, not at "
+                f"{version}; was the scheme restarted? Make the receiver anew",
+                version=version,
+            )
+        self.bind(model_id, model)
+
+    def inside_section(self, model_id: str) -> bool:
+        """Is the calling thread inside a read section of this model?"""
+        subscriber = self._subscribers.get(model_id)
+        return subscriber is not None and subscriber._mine
+
+    def close(self) -> None:
+        """Leave every arena; bound modules raise ClosedError from now on. Idempotent."""
+        self._bound.clear()
+        self._finalizer()
+
+
+def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:
+    for model_id, subscriber in subscribers.items():
+        module = bound.get(model_id)
+        if module is None or module() is None:  # else its guard keeps the subscriber, and needs it
+            subscriber.close()
+    subscribers.clear()
