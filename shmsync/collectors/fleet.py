@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import AckTimeout, WorkerDied
-from ..schemes.peer import Peer
+from ..memory.process import Peer
 from .worker import ERROR, STOP, Job, run
 
 DIED = "died"

@@ -16,9 +16,9 @@ import cloudpickle
 import numpy as np
 import torch
 
+from ..engine.outcome import Failure
 from ..errors import WriterDied
 from ..schemes import WeightSyncScheme
-from ..schemes.pipes.messages import Failure
 from .buffers import Buffers
 from .rollout import Rollout
 
@@ -47,7 +47,7 @@ def run(job: Job, weights: Connection, control: Connection) -> None:
             _serve(job, weights, control)
     except Exception as error:
         with contextlib.suppress(OSError):
-            control.send((ERROR, Failure.of(error, None)))
+            control.send((ERROR, Failure.of(error)))
         raise SystemExit(1) from None
 
 

@@ -1,10 +1,6 @@
-"""Adoption: a module's parameters become the slab itself, and its optimizer steps inside update()."""
+"""Adoption: a module's parameters become the slab itself."""
 
 from __future__ import annotations
-
-import threading
-from types import MethodType
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +9,6 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from .sources import Filter, collect
-
-if TYPE_CHECKING:
-    from .publisher import Publisher
 
 
 def check(module: nn.Module, arena: Arena, filter: Filter, optimizer: torch.optim.Optimizer | None) -> None:
@@ -86,18 +79,3 @@ class Adoption:
         for parameter, view in self._parameters:
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
-
-
-def step_inside_update(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
-    """From now on optimizer.step() opens an update() section, unless its thread is in one already."""
-    step = optimizer.step
-
-    def step_in_update(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if publisher._closed or publisher._side.updating_thread == threading.get_ident():
-            return step(*args, **kwargs)
-        with publisher.update():
-            return step(*args, **kwargs)
-
-    if hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler made later looks whether the attribute is there at all
-        step_in_update._wrapped_by_lr_sched = step._wrapped_by_lr_sched  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step_in_update, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import WeightSyncScheme
-from .receiver import WeightReceiver
-from .sender import WeightSender
+from .api import WeightReceiver, WeightSender, WeightSyncScheme
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

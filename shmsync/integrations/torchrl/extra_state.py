@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from ...engine.pickling import dumps
 from ...engine.sources import Filter, collect
 from ...memory.manifest import Key
-from ...schemes.pipes.messages import dumps
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)

@@ -21,10 +21,10 @@ from collections.abc import Callable, Collection, Iterable
 from multiprocessing import util
 from typing import Any
 
-from ...memory.process import me
+from ...engine.outcome import Failure
+from ...engine.pickling import small
+from ...memory.process import Peer, me
 from ...memory.segment import Handle
-from ...schemes.peer import Peer
-from ...schemes.pipes.messages import Failure, small
 
 RING = b"!"
 LARGEST = 1 << 16  # bytes of a message
@@ -250,7 +250,7 @@ class Line:
 
     def report(self, error: BaseException) -> None:
         """Send an exception that was just caught to the trainer."""
-        failure = Failure.of(error, None)
+        failure = Failure.of(error)
         message = small(tuple(failure))
         if len(message) > LARGEST:
             message = small((None, None, failure.summary[:1000], failure.trace[-LARGEST // 4 :]))

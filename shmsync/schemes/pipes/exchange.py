@@ -7,12 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import AckTimeout, WorkerDied
-from ...memory.reader_table import listed
-from ..peer import Peer
+from ...engine.outcome import Outcome, Wording
+from ...memory.process import Peer
 from .connection import Channel, milliseconds
-from .messages import Failure, Tag
+from .messages import Tag
 from .sender_end import Answers, Result
+
+WORDING = Wording("a worker applies at its next receive()")
 
 
 class Link:
@@ -64,63 +65,12 @@ class Link:
         return "this end of its pipe is closed" if channel.closed else "its end of the pipe is closed"
 
 
-class Outcome:
-    """Who did what by the deadline. Workers are named by their index, others in words."""
-
-    def __init__(self, hint: str = "a worker applies at its next receive()") -> None:
-        self.done: list[Any] = []
-        self.late: list[Any] = []
-        self.dead: dict[Any, str] = {}
-        self.failed: dict[Any, Failure | str] = {}
-        self._hint = hint  # what may keep the late
-
-    def check(self, what: str, version: int | None) -> None:
-        """Raise what went wrong, if anything did: a worker's own exception first, then deaths, then the late."""
-        rest = [f"dead: {_named(self.dead)}"] if self.dead else []
-        rest += [f"late: {listed(list(self.late))}"] if self.late else []
-        if self.failed:
-            self._raise_failure(what, rest)
-        if self.dead:
-            raise WorkerDied(
-                f"{what} reached {_others(self.done)}, but {_named(self.dead)} died before applying it"
-                + (f"; {rest[-1]}" if self.late else "")
-                + ". The next send goes on without the dead; start others in their place",
-                version=version,
-                missing=[*self.dead, *self.late],
-            )
-        if self.late:
-            raise AckTimeout(
-                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; {self._hint}. Their late "
-                "answers count for nothing: send again, or give more time with timeout=",
-                version=version,
-                missing=list(self.late),
-            )
-
-    def _raise_failure(self, what: str, rest: Sequence[str]) -> None:
-        worker, failure = next(iter(self.failed.items()))
-        if isinstance(failure, str):
-            raise RuntimeError(f"{listed([worker])} was sent {what}, but {failure} instead of 'updated'")
-        texts = [
-            f"{listed([index])} failed while it applied {what}:\n{each.trace}"
-            for index, each in self.failed.items()
-            if isinstance(each, Failure)
-        ]
-        raise failure.exception() from RemoteTraceback("\n".join([*texts, *rest]))
-
-
-class RemoteTraceback(Exception):
-    """The tracebacks of workers, as the cause of the exception that one of them raised."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
-
-
 def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float) -> Outcome:
     """Wait until every worker has answered each of its messages, is dead, or the deadline is there.
 
     What is not answered by then is forgotten: its answer will be dropped. The slowest worker sets the time.
     """
-    outcome = Outcome()
+    outcome = Outcome(WORDING)
     waiting = dict(links)
     try:
         _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
@@ -207,11 +157,3 @@ def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:
         outcome.done.append(index)
     else:
         outcome.failed[index] = failure
-
-
-def _named(dead: Mapping[Any, str]) -> str:
-    return ", ".join(f"{listed([name])} ({how})" for name, how in dead.items())
-
-
-def _others(done: Sequence[int]) -> str:
-    return f"{len(done)} worker{'' if len(done) == 1 else 's'}"

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...engine.pickling import dumps
 from ...engine.strategy import Form
 from ...engine.timing import check_timeout
-from ..base import WeightSyncScheme
+from ..api import WeightSyncScheme
+from ..publishers import Plan
 from . import messages
 from .exchange import Link
 from .messages import Tag, Tagged
 from .receiver import PipeReceiver
-from .sender import PipeSender, Plan
+from .sender import PipeSender
 from .transport import PipeTransport
 from .worker_end import Message
 
@@ -37,7 +39,7 @@ class MPTransport(PipeTransport):
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
         tag = Tag(model_id, self.link.answers.highest(model_id) + 1)
-        message = messages.dumps(Tagged(((model_id, weights), messages.UPDATE), tag))
+        message = dumps(Tagged(((model_id, weights), messages.UPDATE), tag))
         self.link.answers.send(message, tag, replaceable=True)
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
@@ -85,7 +87,7 @@ class _Sender(PipeSender):
 
     def _plan(self, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
         message = Tagged(((self._model_id, self._prepared(weights)), messages.UPDATE), Tag(self._model_id, version))
-        payload = messages.dumps(message)
+        payload = dumps(message)
 
         def accept() -> None:
             self._payload = payload

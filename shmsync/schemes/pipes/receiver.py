@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine.timing import check_timeout
-from ..receiver import WeightReceiver
+from ..api import WeightReceiver
 from . import messages
 from .connection import Channel
 from .worker_end import Inbox, Message

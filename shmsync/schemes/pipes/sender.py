@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...engine.joint import Source, publish_jointly
+from ...engine.outcome import Outcome
 from ...engine.timing import deadline_after
 from ...errors import WorkerDied
-from ..sender import WeightSender
-from .exchange import Link, Outcome, gather
+from ..api import WeightSender
+from ..publishers import Plan, write
+from .exchange import Link, gather
 from .messages import Tag
 
 
@@ -19,32 +20,6 @@ class Posted(NamedTuple):
     version: int
     links: dict[int, Link]
     tags: dict[int, list[Tag]]  # which answers each of them owes
-
-
-class Plan(NamedTuple):
-    """New weights of one model, checked and not yet visible to anybody."""
-
-    sources: list[Source]  # what remains to be written into arenas
-    accept: Callable[[], None]
-    discard: Callable[[], None]
-
-
-def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
-    """Make all of the plans real, or none."""
-    sources = [source for plan in plans for source in plan.sources]
-    try:
-        if len(sources) == 1:
-            publisher, weights, optional = sources[0]
-            with publisher._side.lock:
-                publisher._publish(weights, deadline, version=version, optional=optional)
-        elif sources:
-            publish_jointly(sources, version, deadline)
-    except BaseException:
-        for plan in plans:
-            plan.discard()
-        raise
-    for plan in plans:
-        plan.accept()
 
 
 class PipeSender(WeightSender):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..peer import Peer
+from ...engine.outcome import Failure
+from ...memory.process import Peer
 from . import messages
 from .connection import Channel
-from .messages import Failure, Tag
+from .messages import Tag
 
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 

@@ -8,15 +8,19 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from ...engine.outcome import Outcome
+from ...engine.pickling import small
+from ...engine.publisher import Publication, publish_all
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout
-from ..base import WeightSyncScheme
+from ..api import WeightSyncScheme
+from ..publishers import Plan
 from . import messages
-from .exchange import Link, Outcome
+from .exchange import Link
 from .messages import Tag
 from .receiver import PipeReceiver
-from .sender import PipeSender, Plan, Posted
+from .sender import PipeSender, Posted
 from .shared_transport import SharedMemTransport
 from .worker_end import Message
 
@@ -139,11 +143,11 @@ class _Sender(PipeSender):
             return super().send(source, timeout=timeout)
         deadline = self._deadline(timeout)
         publisher, optional = route.publisher, route.optional
-        with publisher._side.lock:
-            self._version = version = publisher._publish(source, deadline, optional=optional)
+        (version,) = publish_all([Publication(publisher, source, optional)], None, deadline)
+        self._version = version
         tag = Tag(self._model_id, version)
-        sent = messages.small(((self._model_id, version), messages.UPDATE))
-        late = route.exchange(sent, messages.small(((self._model_id, version), messages.UPDATED)), tag, deadline)
+        sent = small(((self._model_id, version), messages.UPDATE))
+        late = route.exchange(sent, small(((self._model_id, version), messages.UPDATED)), tag, deadline)
         if late:
             links = {index: self._links[index] for index in late}
             self._collect(late, Posted(version, links, {index: [tag] for index in late}), deadline)

@@ -8,17 +8,17 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from ...engine.pickling import dumps, small
 from ...engine.strategy import WeightStrategy
 from ...engine.subscriber import Consistency
 from ...engine.timing import deadline_after
 from ...errors import ClosedError
-from ..publishers import ALL, Arenas
+from ..publishers import ALL, Plan, Publishers, write
 from ..subscriptions import Subscriptions
 from . import messages
 from .exchange import Link, gather
 from .messages import Tag
 from .route import Route
-from .sender import Plan, write
 from .transport import PipeTransport
 
 _STRATEGY = WeightStrategy()
@@ -51,7 +51,7 @@ class SharedMemTransport(PipeTransport):
         super().__init__(None, timeout)
         self.policy_weights: dict[str, Any] = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
-        self.arenas = Arenas(slots=slots, groups=groups, timeout=timeout, alias=alias)
+        self.arenas = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias)
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout)
         self.links: dict[int, Link] = {}
         self._plain = dict(self.policy_weights)  # those that are the user's own memory
@@ -160,7 +160,7 @@ class SharedMemTransport(PipeTransport):
         for index, link in links.items():
             tag = Tag(model_id, versions[index])
             owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
-            link.answers.send(messages.small((tuple(tag), messages.UPDATE)), tag, replaceable=True)
+            link.answers.send(small((tuple(tag), messages.UPDATE)), tag, replaceable=True)
         unconfirmed.difference_update(links)
         return owed
 
@@ -189,7 +189,7 @@ class SharedMemTransport(PipeTransport):
                 handle = self.arenas.publisher(model_id, self.arenas.group_of(index)).handle
                 tag = Tag(model_id, 0)
                 message = messages.Tagged(((model_id, handle), messages.REGISTER), tag, index)
-                link.answers.send(messages.dumps(message), tag)
+                link.answers.send(dumps(message), tag)
                 joined[index] = link
                 self._unconfirmed.setdefault(model_id, set()).add(index)
 

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ...engine.outcome import Outcome, listed
+from ...engine.pickling import dumps
 from ...engine.timing import deadline_after
 from ...errors import AckTimeout
-from ...memory.reader_table import listed
-from ..base import WeightSyncScheme
-from ..sender import WeightSender
+from ..api import WeightSender, WeightSyncScheme
+from ..publishers import write
 from . import messages
-from .exchange import Link, Outcome, gather
+from .exchange import Link, gather
 from .messages import Tag
-from .sender import PipeSender, write
+from .sender import PipeSender
 
 _numbers = itertools.count(1)
 _one_at_a_time = threading.Lock()
@@ -115,7 +116,7 @@ class _Meeting:
 
     def wait(self, deadline: float) -> Outcome:
         """Who is there by the deadline."""
-        payload = messages.dumps((self._content, messages.PREPARE))
+        payload = dumps((self._content, messages.PREPARE))
         for link in self._links.values():
             link.answers.send(payload, self._tag)
         try:
@@ -126,7 +127,7 @@ class _Meeting:
 
     def call_off(self) -> None:
         """Let them go on with what they have."""
-        payload = messages.dumps((self._content, messages.RESUME))
+        payload = dumps((self._content, messages.RESUME))
         for link in self._links.values():
             if not link.answers.channel.closed:
                 link.answers.channel.queue(payload)

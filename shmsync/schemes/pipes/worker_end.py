@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ... import _native
+from ...engine.outcome import Failure
+from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
 from ...errors import WriterDied
 from ...memory import process
 from . import messages
 from .connection import Channel
-from .messages import Failure, Tag
+from .messages import Tag
 
 
 class Message(NamedTuple):
@@ -137,13 +139,13 @@ class Inbox:
         """Say that it was applied, registered, or is awaited."""
         tag = message.tag
         if tag is None:
-            payload = messages.small((None, word))
+            payload = small((None, word))
         elif message.kind == messages.UPDATE and isinstance(message.content, int):
-            payload = messages.small((tuple(tag), word))
+            payload = small((tuple(tag), word))
         else:
-            payload = messages.small(messages.Tagged((None, word), tag, process.me().owner))
+            payload = small(messages.Tagged((None, word), tag, process.me().owner))
         self.channel.send_small(payload)
 
     def answer_failure(self, message: Message, error: BaseException) -> None:
         """Send an exception that was just caught to the sender."""
-        self.channel.queue(messages.dumps((Failure.of(error, message.tag), messages.FAILED)))
+        self.channel.queue(dumps((Failure.of(error, message.tag), messages.FAILED)))

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....engine.joint import Source, publish_jointly
-from ....engine.publisher import Publisher
-from ....memory.reader_table import RowId, claimed
+from ....engine.publisher import Publication, Publisher, publish_all
+from ....memory.reader_table import RowId
 from ....memory.segment import new_name
 from .. import extra_state
 
@@ -22,7 +21,7 @@ class Group:
         self.publisher = publisher
         self.arrived = set(told)
         self._rows: dict[int, RowId] = {}
-        leaf = publisher._arena.manifest.by_key.get(extra_state.KEY)
+        leaf = publisher.manifest.by_key.get(extra_state.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
@@ -33,16 +32,16 @@ class Group:
 
     def applied(self, version: int) -> list[int]:
         """The workers that have this version, those that have left since included."""
-        workers: list[int] = self.publisher._arena.control.workers_at(version)
+        workers = self.publisher.applied_by(version)
         self.arrived.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
         """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
         if any(worker not in self._rows for worker in workers):
-            self._rows = {row.worker: row.id for row in claimed(self.publisher._arena.control)}
+            self._rows = self.publisher.attached_rows()
         rows = [self._rows[worker] for worker in workers if worker in self._rows]
-        if rows and not self.publisher._side.writer.wait_acks(version, rows, nanoseconds):
+        if rows and not self.publisher.wait_rows(version, rows, nanoseconds):
             self._rows = {}  # they have it, or rows have other owners now: look again if it goes on
         return bool(rows)
 
@@ -166,7 +165,7 @@ class Groups:
                     plan.append((group, source))
                     chosen_for.append(chosen)
             members = self._after(fresh)
-            versions = self._publish(plan, deadline)
+            versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
             self._members = members
         except BaseException:
             self.sweep()
@@ -194,14 +193,6 @@ class Groups:
                 members.append(Member(member.group, rest, member.still_used_by() + gone))
         return (*members, *fresh)
 
-    def _publish(self, plan: Sequence[tuple[Group, Any]], deadline: float) -> list[int]:
-        if len(plan) == 1:
-            publisher, source = plan[0][0].publisher, plan[0][1]
-            with publisher._side.lock:
-                return [publisher._publish(source, deadline)]
-        publish_jointly([Source(group.publisher, source) for group, source in plan], None, deadline)
-        return [group.publisher.version for group, _ in plan]
-
     def _branch(self, group: Group, workers: frozenset[int], states: extra_state.States | None) -> Group:
         if self._alias:
             raise ValueError(
@@ -213,9 +204,7 @@ class Groups:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
         branch = self._make(current, new_name())
-        branch.publisher._source = {}  # it would keep the arena that it was copied from; every send brings its own
-        branch.publisher._source_transfer = None
-        branch.publisher._recent.clear()
+        branch.publisher.forget_source()  # it would keep the arena that it was copied from; every send brings its own
         return branch
 
     def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .... import _native
+from ....engine.outcome import Failure, RemoteTraceback, listed
 from ....engine.timing import check_worker, deadline_after
 from ....errors import AckTimeout, WorkerDied, WriterBusy
-from ....memory.reader_table import listed
-from ....schemes.pipes.exchange import RemoteTraceback
-from ....schemes.pipes.messages import Failure
 from ..lines import Switchboard
 from .groups import Groups, Posted
 
