@@ -153,7 +153,7 @@ class WeightSender:
     This one speaks to any transport, one worker after the other; the senders of pipe schemes speak to all at once.
     """
 
-    _sends = True  # False: its workers keep the weights they came with
+    sends = True  # False: its workers keep the weights they came with
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -238,7 +238,7 @@ class WeightSender:
         deadline = self._deadline(timeout)
         posted = self._post(weights, workers, deadline)
         self._collect(workers, posted, deadline)
-        return self._version
+        return self.version
 
     def send_async(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
@@ -247,7 +247,7 @@ class WeightSender:
         self._refuse_pending("send_async")
         workers = self._chosen(worker_ids)
         self._pending = workers, self._post(weights, workers, self._deadline(timeout))
-        return self._version
+        return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
         """Wait for the pending send_async(), and return its version. Raises RuntimeError when none is pending, and
@@ -256,7 +256,7 @@ class WeightSender:
             raise RuntimeError("no send is pending; call send_async() first")
         (workers, posted), self._pending = self._pending, None
         self._collect(workers, posted, self._deadline(timeout))
-        return self._version
+        return self.version
 
     def update_weights(self, weights: Any) -> int:
         """The same as send(weights)."""

@@ -51,7 +51,7 @@ class NoTransport:
 
 
 class _Sender(WeightSender):
-    _sends = False
+    sends = False
 
     def _post(self, weights: Any, workers: list[int], deadline: float) -> list[Any]:
         return []  # the version stays: the workers' weights do too

@@ -107,9 +107,9 @@ class Publishers:
         """Leaves that weights of the model may lack: its buffers that are never saved."""
         return self._optional.get(model_id, set())
 
-    def applied(self, model_id: str, group: int, worker: int) -> bool:
+    def applied(self, model_id: str, worker: int) -> bool:
         """Has this worker used the newest version, whether it still runs or not?"""
-        publisher = self._publishers.get(model_id, {}).get(group)
+        publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
         return publisher is not None and worker in publisher.applied_by(publisher.version)
 
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:

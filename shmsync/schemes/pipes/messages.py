@@ -1,4 +1,4 @@
-"""What goes over a pipe: messages and answers, as bytes that a plain recv() can read.
+"""What goes over a pipe: messages and answers, as pairs that a plain recv() can read.
 
     sender → worker   ((model_id, weights), "update_weights")            weights by value
                       ((model_id, version), "update_weights")            they lie in an arena, at this version
@@ -12,8 +12,8 @@
                       (None, "prepared")
                       (failure, "failed")
 
-Each is a plain pair to whoever reads it with recv(). Those that have no room for a tag carry it as an attribute, so
-that an answer names the message that it answers. Untagged answers count for the oldest message without an answer.
+Those that have no room for a tag carry it as an attribute, so that an answer names the message that it answers.
+Untagged answers count for the oldest message without an answer.
 """
 
 from __future__ import annotations
@@ -53,6 +53,30 @@ class Tagged(tuple[Any, ...]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Tagged, (tuple(self), self.tag, self.who)
+
+
+class Message(NamedTuple):
+    """A message as its worker understands it."""
+
+    kind: str
+    model_id: str  # of PREPARE and RESUME: ""
+    content: Any  # weights, a version, a handle; model ids and a number
+    tag: Tag | None  # None: from a sender that tags nothing
+    worker: int | None = None  # of REGISTER: the index that the sender has given this worker
+
+    @classmethod
+    def of(cls, message: Any) -> Message:
+        """Of what was read from the pipe."""
+        (model_id, content), kind = message
+        if kind in (PREPARE, RESUME):
+            return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
+        if kind == REGISTER:
+            worker = message.who if isinstance(message, Tagged) else None
+            return cls(kind, model_id, content, Tag(model_id, 0), worker)
+        tag = message.tag if isinstance(message, Tagged) else None
+        if tag is None and isinstance(content, int):
+            tag = Tag(model_id, content)
+        return cls(kind, model_id, content, tag)
 
 
 def is_message(message: object) -> bool:
