@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ....engine import extra_state
 from ....engine.publisher import Publication, Publisher, publish_all
 from ....memory.reader_table import RowId
 from ....memory.segment import new_name
-from .. import extra_state
 
 
 class Group:
@@ -46,7 +46,7 @@ class Group:
         return bool(rows)
 
 
-class Member(NamedTuple):
+class Membership(NamedTuple):
     """A group, who belongs to it, and the groups that others have left it for."""
 
     group: Group
@@ -60,7 +60,7 @@ class Member(NamedTuple):
         return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
 
 
-class Posted(NamedTuple):
+class Assignment(NamedTuple):
     """A version that these workers have to apply."""
 
     group: Group
@@ -96,7 +96,7 @@ class Groups:
             planned.setdefault(key, (new_name(), source, []))[2].append(worker)
         self._planned = list(planned.values())
         self.workers = set(sources)
-        self._members: tuple[Member, ...] = ()  # replaced as a whole: an interrupt may land anywhere
+        self._members: tuple[Membership, ...] = ()  # replaced as a whole: an interrupt may land anywhere
         self._groups: list[Group] = []  # every one that has an arena
         self._closing = util.Finalize(self, _close, (self._groups,), exitpriority=25)
 
@@ -123,7 +123,7 @@ class Groups:
                     "without alias="
                 )
             group = self._make(tensors if states is None else extra_state.together(tensors, states), name, workers)
-            members.append(Member(group, frozenset(workers)))
+            members.append(Membership(group, frozenset(workers)))
             if self._alias:
                 group.publisher.adopt(source)
         self._members = tuple(members)
@@ -139,7 +139,9 @@ class Groups:
         weights = group.publisher.weights
         return weights if group.room is None else weights.exclude(extra_state.LEAF)
 
-    def publish(self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float) -> list[Posted]:
+    def publish(
+        self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float
+    ) -> list[Assignment]:
         """Publish weights for sets of workers, each for its own; a set that is part of a group leaves that group.
         `absent`: workers that are gone, and in nobody's way.
 
@@ -147,7 +149,7 @@ class Groups:
         """
         plan: list[tuple[Group, Any]] = []
         chosen_for: list[frozenset[int]] = []
-        fresh: list[Member] = []
+        fresh: list[Membership] = []
         try:
             for weights, workers in wanted:
                 tensors, states = extra_state.separate(weights)
@@ -160,7 +162,7 @@ class Groups:
                     if source is None or others or member.still_used_by():
                         # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
                         group = self._branch(group, chosen, states)
-                        fresh.append(Member(group, chosen))
+                        fresh.append(Membership(group, chosen))
                         source = group.taken(tensors, states)
                     plan.append((group, source))
                     chosen_for.append(chosen)
@@ -170,7 +172,9 @@ class Groups:
         except BaseException:
             self.sweep()
             raise
-        return [Posted(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)]
+        return [
+            Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
+        ]
 
     def sweep(self) -> None:
         """End the arenas that nobody is meant to use (any more); a worker that has not moved yet keeps what it has."""
@@ -183,14 +187,14 @@ class Groups:
         """End every arena. Idempotent."""
         self._closing()
 
-    def _after(self, fresh: Sequence[Member]) -> tuple[Member, ...]:
+    def _after(self, fresh: Sequence[Membership]) -> tuple[Membership, ...]:
         """The members once these have got workers of the others."""
         members = []
         for member in self._members:
             gone = tuple((new.group, new.workers) for new in fresh if new.workers & member.workers)
             rest = member.workers.difference(*(workers for _, workers in gone))
             if rest:
-                members.append(Member(member.group, rest, member.still_used_by() + gone))
+                members.append(Membership(member.group, rest, member.still_used_by() + gone))
         return (*members, *fresh)
 
     def _branch(self, group: Group, workers: frozenset[int], states: extra_state.States | None) -> Group:

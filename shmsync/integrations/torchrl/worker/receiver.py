@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from ....engine import extra_state
 from ....engine.binding import Binding, bind_module
 from ....engine.strategy import WeightStrategy
 from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.segment import Handle
-from .. import extra_state
-from ..lines import Line
 from .clock import VersionClock
-from .listener import Listener
+from .line import Line
+from .listener import LineListener
 from .safe_point import LoadPoint, SafePoint, StatePoint, Turn, make_private
 
 
@@ -51,7 +51,7 @@ class Receiver:
             raise
         self._counted = 1  # the version that arenas start with; each later one is an update
         self._finalizer = weakref.finalize(self, _leave, self._line)
-        Listener.here().add(self)
+        LineListener.here().add(self)
 
     @property
     def fd(self) -> int:
@@ -277,5 +277,5 @@ class _After:
 
 
 def _leave(line: Line) -> None:
-    Listener.here().remove(line.fd)
+    LineListener.here().remove(line.fd)
     line.close()
