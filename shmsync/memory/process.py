@@ -66,8 +66,8 @@ class Peer:
     """
 
     def __init__(self, *, owner: int = 0, process: Any = None) -> None:
-        self._owner = owner  # 0: a child of ours, which keeps its pid until we wait for it
-        self._process = process
+        self._owner = owner
+        self._process = process  # a child of ours, which keeps its pid until we wait for it
         self.pid: int = pid_of(owner) if process is None else process.pid
         if self.pid is None:
             raise ValueError("this worker process is not started; call its start() first")
@@ -90,7 +90,7 @@ class Peer:
 
     def _has_its_pid(self) -> bool:
         try:
-            return not self._owner or owner_word(self.pid) == self._owner
+            return self._process is not None or owner_word(self.pid) == self._owner
         except (FileNotFoundError, ProcessLookupError):
             return False
         except OSError:  # it could not be found out, which is not "dead"

@@ -196,13 +196,13 @@ class SharedMemSender(PipeSender):
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
         common = worker_ids is None and not (self._pending or self._extracts)
-        if not common or not self.carrier.is_common(self.model_id):
+        if not common or not self.carrier.is_common(self._model_id):
             return super().send(weights, worker_ids, timeout=timeout)
         source = weights if isinstance(weights, nn.Module) else self._source(weights)
         if not isinstance(source, nn.Module):
             return super().send(source, timeout=timeout)
         deadline = deadline_after(timeout, self.default_timeout)
-        posted = self.carrier.post_common(self.model_id, source, deadline)
+        posted = self.carrier.post_common(self._model_id, source, deadline)
         if posted.links:
             self.carrier.collect(posted, deadline)
         return posted.version
