@@ -92,7 +92,7 @@ class SocketCall(Call):
         try:
             answer = self._task.result()
         except (OSError, EOFError, multiprocessing.AuthenticationError) as error:
-            raise Gone(f"{self._address}: {error or 'the connection ended'}") from error
+            raise Gone("{}:{}: {}".format(*self._address, error or "the connection ended")) from error
         if isinstance(answer, Failure):
             raise Failed(answer)
         return answer
