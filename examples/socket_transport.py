@@ -19,26 +19,16 @@ from typing import Any
 
 from torch import nn
 
-from shmsync.schemes.remote import (
-    Arguments,
-    Call,
-    Carrier,
-    Clerk,
-    Failed,
-    Failure,
-    Gone,
-    HostedRelay,
-    Parcel,
-    RelayOptions,
-    RemoteScheme,
-    RemoteTransport,
-    Roster,
-    Site,
-    Task,
-    close_here,
-    here,
-    publish_here,
-)
+from shmsync.engine.outcome import Failure
+from shmsync.schemes.lookup import Arguments
+from shmsync.schemes.remote.background import Clerk, Task
+from shmsync.schemes.remote.carrier import Carrier, HostedRelay
+from shmsync.schemes.remote.parcel import Parcel
+from shmsync.schemes.remote.place import Site, here
+from shmsync.schemes.remote.relay import RelayOptions, close_here, publish_here
+from shmsync.schemes.remote.requests import Call, Failed, Gone
+from shmsync.schemes.remote.scheme import RemoteScheme, Roster
+from shmsync.schemes.remote.transport import RemoteTransport
 
 # ---- in a worker
 

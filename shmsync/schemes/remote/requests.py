@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -97,6 +98,7 @@ class Destination:
 Record = bool | Literal["failures"]
 
 
+@dataclass(eq=False)
 class Step:
     """One request of a send.
 
@@ -108,22 +110,13 @@ class Step:
         forgive: gets a failure; True: it has been seen to, and the outcome says nothing of it.
     """
 
-    def __init__(
-        self,
-        name: int | str,
-        destination: Destination,
-        start: Callable[[], Call],
-        then: Callable[[Any], None] | None,
-        record: Record,
-        forgive: Callable[[Any], bool] | None,
-    ) -> None:
-        self.name = name
-        self.destination = destination
-        self.start = start
-        self.then = then
-        self.record = record
-        self.forgive = forgive
-        self.call: Call | None = None
+    name: int | str
+    destination: Destination
+    start: Callable[[], Call]
+    then: Callable[[Any], None] | None
+    record: Record
+    forgive: Callable[[Any], bool] | None
+    call: Call | None = None
 
     def advance(self) -> bool:
         """Start it if its destination is free; is it finished?"""

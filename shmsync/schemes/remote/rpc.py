@@ -19,8 +19,7 @@ from .carrier import Carrier
 from .place import here
 from .relay import RelayOptions, close_here, publish_here
 from .requests import Call, Failed, Gone
-from .roster import Roster
-from .scheme import RemoteScheme
+from .scheme import RemoteScheme, Roster
 from .transport import RemoteTransport
 
 _keys = itertools.count()

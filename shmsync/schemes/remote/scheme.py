@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from typing_extensions import override
 
@@ -22,10 +22,34 @@ from .parcel import Packer, Stamp
 from .receiver import RemoteReceiver
 from .relay import RelayOptions
 from .requests import Delivery
-from .roster import Roster
 from .transport import RemoteTransport
 
 _READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
+
+
+class Roster(NamedTuple):
+    """The workers of a sender, by their addresses: what the scheme's create_transport() takes for each.
+
+    read: gives the addresses; None: they are as they were.
+    name: of the argument that they come from.
+    live: True: they are read at each send, so workers join and leave by being in the user's list. False: they are read
+        once, and then register_worker() changes them.
+    key: addresses with the same key are the same worker, which keeps its transport.
+    """
+
+    read: Callable[[], Sequence[Any] | None]
+    name: str
+    live: bool
+    key: Callable[[Any], Any] = lambda address: address
+
+
+class RemoteOptions(TypedDict, total=False):
+    """Options that all schemes for several machines take; see RemoteScheme."""
+
+    fan_out: Literal["node"] | None
+    slots: int
+    consistency: Consistency
+    timeout: float
 
 
 class RemoteScheme(WeightSyncScheme):
@@ -177,8 +201,13 @@ class RemoteSender(WeightSender):
             )
         prepared = self._prepared(weights)
         delivery = Delivery(self._carrier.wait)
-        if self._fan_out is not None:
-            self._post_by_node(self._fan_out, delivery, prepared, alive, deadline)
+        if (fan_out := self._fan_out) is not None:
+            everybody = {index: each for index, each in self._transports.items() if not each.reported}
+            fan_out.find_places(delivery, alive, everybody, deadline)
+            version = max(self._version, fan_out.version(self._model_id)) + 1
+            stamp = Stamp(self._packer.session, self._model_id, version)
+            accept = partial(setattr, self, "_version", version)
+            fan_out.deliver(delivery, self._packer, stamp, prepared, alive, accept, deadline)
             return delivery
         parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(parcel) if alive else None
@@ -186,24 +215,6 @@ class RemoteSender(WeightSender):
         for index, transport in alive.items():
             delivery.ask(index, transport, partial(transport.post, payload))
         return delivery
-
-    def _post_by_node(
-        self,
-        fan_out: FanOut,
-        delivery: Delivery,
-        weights: Any,
-        workers: Mapping[int, RemoteTransport],
-        deadline: float,
-    ) -> None:
-        everybody = {index: each for index, each in self._transports.items() if not each.reported}
-        fan_out.find_places(delivery, workers, everybody, deadline)
-        version = max(self._version, fan_out.version(self._model_id)) + 1
-        stamp = Stamp(self._packer.session, self._model_id, version)
-
-        def accept() -> None:
-            self._version = stamp.version
-
-        fan_out.deliver(delivery, self._packer, stamp, weights, workers, accept, deadline)
 
     @override
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:

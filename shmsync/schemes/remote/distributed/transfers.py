@@ -58,10 +58,6 @@ class InitialSender:
         # The task keeps the buffers: the transfer goes on when this call has given up.
         _finish(self._clerk.give(partial(wait, works, parts, parcel)), "the worker", timeout)
 
-    def close(self) -> None:
-        """End its thread. Idempotent."""
-        self._clerk.close()
-
 
 class InitialReceiver:
     """Receives them."""
@@ -78,10 +74,6 @@ class InitialReceiver:
         finally:
             if asked.done():
                 self._asked = None
-
-    def close(self) -> None:
-        """End its thread. Idempotent."""
-        self._clerk.close()
 
 
 def _receive_initial() -> Any:

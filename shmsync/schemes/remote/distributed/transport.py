@@ -180,6 +180,6 @@ class DistributedTransport(RemoteTransport):
     @override
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
-        for end in (self.outbox, self.inbox, self._initial_sender, self._initial_receiver):
+        for end in (self.outbox, self.inbox):
             if end is not None:
                 end.close()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from ....engine.strategy import Form
-from ....engine.subscriber import Consistency
 from ...lookup import Arguments, find_model
 from ..receiver import RemoteReceiver
-from ..roster import Roster
-from ..scheme import RemoteSender
+from ..scheme import RemoteOptions, RemoteSender, Roster
 from .carrier import TensorTransport
 from .requests import invoke
 from .scheme import ActorScheme, RayTransport
@@ -80,19 +78,9 @@ class RayModuleTransformScheme(ActorScheme):
         strategy: Form = "tensordict",
         *,
         tensor_transport: TensorTransport = "object_store",
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(
-            strategy,
-            tensor_transport=tensor_transport,
-            fan_out=fan_out,
-            slots=slots,
-            consistency=consistency,
-            timeout=timeout,
-        )
+        super().__init__(strategy, tensor_transport=tensor_transport, **options)
 
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Prepare to send the model of this id.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from ....engine.strategy import Form
-from ....engine.subscriber import Consistency
 from ...lookup import Arguments
 from ..requests import Call
-from ..roster import Roster
-from ..scheme import RemoteScheme
+from ..scheme import RemoteOptions, RemoteScheme, Roster
 from ..transport import RemoteTransport
 from .carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .requests import RayCall, invoke, require_ray
@@ -55,24 +53,16 @@ class RayTransport(RemoteTransport):
 
 
 class ActorScheme(RemoteScheme):
-    """What the schemes for actors have in common.
-
-    Args:
-        tensor_transport: how Ray moves the weights, "object_store" or "nixl".
-        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. Relays are actors.
-    """
+    """What the schemes for actors of Ray have in common."""
 
     def __init__(
         self,
         strategy: Form = "state_dict",
         *,
         tensor_transport: TensorTransport = "object_store",
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        **options: Unpack[RemoteOptions],
     ) -> None:
-        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
+        super().__init__(strategy, **options)
         check_tensor_transport(tensor_transport)
         self.tensor_transport: TensorTransport = tensor_transport
 
