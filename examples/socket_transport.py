@@ -59,7 +59,8 @@ def _answer(connection: Connection, apply: Callable[[Any], None]) -> None:
         while True:
             action, *arguments = connection.recv()
             try:
-                answer = actions[action](*arguments)
+                act = actions[action]
+                answer = act(*arguments)
             except Exception as error:
                 answer = Failure.of(error)
             connection.send(answer)
