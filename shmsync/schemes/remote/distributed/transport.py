@@ -141,7 +141,7 @@ class DistributedTransport(RemoteTransport):
         deadline = time.monotonic() + check_timeout(self.timeout if timeout is None else timeout)
         target = self.weights_buffer if weights is None else weights
         given = [destination for destination in (target, model) if destination is not None]
-        received = self.inbox.receive(deadline, given, strategy or _STRATEGY)
+        received = self.inbox.receive_weights(deadline, given, strategy or _STRATEGY)
         return received if received is None or target is None else (received[0], target)
 
     @override

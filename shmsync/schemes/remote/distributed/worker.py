@@ -41,7 +41,7 @@ class Inbox:
         self._after: str | None = None
         self._until = 0.0  # when the clerk stops waiting for the next one
         self._clerk = Clerk()
-        self._given: str | None = None  # the serial number of what receive() has returned
+        self._given: str | None = None  # the serial number of what receive_weights() has returned
         self._asked: Task | None = None  # for the next one
 
     def introduce(self) -> None:
@@ -153,7 +153,9 @@ class Inbox:
         with contextlib.suppress(WriterDied):  # the caller has an error to raise
             self.answer(message["serial"], mailbox.FAILED, _failure(error))
 
-    def receive(self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy) -> tuple[str, Any] | None:
+    def receive_weights(
+        self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy
+    ) -> tuple[str, Any] | None:
         """The next weights as (model_id, weights), applied to these destinations; None when there are none in time.
         acknowledge() answers. What applying them raises is the answer too, and raises here."""
         with self.alone(deadline) as alone:
@@ -176,7 +178,7 @@ class Inbox:
             return Stamp(*message["stamp"]).model_id, received
 
     def acknowledge(self, word: bytes) -> None:
-        """Answer what receive() returned last. Raises WriterDied when the store cannot be reached any more."""
+        """Answer what receive_weights() returned last. Raises WriterDied when the store cannot be reached any more."""
         self.answer(self._given, word)
         self._given = None
 
