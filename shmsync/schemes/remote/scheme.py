@@ -165,13 +165,14 @@ class RemoteSender(WeightSender):
     def _take_in(self, workers: Sequence[Any], roster: Roster) -> None:
         """These are the workers now. Who stays keeps the transport, and so the request that is under way there."""
         keys = [roster.key(address) for address in workers]
+        if keys == [transport.key for transport in self._transports.values()]:
+            return
         known = {transport.key: transport for transport in self._transports.values()}
-        if keys != [transport.key for transport in self._transports.values()]:
-            made: dict[int, RemoteTransport] = {}
-            for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
-                made[index] = known.get(key) or self._scheme.create_transport(address)
-                made[index].key = key
-            self._transports = made
+        made: dict[int, RemoteTransport] = {}
+        for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
+            made[index] = known.get(key) or self._scheme.create_transport(address)
+            made[index].key = key
+        self._transports = made
 
     @override
     def is_dead(self, worker_idx: int) -> bool:
