@@ -6,7 +6,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
@@ -41,15 +41,6 @@ class Roster(NamedTuple):
     name: str
     live: bool
     key: Callable[[Any], Any] = lambda address: address
-
-
-class RemoteOptions(TypedDict, total=False):
-    """Options that all schemes for several machines take; see RemoteScheme."""
-
-    fan_out: Literal["node"] | None
-    slots: int
-    consistency: Consistency
-    timeout: float
 
 
 class RemoteScheme(WeightSyncScheme):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ....engine.strategy import Form
+from ....engine.subscriber import Consistency
 from ....engine.timing import check_timeout
 from ....errors import ProtocolError
 from ...lookup import Arguments
 from ..receiver import RemoteReceiver
-from ..scheme import RemoteOptions, RemoteScheme, Roster
+from ..scheme import RemoteScheme, Roster
 from .transport import DistributedCarrier, DistributedTransport
 
 
@@ -34,9 +35,12 @@ class DistributedWeightSyncScheme(RemoteScheme):
         sync: bool = True,
         *,
         strategy: Form = "state_dict",
-        **options: Unpack[RemoteOptions],
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
     ) -> None:
-        super().__init__(strategy, **options)
+        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
         if backend != "gloo":
             raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
         self.backend = backend

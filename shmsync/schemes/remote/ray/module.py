@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ....engine.strategy import Form
+from ....engine.subscriber import Consistency
 from ...lookup import Arguments, find_model
 from ..receiver import RemoteReceiver
-from ..scheme import RemoteOptions, RemoteSender, Roster
+from ..scheme import RemoteSender, Roster
 from .carrier import TensorTransport
 from .requests import invoke
 from .scheme import ActorScheme, RayTransport
@@ -78,9 +79,19 @@ class RayModuleTransformScheme(ActorScheme):
         strategy: Form = "tensordict",
         *,
         tensor_transport: TensorTransport = "object_store",
-        **options: Unpack[RemoteOptions],
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
     ) -> None:
-        super().__init__(strategy, tensor_transport=tensor_transport, **options)
+        super().__init__(
+            strategy,
+            tensor_transport=tensor_transport,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+        )
 
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Prepare to send the model of this id.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from ....engine.strategy import Form
+from ....engine.subscriber import Consistency
 from ...lookup import Arguments
 from ..requests import Call
-from ..scheme import RemoteOptions, RemoteScheme, Roster
+from ..scheme import RemoteScheme, Roster
 from ..transport import RemoteTransport
 from .carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .requests import RayCall, invoke, require_ray
@@ -60,9 +61,12 @@ class ActorScheme(RemoteScheme):
         strategy: Form = "state_dict",
         *,
         tensor_transport: TensorTransport = "object_store",
-        **options: Unpack[RemoteOptions],
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float = 60.0,
     ) -> None:
-        super().__init__(strategy, **options)
+        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
         check_tensor_transport(tensor_transport)
         self.tensor_transport: TensorTransport = tensor_transport
 
