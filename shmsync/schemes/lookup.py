@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -23,6 +23,14 @@ class Arguments:
         """The keyword argument, else the context's attribute, else None."""
         value = self._kwargs.get(name)
         return getattr(self.context, name, None) if value is None else value
+
+    def reader(self, name: str) -> Callable[[], Any]:
+        """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""
+        value = self._kwargs.get(name)
+        if value is not None or self.context is None:
+            return lambda: value
+        context = weakref.ref(self.context)
+        return lambda: getattr(context(), name, None)
 
     def model(self) -> Any:
         """The model itself: `model=`, or what the context gives for the id; None if neither does."""

@@ -14,11 +14,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "process")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the fork server's children must not share a thread pool
 
 from fleet import Crew  # noqa: E402
-from fleet_processes import DistributedWorld, RPCWorld, WorldCrew  # noqa: E402
+from fleet_processes import DistributedWorld, RPCWorld, SocketWorld, WorldCrew  # noqa: E402
 from fleet_ray import RayCrew  # noqa: E402
 from table import NONE, SCHEMES  # noqa: E402
 
 REMOTE = {"ray": RayCrew, "rpc": lambda: WorldCrew(RPCWorld), "distributed": lambda: WorldCrew(DistributedWorld)}
+REMOTE["socket"] = lambda: WorldCrew(SocketWorld)
 
 
 def pytest_collection_modifyitems(items):

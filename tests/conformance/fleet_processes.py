@@ -78,6 +78,11 @@ class DistributedWorld(World):
         self.everybody(remote_peers.join_process_group, self.trainer.call(remote_peers.host_store, SIZE))
 
 
+class SocketWorld(World):
+    def connect(self):
+        self.addresses = [worker.call(remote_peers.serve_sockets) for worker in self.ranks]
+
+
 class WorldCrew:
     """Worlds of one kind, one for each way in which workers are spread over nodes."""
 
@@ -178,3 +183,18 @@ class DistributedFleet(WorldFleet):
 
     def die_when_applied(self, index, note):
         self.workers[index].start(remote_peers.die_at_answer, note)
+
+
+class SocketFleet(WorldFleet):
+    called = True
+
+    def given(self, model_id):
+        addresses = [self.world.addresses[rank] for rank in self.ranks]
+        return {"addresses": partial(remote_trainer.addresses, addresses, model_id)}
+
+    def register(self, sender, index):
+        address = self.world.addresses[self.ranks[index]]
+        self.world.trainer.call(remote_trainer.change_address, sender.model_id, index, address)
+
+    def die_when_applied(self, index, note):
+        self.workers[index].start(remote_peers.die_when_applied, note)

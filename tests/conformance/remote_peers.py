@@ -7,10 +7,12 @@ import pickle
 import signal
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import peers
+from shmsync.examples.socket_transport import serve as serve_weights
 
 from shmsync.schemes.remote.parcel import stamp_of
 
@@ -151,6 +153,12 @@ def join_rpc(state, rank, size, path):
     Collector.state = state
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=60)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def serve_sockets(state):
+    """The address of this process."""
+    state.using = threading.Lock()
+    return serve_weights(partial(take_weights, state))
 
 
 def host_store(state, size):

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from fleet import PipeFleet
-from fleet_processes import DistributedFleet, RPCFleet
+from fleet_processes import DistributedFleet, RPCFleet, SocketFleet
 from fleet_ray import RayFleet, RayModuleFleet
+from shmsync.examples.socket_transport import SocketWeightSyncScheme
 from torch import distributed
 
 from shmsync.schemes import (
@@ -75,6 +76,12 @@ def a_rank() -> Iterator[Ends]:
     yield Ends(sender, worker, (store, 1), needed, "num_workers is 2 but there are 1 ranks", lambda: False)
 
 
+@contextlib.contextmanager
+def an_address() -> Iterator[Ends]:
+    contradiction = "num_workers is 2 but there are 1 addresses"
+    yield Ends({"addresses": [None]}, {}, None, "addresses must be given", contradiction)
+
+
 class Entry(NamedTuple):
     """A scheme under test.
 
@@ -123,8 +130,9 @@ RAY_MODULE, *_ = remote("ray-module", RayModuleFleet, partial(an_actor, "actors"
 # its receive(), so there it is another, as tests look at its neighbours while they hold one.
 RPC = remote("rpc", RPCFleet, an_rpc_worker, RPCWeightSyncScheme, relay=(None, "b", "b"))
 DISTRIBUTED = remote("distributed", DistributedFleet, a_rank, DistributedWeightSyncScheme, relay=("b", "b", None))
+SOCKET = remote("socket", SocketFleet, an_address, SocketWeightSyncScheme, relay=("b", "b", None))  # an example
 
-SCHEMES = [*PIPES, *RAY, RAY_MODULE, *RPC, *DISTRIBUTED]
+SCHEMES = [*PIPES, *RAY, RAY_MODULE, *RPC, *DISTRIBUTED, *SOCKET]
 
 
 def only(*entries: Entry) -> Any:
@@ -139,4 +147,4 @@ remotely = only(*SCHEMES[len(PIPES) :])
 def start_methods(*names: str) -> Any:
     """A mark: where workers are started by multiprocessing, these start methods will do, as the test kills many or
     depends on nothing else."""
-    return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed"], indirect=True)
+    return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed", "socket"], indirect=True)

@@ -14,7 +14,7 @@ from workers import Call, until
 from shmsync.errors import AckTimeout, WorkerDied
 
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
-NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+)"  # of a worker, by what its scheme knows of it
+NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it
 LONG = 60.0  # seconds; a send that notices a death returns long before
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed import rpc
 from workers import until
 
-from shmsync import DistributedWeightSyncScheme, publisher
+from shmsync import DistributedWeightSyncScheme
+from shmsync.engine import publisher
 
 FOR_EVER = 3600.0  # a send that waited for this deadline would run into the test's watchdog
 

@@ -12,7 +12,7 @@ from remote_members import Trouble, members
 from torch import nn
 
 from shmsync import WeightStrategy
-from shmsync.schemes.remote.background import Job
+from shmsync.schemes.remote.background import Task
 from shmsync.schemes.remote.distributed.mailbox import Mailbox
 from shmsync.schemes.remote.distributed.transport import DistributedTransport
 from shmsync.schemes.remote.distributed.worker import Inbox
@@ -79,7 +79,7 @@ def interrupt_when_an_answer_is_heard(state):
 def interrupt_receipt(state, where):
     """One Ctrl-C in the next receive()."""
     owner, name, before = {
-        "while it waits": (Job, "done_by", True),
+        "while it waits": (Task, "done_by", True),
         "when it has it": (Inbox, "next", False),
         "while it applies": (WeightStrategy, "apply_weights", True),
         "before it answers": (Inbox, "answer", True),

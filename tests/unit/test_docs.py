@@ -18,3 +18,10 @@ def test_every_local_link_of_the_docs_resolves():
     for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_on_transports_shows_parts_of_its_example():
+    program = (ROOT / "examples" / "socket_transport.py").read_text()
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "add-a-transport.md").read_text(), re.DOTALL)
+    assert blocks
+    assert [block for block in blocks if block not in program] == []

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmsync.schemes.remote.distributed import lifeline as _lifeline
-from shmsync.schemes.remote.distributed.lifeline import Lifeline, Listener
+from shmsync.schemes.remote.distributed.lifeline import Beacon, Lifeline
 from shmsync.schemes.remote.place import here
 
 STORE = SimpleNamespace(host="127.0.0.1")
@@ -19,7 +19,7 @@ STORE = SimpleNamespace(host="127.0.0.1")
 
 @pytest.fixture
 def listener():
-    made = Listener(STORE)
+    made = Beacon(STORE)
     yield made
     made.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 import shmsync
 from shmsync import RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
+from shmsync.schemes.remote.background import Clerk
 from shmsync.schemes.remote.parcel import Packer, Stamp
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
@@ -94,3 +97,30 @@ def test_the_end_of_a_worker_is_an_error_in_its_sender_and_not_its_end(end):
     assert type(failure.exception()) is RuntimeError
     assert type(end).__name__ in str(failure.exception())
     assert "test_remote" in failure.trace
+
+
+class Context:
+    collector_infos = collector_rrefs = ()
+    collector_class = object
+
+
+def test_a_list_that_is_passed_wins_over_the_contexts_and_is_read_at_each_send():
+    context, given, scheme = Context(), [None], RPCWeightSyncScheme()
+    scheme.init_on_sender("policy", context, collector_infos=given, collector_rrefs=given, model=nn.Linear(2, 2))
+    sender = scheme.get_sender()
+    sender.send()
+    assert sender.worker_ids == [0]
+    given.append(None)
+    sender.send()
+    assert sender.worker_ids == [0, 1]
+
+
+def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
+    clerk, gate, done = Clerk(), threading.Event(), []
+    first, second = clerk.give(gate.wait), clerk.give(lambda: done.append(1) or 1 / 0)
+    assert not first.done_by(time.monotonic() + 0.05) and done == []
+    gate.set()
+    assert second.done_by(time.monotonic() + 60) and first.done()
+    assert first.result() is True
+    assert isinstance(second.exception(), ZeroDivisionError)
+    clerk.close()

@@ -1,4 +1,7 @@
-"""The schemes for several machines. Importing them needs none of the packages that they stand on."""
+"""The schemes for several machines. Importing them needs none of the packages that they stand on.
+
+What another one is made of is in carrier, requests, transport and scheme: see docs/add-a-transport.md.
+"""
 
 from .distributed.scheme import DistributedWeightSyncScheme
 from .distributed.transport import DistributedTransport

@@ -1,135 +1,142 @@
 """Fan-out: one copy of the weights goes to each node, and all of its workers attach to it there.
 
-On the sender's own node the sender publishes itself. On every other node a relay does: an actor, or one of the node's
-own workers. A relay that died is replaced during the send that found it dead; that send still says so.
+On the sender's own node the sender publishes itself. On every other node a relay does: a process of its own, or one of
+the node's workers. A relay that died is replaced during the send that found it dead; that send still says so.
 """
 
 from __future__ import annotations
 
+import atexit
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from .parcel import Announcement, Packer, Parcel, Stamp
-from .place import Place, here
+from .carrier import Carrier
+from .parcel import Announcement, Packer, Stamp
+from .place import Place, Site
 from .relay import Relay, RelayOptions
-from .requests import Call, Delivery, Destination, Failed, Gone
+from .requests import Answered, Call, Delivery, Destination, Failed, Gone
+from .transport import RemoteTransport
 
-
-class Site(NamedTuple):
-    """Workers that can share an arena: those of one node, and of one user and process namespace on it."""
-
-    node: str
-    boot_id: str
-    pid_namespace: int
-    user: int
-
-    @classmethod
-    def of(cls, place: Place) -> Site:
-        """Where a process belongs."""
-        return cls(*place[:4])
-
-    @property
-    def relay_name(self) -> str:
-        """What errors call its relay."""
-        return f"the relay on node {self.node}"
+Workers = Mapping[int, RemoteTransport]
 
 
 class FanOut:
-    """The relays of one sender. Kinds of transports derive from it."""
+    """The relays of one sender.
 
-    def __init__(self, options: RelayOptions) -> None:
-        self.options = options
-        self._local: Relay | None = None
+    Args:
+        carrier: reaches workers and relays.
+        options: of the arenas.
+        session: of the sender, by which workers know what they relay for it.
+    """
+
+    def __init__(self, carrier: Carrier, options: RelayOptions, session: str) -> None:
+        self._carrier = carrier
+        self._options = options
+        self._session = session
+        self._local: Relay | None = None  # the sender publishes for its own node
         self._relays: dict[Site, Destination] = {}
-        self._home: Site | None = None
+        self._home: Place | None = None
         self._closed = False
+        # At exit what was registered last comes first. The carrier has imported its network before, so that still runs.
+        atexit.register(self.close)
 
-    # What the kinds of transports do differently.
-
+    @property
     def home(self) -> Place:
         """Where the sender runs."""
-        return here()
-
-    def locate(self, worker: Destination) -> Call:
-        """Ask a worker where it runs; the answer is a Place."""
-        raise NotImplementedError
-
-    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
-        """A relay for a node; `members` are its workers that are not known to be dead."""
-        raise NotImplementedError
-
-    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
-        """Which of these workers the relay is part of; None: it is a process of its own."""
-        return None
-
-    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
-        """Can this relay go on, with these workers alive?"""
-        return True
-
-    def relay_call(self, relay: Destination, payload: Any) -> Call:
-        """Give a relay new weights; the answer is an Announcement."""
-        return relay.post(payload)
-
-    def close_relay(self, relay: Destination, *, ended: bool) -> None:
-        """End a relay and its arenas. `ended`: the sender sends no more, and may wait a moment for it."""
-
-    # The send.
+        if self._home is None:
+            self._home = self._carrier.home()
+        return self._home
 
     def version(self, model_id: str) -> int:
         """The newest version of a model on the sender's own node. An interrupted send may have left it there."""
         return 0 if self._local is None else self._local.version(model_id)
 
+    # Who is on which node.
+
+    def find_places(self, delivery: Delivery, chosen: Workers, everybody: Workers, deadline: float) -> None:
+        """Find out on which nodes workers are, and end the relays of nodes that have none any more. Raises ValueError
+        when some are chosen, but not all, of those who share an arena."""
+        self._ask_places(delivery, chosen, deadline)
+        if chosen.keys() != everybody.keys():
+            self._ask_places(Delivery(self._carrier.wait), everybody, deadline)
+            _check_whole_nodes(chosen, everybody)
+        if all(worker.place is not None for worker in everybody.values()):
+            for site in self._relays.keys() - _by_site(everybody):
+                self._close_relay(self._relays.pop(site), ended=False)
+
+    def _ask_places(self, delivery: Delivery, workers: Workers, deadline: float) -> None:
+        def save(index: int, worker: RemoteTransport, result: Any) -> None:
+            if isinstance(result, Place):
+                worker.place = result
+            else:
+                delivery.unreached.discard(index)  # the outcome tells more
+
+        asked = {index: worker for index, worker in workers.items() if worker.place is None}
+        now = time.monotonic()
+        # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
+        share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
+        for index, worker in asked.items():
+            delivery.unreached.add(index)
+            delivery.ask(
+                index, worker, partial(self._locate, worker), then=partial(save, index, worker), record="failures"
+            )
+        if asked:
+            delivery.finish(min(deadline, now + share))
+        # Whoever answers later than this has missed this send.
+        delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
+
+    def _locate(self, worker: RemoteTransport) -> Call:
+        return self._carrier.locate(worker) if worker.connected else Answered(self.home)
+
+    # The send.
+
     def deliver(
         self,
         delivery: Delivery,
         packer: Packer,
-        payload_of: Callable[[Parcel], Any],
         stamp: Stamp,
         weights: Any,
-        sites: Mapping[Site, Mapping[int, Destination]],
+        workers: Workers,
         accept: Callable[[], None],
         deadline: float,
     ) -> None:
-        """Start sending to whole nodes. Raises what Publisher.publish() raises on the sender's own node, before
-        anything left it; `accept` is called when nothing of that kind can happen any more."""
+        """Start sending to the workers whose places are known. Raises what Publisher.publish() raises on the sender's
+        own node, before anything left it; `accept` is called when nothing of that kind can happen any more."""
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
-        if self._home is None:
-            self._home = Site.of(self.home())
-        home = self._home
-        far = {site: members for site, members in sites.items() if site != home}
-        payload = payload_of(packer.pack(weights, stamp.model_id, stamp.version)) if far else None
+        home, far = Site.of(self.home), _by_site(workers)
+        near = far.pop(home, None)
+        payload = None
+        if far:
+            payload = self._carrier.payload(packer.pack(weights, stamp.model_id, stamp.version))
         announcement = None
-        if home in sites:
+        if near is not None:
             if self._local is None:
-                self._local = Relay(self.options)
+                self._local = Relay(self._options)
             announcement = self._local.publish_as(stamp, weights, deadline)
         accept()
-        if announcement is not None:
-            for index, worker in sites[home].items():
-                delivery.ask(index, worker, partial(worker.post, announcement))
+        for index, worker in (near or {}).items():
+            delivery.ask(index, worker, partial(worker.post, announcement))
         for site, members in far.items():
             self._relay(delivery, site, members, payload, restarts=1)
 
-    def _relay(
-        self, delivery: Delivery, site: Site, members: Mapping[int, Destination], payload: Any, *, restarts: int
-    ) -> None:
+    def _relay(self, delivery: Delivery, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
         delivery.unreached.update(members.keys() - set(delivery.outcome.done))
         relay = self._relays.get(site)
-        if relay is not None and not self.serves(relay, members):
-            self.close_relay(relay, ended=False)
+        if relay is not None and relay.host is not None and _host_of(relay, members) is None:
+            self._close_relay(relay, ended=False)  # its worker has left
             relay = None
         if relay is None:
-            relay = self._relays[site] = self.make_relay(site, members)
+            relay = self._relays[site] = self._carrier.start_relay(site, members, self._options)
 
         def drop(how: str) -> None:
             delivery.outcome.dead[site.relay_name] = how
             self._relays.pop(site)
-            host = self.host_of(relay, members)
+            host = _host_of(relay, members)
             if host is not None and members[host].dead:  # else its own step will tell
                 delivery.outcome.dead[host] = how
                 delivery.unreached.discard(host)
@@ -141,7 +148,7 @@ class FanOut:
             if not restarts:
                 return False
             drop(how)
-            host = self.host_of(relay, members)
+            host = _host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
             if left:
                 self._relay(delivery, site, left, payload, restarts=restarts - 1)
@@ -149,7 +156,7 @@ class FanOut:
 
         def cannot_attach(index: int, failure: Any) -> bool:
             """Was the relay dead before this worker had attached to its arena?"""
-            if index == self.host_of(relay, members):
+            if index == _host_of(relay, members):
                 return False  # it lives
             gone = isinstance(failure, Failure) and isinstance(failure.exception(), (WriterDied, ArenaNotFound))
             return gone and lost("it died before all workers of its node had attached")
@@ -160,7 +167,7 @@ class FanOut:
                 for index, worker in members.items():
                     delivery.ask(index, worker, partial(worker.post, result), forgive=partial(cannot_attach, index))
             elif isinstance(result, Gone):
-                host = self.host_of(relay, members)
+                host = _host_of(relay, members)
                 if host is not None:
                     members[host].dead = result.final
                 for member in members.values():
@@ -170,85 +177,39 @@ class FanOut:
             elif isinstance(result, Failed):
                 delivery.outcome.failed[site.relay_name] = result.failure
 
-        start = partial(self.relay_call, relay, payload)
+        start = partial(self._carrier.relay_call, relay, payload, self._options)
         delivery.ask(site.relay_name, relay, start, then=then, record=False)
 
-    def retire(self, sites: Collection[Site]) -> None:
-        """End the relays of nodes that have no worker any more, when these are all that have."""
-        for site in self._relays.keys() - sites:
-            self.close_relay(self._relays.pop(site), ended=False)
+    def _close_relay(self, relay: Destination, *, ended: bool) -> None:
+        self._carrier.close_relay(relay, self._session, ended=ended)
 
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
         self._closed = True
         for site, relay in list(self._relays.items()):
-            self.close_relay(relay, ended=True)
+            self._close_relay(relay, ended=True)
             self._relays.pop(site, None)
         if self._local is not None:
             self._local.close()
+        atexit.unregister(self.close)
 
 
-class HostedFanOut(FanOut):
-    """The relay of a node is the first of its workers that lives. Kinds of transports derive from it.
-
-    Args:
-        session: of the sender, by which workers know what they relay for it.
-    """
-
-    def __init__(self, options: RelayOptions, session: str) -> None:
-        super().__init__(options)
-        self._session = session
-
-    def host(self, relay: Destination) -> Destination:
-        """The worker that a relay is part of."""
-        return relay
-
-    def host_of(self, relay: Destination, members: Mapping[int, Destination]) -> int | None:
-        """As in FanOut."""
-        host = self.host(relay)
-        return next((index for index, member in members.items() if member is host), None)
-
-    def serves(self, relay: Destination, members: Mapping[int, Destination]) -> bool:
-        """As in FanOut."""
-        return self.host_of(relay, members) is not None
+def _host_of(relay: Destination, members: Workers) -> int | None:
+    """Which of these workers the relay is part of."""
+    return next((index for index, member in members.items() if member is relay.host), None)
 
 
-def find_places(fan_out: FanOut, delivery: Delivery, workers: Mapping[int, Destination], deadline: float) -> None:
-    """Ask those workers where they run who were not asked yet."""
-
-    def save(index: int, worker: Destination, result: Any) -> None:
-        if isinstance(result, Place):
-            worker.place = result
-        else:
-            delivery.unreached.discard(index)  # the outcome tells more
-
-    asked = {index: worker for index, worker in workers.items() if worker.place is None}
-    now = time.monotonic()
-    # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
-    share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
-    for index, worker in asked.items():
-        delivery.unreached.add(index)
-        delivery.ask(
-            index, worker, partial(fan_out.locate, worker), then=partial(save, index, worker), record="failures"
-        )
-    if asked:
-        delivery.finish(min(deadline, now + share))
-    # Whoever answers later than this has missed this send.
-    delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
-
-
-def sites_of(workers: Mapping[int, Destination]) -> dict[Site, dict[int, Destination]]:
-    """Workers by node; those whose place is not known are left out."""
-    sites: dict[Site, dict[int, Destination]] = {}
+def _by_site(workers: Workers) -> dict[Site, dict[int, RemoteTransport]]:
+    """Workers whose place is known, by where they can share an arena."""
+    sites: dict[Site, dict[int, RemoteTransport]] = {}
     for index, worker in workers.items():
         if worker.place is not None:
             sites.setdefault(Site.of(worker.place), {})[index] = worker
     return sites
 
 
-def check_whole_nodes(chosen: Mapping[int, Destination], everybody: Mapping[int, Destination]) -> None:
-    """Refuse to send to some of the workers that share an arena. Raises ValueError."""
-    for site, members in sites_of(everybody).items():
+def _check_whole_nodes(chosen: Workers, everybody: Workers) -> None:
+    for site, members in _by_site(everybody).items():
         wanted = sorted(members.keys() & chosen.keys())
         if wanted and len(wanted) < len(members):
             raise ValueError(

@@ -1,8 +1,8 @@
 """Weights on their way to another machine: one flat buffer, laid out as a slot of an arena is, and what it means.
 
-Who gets a parcel sees the TensorDict or the dict that was sent, its tensors being views of the buffer that came. Under
-Ray that buffer is the object store itself, which all actors of a node see, and nothing keeps anybody from writing into
-it: so only our own receivers, which copy from it, get it as it is. Others get a copy.
+A parcel unpickles as the TensorDict or the dict that was sent; its tensors are views of the buffer that came. Under Ray
+that buffer is the object store itself, which all actors of a node see and can write into. So views go only to readers
+that never write (see ReadsOnly); others get a copy.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Parcel:
 
 class Packer:
     """Packs parcels. A buffer is used again when the parcel that had it is gone: fresh memory costs more than the
-    copy. INV: who may still read a buffer keeps its Parcel.
+    copy. INV: whoever may still read a buffer keeps its Parcel.
 
     Args:
         piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.
@@ -160,27 +160,27 @@ def _kind(weights: Any) -> Kind:
     return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
 
 
-_careful: weakref.WeakSet[Careful] = weakref.WeakSet()  # of this process
-_careful_lock = threading.Lock()
+class ReadsOnly(Protocol):
+    """Reads the weights of some models and never writes into them, so that it may have views of a shared buffer."""
+
+    def only_reads(self, model_id: str) -> bool:
+        """Does it only read this model's weights?"""
 
 
-class Careful(Protocol):
-    """Reads weights and does not change them."""
-
-    def takes(self, model_id: str) -> bool:
-        """Is it what the weights of this model are for?"""
+_readers: weakref.WeakSet[ReadsOnly] = weakref.WeakSet()  # of this process
+_readers_lock = threading.Lock()
 
 
-def add_careful(each: Careful) -> None:
-    """Let it have views, as long as it lives."""
-    with _careful_lock:
-        _careful.add(each)
+def allow_views(reader: ReadsOnly) -> None:
+    """From now on, and as long as this reader lives, its models' weights unpickle as views of the buffer."""
+    with _readers_lock:
+        _readers.add(reader)
 
 
 def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
-    with _careful_lock:
-        views_will_do = any(each.takes(label.stamp.model_id) for each in _careful)
+    with _readers_lock:
+        views_will_do = any(each.only_reads(label.stamp.model_id) for each in _readers)
     storages = [_as_tensor(piece, copy=not views_will_do).untyped_storage() for piece in pieces]
     views = {}
     for leaf in _parsed(label.manifest).leaves:

@@ -25,9 +25,24 @@ class Place(NamedTuple):
         """Does one pid mean the same process in both, so that a pidfd tells of a death?"""
         return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
 
-    def shares_arenas_with(self, other: Place) -> bool:
-        """Can one attach to an arena of the other, and is it meant to?"""
-        return self.node == other.node and self.user == other.user and self.sees_processes_of(other)
+
+class Site(NamedTuple):
+    """Where processes can share an arena: one node, and one user and process namespace on it."""
+
+    node: str
+    boot_id: str
+    pid_namespace: int
+    user: int
+
+    @classmethod
+    def of(cls, place: Place) -> Site:
+        """The site of a process."""
+        return cls(*place[:4])
+
+    @property
+    def relay_name(self) -> str:
+        """What errors call its relay."""
+        return f"the relay on node {self.node}"
 
 
 def here(node: str | None = None) -> Place:

@@ -6,29 +6,32 @@ import contextlib
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
+from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout
 from ...errors import ClosedError, ProtocolError
-from ..api import WeightReceiver
+from ..api import WeightReceiver, WeightSyncScheme
 from ..lookup import Arguments
 from ..subscriptions import Subscriptions
-from .parcel import Announcement, Stamp, add_careful, stamp_of
-
-if TYPE_CHECKING:
-    from .scheme import RemoteScheme
+from .parcel import Announcement, Stamp, allow_views, stamp_of
 
 
 class RemoteReceiver(WeightReceiver):
     """Applies what a call brought: weights, which are copied into the model, or the word that they lie in this node's
-    arena, which the model is bound to then. Thread-safe: calls may come on any thread, and out of order."""
+    arena, which the model is bound to then. Thread-safe: calls may come on any thread, and out of order.
 
-    _scheme: RemoteScheme
+    Args:
+        consistency, timeout: of its subscriber.
+    """
 
-    def __init__(self, scheme: RemoteScheme) -> None:
+    def __init__(self, scheme: WeightSyncScheme, *, consistency: Consistency, timeout: float) -> None:
         super().__init__(scheme)
+        self._consistency: Consistency = consistency
+        self._timeout = timeout
         self._stamp: Stamp | None = None
         self._start()
 
@@ -37,23 +40,24 @@ class RemoteReceiver(WeightReceiver):
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Condition may stay locked after an interrupt
         self._closed = False
         self._handle: Any = None
-        self.subscriptions = Subscriptions(consistency=self._scheme.consistency, timeout=self._scheme.timeout)
+        self.subscriptions = Subscriptions(consistency=self._consistency, timeout=self._timeout)
 
+    @override
     def set_up(self, arguments: Arguments) -> None:
-        """What init_on_worker() got. For the scheme."""
         self._model_id = arguments.model_id
         self._worker = arguments.get("worker_idx")
         model = arguments.model()
         self.register_model(arguments.model_id if model is None else model)
-        add_careful(self)
+        allow_views(self)
 
-    def takes(self, model_id: str) -> bool:
-        """As in Careful: apply_weights() copies."""
+    def only_reads(self, model_id: str) -> bool:
+        """Does it only read this model's weights? apply_weights() copies them."""
         return model_id == self._model_id
 
     @property
     def version(self) -> int:
-        """As in WeightReceiver. A model that is bound to an arena moves on by itself: each forward uses the newest."""
+        """Of the weights that the model uses now; 0: those it came with. A model that is bound to an arena moves on by
+        itself: each forward uses the newest."""
         subscriber = self.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else self._version
 

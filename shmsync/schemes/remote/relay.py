@@ -1,4 +1,8 @@
-"""A relay: gets each update once for its node, and publishes it into an arena that the node's workers attach to."""
+"""A relay: gets each update once for its node, and publishes it into an arena that the node's workers attach to.
+
+It is a process of its own (Relay), or one of the node's workers relays beside its own work: publish_here() and
+close_here() are what a sender calls in that worker's process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError, ShmSyncError, WriterBusy
 from ...memory import segment
 from ..publishers import ALL, Publishers, write
-from .parcel import Announcement, Stamp, add_careful, stamp_of
+from .parcel import Announcement, Stamp, allow_views, stamp_of
 
 
 class RelayOptions(NamedTuple):
@@ -31,10 +35,10 @@ class Relay:
         self._publishers = Publishers(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
         _sweep()  # what the relay that this one replaces has left
-        add_careful(self)
+        allow_views(self)
 
-    def takes(self, model_id: str) -> bool:
-        """As in Careful: publishing copies."""
+    def only_reads(self, model_id: str) -> bool:
+        """Always: publishing copies."""
         return True
 
     def publish(self, weights: Any) -> Announcement:
@@ -43,7 +47,7 @@ class Relay:
         return self.publish_as(_stamp(weights), weights, deadline_after(None, self._timeout))
 
     def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
-        """The same for weights that this process has itself."""
+        """Publish weights of this process under this stamp, unless it has newer ones already."""
         with self._lock:
             model_id, version = stamp.model_id, stamp.version
             if self._publishers.version(model_id) < version:  # else this message came late, and there is newer
@@ -69,7 +73,8 @@ def _stamp(weights: Any) -> Stamp:
 
 
 def _sweep() -> None:
-    """Remove the segments of dead processes, as `shmsync gc` does: nobody takes a name that was made up again."""
+    """Remove the segments of dead processes, as `shmsync gc` does. Their random names are never used again, so nobody
+    else would."""
     for name in segment.names():
         with contextlib.suppress(ShmSyncError, OSError):
             segment.sweep(name)
@@ -81,7 +86,7 @@ _hosted_lock = threading.Lock()
 
 
 def publish_here(options: RelayOptions, weights: Any) -> Announcement:
-    """Be the relay of this node: for workers that a sender has chosen among themselves."""
+    """Publish a sender's weights for the workers of this node, in a worker that the sender made their relay."""
     stamp = _stamp(weights)
     with _hosted_lock:
         if stamp.session in _ended:

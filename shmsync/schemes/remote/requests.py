@@ -1,5 +1,8 @@
 """Requests to other processes, and one wait for all of them.
 
+A send is a Delivery of Steps. Each step makes one request (a Call) to one worker or relay (a Destination), and what
+became of it goes into the Outcome, which raises what went wrong.
+
 INV: a destination has at most one request under way; the next one starts when the last has been answered. So a worker
 that does not answer costs one message, not one for each send, and its late answer counts for nothing but itself.
 """
@@ -7,8 +10,12 @@ that does not answer costs one message, not one for each send, and its late answ
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from typing_extensions import override
 
 from ...engine.outcome import Failure, Outcome, Wording
 from .place import Place
@@ -38,46 +45,47 @@ class Failed(Exception):
         self.failure = failure
 
 
-class Call:
-    """A request under way. Kinds of transports say how it ends."""
+class Call(ABC):
+    """A request under way. Each kind of network has its own."""
 
     payload: Any = None  # kept until the answer is there: the network may still read it
 
+    @abstractmethod
     def finished(self) -> bool:
-        """Has it been answered, or has its process died?"""
-        raise NotImplementedError
+        """Has it been answered, or has its process died? Never waits."""
 
+    @abstractmethod
     def result(self) -> Any:
-        """The answer. Raises Gone, Failed."""
-        raise NotImplementedError
+        """The answer, once it is finished. Raises Gone, Failed."""
 
 
 class Answered(Call):
-    """A request that needed nobody."""
+    """Already answered; nothing was sent."""
 
     def __init__(self, answer: Any = None) -> None:
         self._answer = answer
 
+    @override
     def finished(self) -> bool:
-        """True."""
         return True
 
+    @override
     def result(self) -> Any:
-        """The answer that it was made with."""
         return self._answer
 
 
 class Destination:
-    """A worker or a relay: what can be asked of it. Kinds of transports derive from it."""
+    """A worker or a relay, as its sender knows it."""
 
-    call: Call | None = None
-    place: Place | None = None
+    call: Call | None = None  # the request under way
+    place: Place | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
 
-    def post(self, payload: Any) -> Call:
-        """Start a request; its answer means that the payload was applied."""
-        raise NotImplementedError
+    @property
+    def host(self) -> Destination | None:
+        """Of a relay: the worker in whose process it is; None: it is a process of its own."""
+        return None
 
     @property
     def busy(self) -> bool:
@@ -90,6 +98,7 @@ class Destination:
 Record = bool | Literal["failures"]
 
 
+@dataclass(eq=False)
 class Step:
     """One request of a send.
 
@@ -101,22 +110,13 @@ class Step:
         forgive: gets a failure; True: it has been seen to, and the outcome says nothing of it.
     """
 
-    def __init__(
-        self,
-        name: int | str,
-        destination: Destination,
-        start: Callable[[], Call],
-        then: Callable[[Any], None] | None,
-        record: Record,
-        forgive: Callable[[Any], bool] | None,
-    ) -> None:
-        self.name = name
-        self.destination = destination
-        self.start = start
-        self.then = then
-        self.record = record
-        self.forgive = forgive
-        self.call: Call | None = None
+    name: int | str
+    destination: Destination
+    start: Callable[[], Call]
+    then: Callable[[Any], None] | None
+    record: Record
+    forgive: Callable[[Any], bool] | None
+    call: Call | None = None
 
     def advance(self) -> bool:
         """Start it if its destination is free; is it finished?"""
@@ -216,7 +216,8 @@ def _order(name: Any) -> tuple[bool, Any]:
 
 
 def sleeping(calls: Iterable[Call], seconds: float) -> None:
-    """A wait for transports that can only be asked: quick at first, then three times in a millisecond."""
+    """Wait until one of these calls is finished, but no longer than that, by asking them: often at first, then three
+    times in a millisecond."""
     calls = list(calls)
     started = time.monotonic()
     pause = 0.00005

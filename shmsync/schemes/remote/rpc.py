@@ -6,24 +6,22 @@ import contextlib
 import itertools
 import queue
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from functools import partial
 from typing import Any
+
+from typing_extensions import override
 
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
-from .fan_out import FanOut, HostedFanOut, Site
+from .carrier import Carrier
 from .place import here
 from .relay import RelayOptions, close_here, publish_here
-from .requests import Answered, Call, Destination, Failed, Gone
-from .scheme import RemoteScheme, RemoteSender
+from .requests import Call, Failed, Gone
+from .scheme import RemoteScheme, Roster
 from .transport import RemoteTransport
 
-# RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
-# kernel clears new pages each time, which takes longer than the transfer.
-PIECE_BYTES = 8 << 20
-_ROSTER = ("collector_infos", "collector_rrefs", "collector_class")
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
 # Some call of this process was answered. A Condition may stay locked after an interrupt.
@@ -51,12 +49,12 @@ class RPCCall(Call):
             raise Gone(self._explain(error)) from error
         self._future.add_done_callback(partial(_answered, key))
 
+    @override
     def finished(self) -> bool:
-        """As in Call."""
         return bool(self._future.done())
 
+    @override
     def result(self) -> Any:
-        """As in Call."""
         try:
             answer = self._future.wait()
         except Exception as error:
@@ -93,21 +91,46 @@ def _answered(key: int, _future: Any) -> None:
     _news.put(None)
 
 
-def wait(calls: Collection[Call], seconds: float) -> None:
-    """Until one of these calls is finished, but no longer than that."""
-    while not _news.empty():
-        with contextlib.suppress(queue.Empty):
-            _news.get_nowait()
-    if not any(call.finished() for call in calls):
-        with contextlib.suppress(queue.Empty):  # another thread may take it: then it takes a slice longer
-            _news.get(timeout=seconds)
-
-
 def has_agent() -> bool:
     """Can this process make remote calls?"""
     from torch.distributed import rpc
 
     return bool(rpc.api._is_current_rpc_agent_set())
+
+
+class RPCCarrier(Carrier):
+    """Remote procedure calls. The relay of a node is the first of its workers that lives."""
+
+    # RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
+    # kernel clears new pages each time, which takes longer than the transfer.
+    piece_bytes = 8 << 20
+
+    @override
+    def wait(self, calls: Collection[Call], seconds: float) -> None:
+        while not _news.empty():
+            with contextlib.suppress(queue.Empty):
+                _news.get_nowait()
+        if not any(call.finished() for call in calls):
+            with contextlib.suppress(queue.Empty):  # another thread may take it: then it takes a slice longer
+                _news.get(timeout=seconds)
+
+    @override
+    def locate(self, worker: RPCTransport) -> Call:
+        return RPCCall(worker.info, here, ())
+
+    @override
+    def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
+        return RPCCall(relay.host.info, run_there, (publish_here, options, payload))
+
+    @override
+    def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
+        if has_agent() and not relay.host.dead:
+            with contextlib.suppress(Gone):
+                call = RPCCall(relay.host.info, partial(close_here, ended=ended), (session,))
+                # For a moment: the agent may be shut down next, and the arena is to be gone before.
+                deadline = time.monotonic() + (2.0 if ended else 0.0)
+                while not call.finished() and time.monotonic() < deadline:
+                    self.wait([call], 0.05)
 
 
 class RPCTransport(RemoteTransport):
@@ -121,8 +144,6 @@ class RPCTransport(RemoteTransport):
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
     """
 
-    piece_bytes = PIECE_BYTES
-
     def __init__(
         self,
         collector_info: Any = None,
@@ -131,28 +152,24 @@ class RPCTransport(RemoteTransport):
         *,
         timeout: float = 60.0,
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(RPCCarrier(), timeout)
         self.info = collector_info
         self.rref = collector_rref
         self.collector_class = collector_class
 
     @property
+    @override
     def connected(self) -> bool:
-        """As in RemoteTransport."""
         return self.info is not None and self.rref is not None
 
-    def post(self, payload: Any) -> Call:
-        """Call the worker's method with a parcel or an announcement."""
-        if not self.connected:
-            return Answered()
+    @override
+    def start_call(self, payload: Any) -> Call:
         method = self.collector_class.update_policy_weights_
         if hasattr(method, "_wrapped_async_rpc_function"):  # it returns a future, which the agent there waits for
             return RPCCall(self.info, method, (self.rref, payload))
         return RPCCall(self.info, apply_there, (method, self.rref, payload))
 
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        wait(calls, seconds)
-
+    @override
     def check_connection(self) -> bool:
         """Does this process have an RPC agent?"""
         return has_agent()
@@ -163,7 +180,7 @@ class RPCWeightSyncScheme(RemoteScheme):
     which gives them to the receiver's apply_weights().
 
     Args:
-        strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. The relay of a node is one of its workers.
+        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its workers.
     """
 
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -178,6 +195,7 @@ class RPCWeightSyncScheme(RemoteScheme):
         """
         super().init_on_sender(model_id, context, **kwargs)
 
+    @override
     def create_transport(self, pipe_or_context: Any) -> RPCTransport:
         """The transport to a worker, given as (info, rref, class)."""
         triple = pipe_or_context if isinstance(pipe_or_context, tuple) else (pipe_or_context,)
@@ -185,97 +203,26 @@ class RPCWeightSyncScheme(RemoteScheme):
             raise ValueError(f"an RPC worker is given as (info, rref, class), not as {len(triple)} things")
         return RPCTransport(*triple, timeout=self.timeout)
 
-    def create_sender(self) -> RPCSender:
-        """As in WeightSyncScheme."""
-        return RPCSender(self)
+    @override
+    def create_carrier(self) -> RPCCarrier:
+        return RPCCarrier()
 
+    @override
+    def roster(self, arguments: Arguments) -> Roster:
+        names = ("collector_infos", "collector_rrefs", "collector_class")
+        for name in names:
+            arguments.needed(name)
+        readers = [arguments.reader(name) for name in names]
 
-class RPCSender(RemoteSender):
-    """Sends to RPC workers."""
+        def read() -> list[tuple[Any, Any, Any]] | None:
+            infos, rrefs, collector_class = (reader() for reader in readers)
+            if infos is None or rrefs is None or collector_class is None:
+                return None
+            if len(infos) != len(rrefs):
+                raise ValueError(
+                    f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each "
+                    "worker"
+                )
+            return [(info, rref, collector_class) for info, rref in zip(infos, rrefs, strict=True)]
 
-    _scheme: RPCWeightSyncScheme
-    _piece_bytes = PIECE_BYTES
-    _roster: Any = None
-
-    def set_up(self, arguments: Arguments) -> None:
-        """As in RemoteSender."""
-        super().set_up(arguments)
-        infos, *_ = given = [arguments.needed(name) for name in _ROSTER]
-        self._check_count(arguments, len(infos), "collector_infos")
-        self._roster = given
-        self._register_all(*given)
-
-    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        """As in WeightSender, where there are no lists of workers. Raises ValueError where there are."""
-        if self._roster is not None:
-            raise ValueError("the workers are those of collector_infos and collector_rrefs; put this one into those")
-        super().register_worker(worker_idx, pipe_or_context, process)
-
-    def _update_roster(self) -> None:
-        roster = [getattr(self._context, name, None) for name in _ROSTER]
-        roster = self._roster if None in roster else roster
-        if roster is not None:
-            self._register_all(*roster)
-
-    def _register_all(self, infos: Sequence[Any], rrefs: Sequence[Any], collector_class: Any) -> None:
-        if len(infos) != len(rrefs):
-            raise ValueError(
-                f"there are {len(infos)} collector_infos but {len(rrefs)} collector_rrefs; give both for each worker"
-            )
-        known = {id(transport.rref): transport for transport in self._transports.values()}
-        self._transports = {
-            index: known.get(id(rref)) or self._scheme.create_transport((info, rref, collector_class))
-            for index, (info, rref) in enumerate(zip(infos, rrefs, strict=True))
-        }
-
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        wait(calls, seconds)
-
-    def _make_fan_out(self) -> FanOut:
-        return RPCFanOut(self._relay_options, self._packer.session)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_roster": None}
-
-
-class RPCRelay(Destination):
-    """A relay inside one of the node's workers."""
-
-    def __init__(self, host: RPCTransport, options: RelayOptions) -> None:
-        self.host = host
-        self.options = options
-
-    def post(self, payload: Any) -> Call:
-        """Give it a parcel."""
-        return RPCCall(self.host.info, run_there, (publish_here, self.options, payload))
-
-
-class RPCFanOut(HostedFanOut):
-    """Relays are inside RPC workers."""
-
-    def locate(self, worker: Destination) -> Call:
-        """As in FanOut."""
-        assert isinstance(worker, RPCTransport)
-        return RPCCall(worker.info, here, ()) if worker.connected else Answered(here())
-
-    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
-        """As in FanOut."""
-        first = members[min(members)]
-        assert isinstance(first, RPCTransport)
-        return RPCRelay(first, self.options)
-
-    def host(self, relay: Destination) -> Destination:
-        """As in HostedFanOut."""
-        assert isinstance(relay, RPCRelay)
-        return relay.host
-
-    def close_relay(self, relay: Destination, *, ended: bool) -> None:
-        """As in FanOut."""
-        assert isinstance(relay, RPCRelay)
-        if has_agent() and not relay.host.dead:
-            with contextlib.suppress(Gone):
-                call = RPCCall(relay.host.info, partial(close_here, ended=ended), (self._session,))
-                # For a moment: the agent may be shut down next, and the arena is to be gone before.
-                deadline = time.monotonic() + (2.0 if ended else 0.0)
-                while not call.finished() and time.monotonic() < deadline:
-                    wait([call], 0.05)
+        return Roster(read, "collector_infos", live=True, key=lambda address: id(address[1]))

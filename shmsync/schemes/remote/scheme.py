@@ -1,11 +1,14 @@
-"""The sender of a scheme whose workers may be on other machines, and what those schemes have in common."""
+"""What the schemes for several machines have in common, and their sender."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from typing_extensions import override
 
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
@@ -13,13 +16,31 @@ from ...engine.timing import check_timeout, deadline_after
 from ...errors import WorkerDied
 from ..api import WeightSender, WeightSyncScheme
 from ..lookup import Arguments
-from .fan_out import FanOut, check_whole_nodes, find_places, sites_of
-from .parcel import Packer, Parcel, Stamp
+from .carrier import Carrier
+from .fan_out import FanOut
+from .parcel import Packer, Stamp
 from .receiver import RemoteReceiver
 from .relay import RelayOptions
-from .requests import Call, Delivery
+from .requests import Delivery
+from .transport import RemoteTransport
 
 _READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
+
+
+class Roster(NamedTuple):
+    """The workers of a sender, by their addresses: what the scheme's create_transport() takes for each.
+
+    read: gives the addresses; None: they are as they were.
+    name: of the argument that they come from.
+    live: True: they are read at each send, so workers join and leave by being in the user's list. False: they are read
+        once, and then register_worker() changes them.
+    key: addresses with the same key are the same worker, which keeps its transport.
+    """
+
+    read: Callable[[], Sequence[Any] | None]
+    name: str
+    live: bool
+    key: Callable[[Any], Any] = lambda address: address
 
 
 class RemoteScheme(WeightSyncScheme):
@@ -50,16 +71,31 @@ class RemoteScheme(WeightSyncScheme):
         self.consistency: Consistency = consistency
         self.timeout = check_timeout(timeout)
 
-    def create_receiver(self) -> RemoteReceiver:
-        """As in WeightSyncScheme."""
-        return RemoteReceiver(self)
+    @abstractmethod
+    def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
+        """The transport to one worker, of which a Roster gives what this takes."""
 
+    @abstractmethod
+    def create_carrier(self) -> Carrier:
+        """The carrier of a sender."""
+
+    @abstractmethod
+    def roster(self, arguments: Arguments) -> Roster | None:
+        """The workers, from what init_on_sender() got; None: register_worker() brings them."""
+
+    @override
+    def create_sender(self) -> RemoteSender:
+        return RemoteSender(self)
+
+    @override
+    def create_receiver(self) -> RemoteReceiver:
+        return RemoteReceiver(self, consistency=self.consistency, timeout=self.timeout)
+
+    @override
     def shutdown(self) -> None:
-        """As in WeightSyncScheme."""
-        if isinstance(self._sender, RemoteSender):
-            self._sender.close()
-        if isinstance(self._receiver, RemoteReceiver):
-            self._receiver.close()
+        for end in (self._sender, self._receiver):
+            if isinstance(end, (RemoteSender, RemoteReceiver)):
+                end.close()
 
 
 class RemoteSender(WeightSender):
@@ -69,66 +105,84 @@ class RemoteSender(WeightSender):
     """
 
     _scheme: RemoteScheme
-    _piece_bytes: int | None = None  # see Packer
+    _transports: dict[int, RemoteTransport]
 
     def __init__(self, scheme: RemoteScheme) -> None:
         super().__init__(scheme)
         self._start()
 
     def _start(self) -> None:
-        self._packer = Packer(self._piece_bytes)
+        scheme = self._scheme
+        self._carrier = scheme.create_carrier()
+        self._packer = Packer(self._carrier.piece_bytes)
+        self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
-        if self._scheme.fan_out == "node":
-            self._fan_out = self._make_fan_out()
+        if scheme.fan_out == "node":
+            options = RelayOptions(scheme.slots, _READERS, scheme.timeout)
+            self._fan_out = FanOut(self._carrier, options, self._packer.session)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, whoever forgets shutdown()
 
+    @override
     def set_up(self, arguments: Arguments) -> None:
-        """What init_on_sender() got. For the scheme."""
         self._model = next((m for name in ("model", "source_model") if (m := arguments.get(name)) is not None), None)
+        roster = self._scheme.roster(arguments)
+        if roster is not None:
+            workers = roster.read() or ()
+            for name in ("num_workers", "num_collectors"):
+                count = arguments.get(name)
+                if isinstance(count, int) and count != len(workers):
+                    raise ValueError(
+                        f"{name} is {count} but there are {len(workers)} {roster.name}; give one for each worker"
+                    )
+            self._roster = roster
+            if roster.live:
+                self._take_in(workers, roster)
+            else:
+                for index, address in enumerate(workers):
+                    self.register_worker(index, address)
 
-    def _check_count(self, arguments: Arguments, count: int, what: str) -> None:
-        """Refuse a number of workers that contradicts the workers."""
-        for name in ("num_workers", "num_collectors"):
-            given = arguments.get(name)
-            if isinstance(given, int) and given != count:
-                raise ValueError(f"{name} is {given} but there are {count} {what}; give one for each worker")
+    @override
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        if self._roster is not None and self._roster.live:
+            raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
+        super().register_worker(worker_idx, pipe_or_context, process)
 
+    def _update_workers(self) -> None:
+        """Take in who joined and who left."""
+        roster = self._roster
+        if roster is not None and roster.live and (workers := roster.read()) is not None:
+            self._take_in(workers, roster)
+
+    def _take_in(self, workers: Sequence[Any], roster: Roster) -> None:
+        """These are the workers now. Who stays keeps the transport, and so the request that is under way there."""
+        keys = [roster.key(address) for address in workers]
+        if keys == [transport.key for transport in self._transports.values()]:
+            return
+        known = {transport.key: transport for transport in self._transports.values()}
+        made: dict[int, RemoteTransport] = {}
+        for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
+            made[index] = known.get(key) or self._scheme.create_transport(address)
+            made[index].key = key
+        self._transports = made
+
+    @override
     def is_dead(self, worker_idx: int) -> bool:
-        """As in WeightSender."""
-        return bool(self._transports[worker_idx].reported)
-
-    @property
-    def _relay_options(self) -> RelayOptions:
-        return RelayOptions(self._scheme.slots, _READERS, self._scheme.timeout)
+        return self._transports[worker_idx].reported
 
     def close(self) -> None:
         """End the relays and their arenas. Idempotent."""
         if self._fan_out is not None:
             self._fan_out.close()
+        for transport in self._transports.values():
+            transport.close()
+        self._carrier.close()
 
-    # What the kinds of transports do differently.
-
-    def _update_roster(self) -> None:
-        """Take in who joined and who left."""
-
-    def _payload(self, parcel: Parcel) -> Any:
-        """What is posted to each destination."""
-        return parcel
-
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        """Until one of these calls is finished, but no longer than that."""
-        raise NotImplementedError
-
-    def _make_fan_out(self) -> FanOut:
-        """Relays of this kind."""
-        raise NotImplementedError
-
-    # The send.
-
+    @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        self._update_roster()
+        self._update_workers()
         return super()._chosen(worker_ids)
 
+    @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Delivery:
         alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
         if workers and not alive:
@@ -138,47 +192,35 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         prepared = self._prepared(weights)
-        delivery = Delivery(self._wait)
-        if self._fan_out is not None:
-            self._post_by_node(self._fan_out, delivery, prepared, alive, deadline)
+        delivery = Delivery(self._carrier.wait)
+        if (fan_out := self._fan_out) is not None:
+            everybody = {index: each for index, each in self._transports.items() if not each.reported}
+            fan_out.find_places(delivery, alive, everybody, deadline)
+            version = max(self._version, fan_out.version(self._model_id)) + 1
+            stamp = Stamp(self._packer.session, self._model_id, version)
+            accept = partial(setattr, self, "_version", version)
+            fan_out.deliver(delivery, self._packer, stamp, prepared, alive, accept, deadline)
             return delivery
         parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
-        payload = self._payload(parcel) if alive else None
+        payload = self._carrier.payload(parcel) if alive else None
         self._version += 1
         for index, transport in alive.items():
             delivery.ask(index, transport, partial(transport.post, payload))
         return delivery
 
-    def _post_by_node(
-        self, fan_out: FanOut, delivery: Delivery, weights: Any, workers: dict[int, Any], deadline: float
-    ) -> None:
-        everybody = {index: each for index, each in self._transports.items() if not each.reported}
-        find_places(fan_out, delivery, workers, deadline)
-        if workers.keys() != everybody.keys():
-            find_places(fan_out, Delivery(self._wait), everybody, deadline)
-            check_whole_nodes(workers, everybody)
-        if all(each.place is not None for each in everybody.values()):
-            fan_out.retire(sites_of(everybody))
-        version = max(self._version, fan_out.version(self._model_id)) + 1
-        stamp = Stamp(self._packer.session, self._model_id, version)
-
-        def accept() -> None:
-            self._version = stamp.version
-
-        sites = sites_of(workers)
-        fan_out.deliver(delivery, self._packer, self._payload, stamp, weights, sites, accept, deadline)
-
+    @override
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:
         posted.finish(deadline)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
+    @override
     def _deadline(self, timeout: float | None) -> float:
         return deadline_after(timeout, self._scheme.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        state.pop("_packer")
-        state.pop("_fan_out")
+        for name in ("_carrier", "_packer", "_roster", "_fan_out"):
+            state.pop(name)
         return {**state, "_version": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

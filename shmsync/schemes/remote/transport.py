@@ -1,47 +1,45 @@
-"""What the transports to other machines have in common when they are used without a sender."""
+"""The transport to one worker on another machine, with a sender and without."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
 from ...engine.timing import check_timeout, deadline_after
-from .parcel import Packer, Parcel
-from .requests import Call, Delivery, Destination
+from .carrier import Carrier
+from .parcel import Packer
+from .requests import Answered, Call, Delivery, Destination
 
 
-class RemoteTransport(Destination):
+class RemoteTransport(Destination, ABC):
     """Reaches one worker.
 
     Args:
+        carrier: for sends without a sender.
         timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
     """
 
-    piece_bytes: int | None = None  # see Packer
-
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, carrier: Carrier, timeout: float) -> None:
         self.timeout = check_timeout(timeout)
-        self._packer = Packer(self.piece_bytes)
+        self._carrier = carrier
+        self._packer = Packer(carrier.piece_bytes)
         self._sent = 0
         self._pending: tuple[Delivery, str] | None = None
-
-    # What the kinds of transports do differently.
+        self.key: Any = None  # by which its sender's Roster knows the worker
 
     @property
+    @abstractmethod
     def connected(self) -> bool:
         """Is there somebody to send to? Else every call does nothing."""
-        raise NotImplementedError
 
-    def _payload(self, parcel: Parcel) -> Any:
-        """What is posted."""
-        return parcel
+    @abstractmethod
+    def start_call(self, payload: Any) -> Call:
+        """Send the carrier's payload, or an Announcement. The answer means that the worker has applied it."""
 
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        """Until one of these calls is finished, but no longer than that."""
-        raise NotImplementedError
-
-    # TransportBackend.
+    def post(self, payload: Any) -> Call:
+        """Send it if there is somebody to send to."""
+        return self.start_call(payload) if self.connected else Answered()
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send a TensorDict or a dict, and wait until the worker has applied it. Raises WorkerDied, AckTimeout, the
@@ -51,10 +49,10 @@ class RemoteTransport(Destination):
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send, or as long as an earlier send is not answered, wait with that for wait_ack()."""
-        delivery = Delivery(self._wait)
+        delivery = Delivery(self._carrier.wait)
         if self.connected:
             self._sent += 1
-            payload = self._payload(self._packer.pack(weights, model_id, self._sent))
+            payload = self._carrier.payload(self._packer.pack(weights, model_id, self._sent))
             delivery.ask(0, self, partial(self.post, payload))
         self._pending = delivery, model_id
 
@@ -75,3 +73,10 @@ class RemoteTransport(Destination):
 
     def check_ack(self, message: str = "updated") -> None:
         """Nothing: wait_ack() waits for the call's return."""
+
+    def check_connection(self) -> bool:
+        """Can this process send?"""
+        return True
+
+    def close(self) -> None:
+        """Give back what the transport holds. Idempotent."""

@@ -23,8 +23,8 @@ _CUT_OFF = 30.0  # seconds; a machine that has crashed says nothing at all
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)  # nobody listens there any more
 
 
-class Listener:
-    """The worker's side.
+class Beacon:
+    """The worker's side: a socket that the kernel closes when the process dies.
 
     Args:
         store: through which the trainer's host can be reached: the address that leads there is the one to listen on.

@@ -1,5 +1,6 @@
 """What trainer and worker tell each other through the store of torch.distributed.
 
+The store is a small key-value server that all ranks reach. It has no queues: a key holds the last value that was set.
 For each rank:
     NODE_{rank}_in        update_weights    the sender has a message
     NODE_{rank}_message   JSON: which weights, how large, and how they come; null when it was taken
@@ -9,9 +10,9 @@ For each rank:
     LAYOUT_{fingerprint}  the manifest of the weights, once
 The bytes of the weights do not go through the store.
 
-INV: `in` and `out` are bells. Who rings has written the content before; who hears a bell deletes it and only then reads
-the content, so nothing that is written later goes unheard. A bell may ring for content that was read already: therefore
-a message that is taken becomes null, in one step, and an answer names its message.
+INV: `in` and `out` are bells. Whoever rings has written the content before; whoever hears a bell deletes it and only
+then reads the content, so nothing that is written later goes unheard. A bell may ring for content that was read before:
+therefore a message that is taken becomes null, in one step, and an answer names its message.
 Each model has one sender at a time; what a new one writes takes the place of what the old one left.
 """
 
@@ -22,6 +23,7 @@ import json
 import pickle
 import secrets
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,11 +56,11 @@ class Mailbox:
         return self._prefix + name
 
     def has(self, box: str) -> bool:
-        """Is something in the box?"""
+        """Is this key set?"""
         return bool(self.store.check([self._key(box)]))
 
     def arrives(self, box: str, deadline: Callable[[], float]) -> bool:
-        """Wait until something is, but no longer than a deadline that may change meanwhile."""
+        """Wait until this key is set, but no longer than a deadline that may change meanwhile; is it?"""
         pause = 0.00005
         while self.closed or not self.has(box):
             rest = deadline() - time.monotonic()
@@ -108,7 +110,8 @@ class Mailbox:
         return answer
 
     def last_answer(self) -> Answer | None:
-        """In the sender: the same without the bell, which an interrupted take_answer() may have deleted."""
+        """In the sender: the last answer there was, whether or not the bell rings: an interrupted take_answer() may
+        have deleted that."""
         if not self.has("answer"):
             return None
         content = json.loads(self.store.get(self._key("answer")))
@@ -120,11 +123,11 @@ class Mailbox:
         return word
 
     def introduce(self, place: Place, address: tuple[str, int] | None) -> None:
-        """In the worker: say where it runs, and where its end can be seen (see _lifeline)."""
+        """In the worker: say where it runs, and where its end can be seen (see lifeline)."""
         self.store.set(self._key("place"), json.dumps([place, address]))
 
     def introduced(self) -> tuple[Place, tuple[str, int] | None] | None:
-        """In the sender: the same, once it is there."""
+        """In the sender: what introduce() was given; None before that."""
         if not self.has("place"):
             return None
         place, address = json.loads(self.store.get(self._key("place")))
@@ -135,13 +138,18 @@ class Mailbox:
         self.store.set(f"LAYOUT_{fingerprint}", manifest)
 
     def layout(self, fingerprint: str) -> bytes:
-        """Read it."""
+        """The manifest of this fingerprint."""
         return bytes(self.store.get(f"LAYOUT_{fingerprint}"))
 
 
 def new_serial() -> str:
-    """For a message: no other one has it, whoever sends it."""
+    """A unique message id."""
     return secrets.token_hex(8)
+
+
+def tag_of(serial: str) -> int:
+    """One for the bytes of each message: those of a message that nobody took must not be taken for another's."""
+    return zlib.crc32(serial.encode()) & 0x7FFFFFFF
 
 
 def to_text(value: Any) -> str:
@@ -150,5 +158,5 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """Back."""
+    """What to_text() was given."""
     return pickle.loads(base64.b85decode(text))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ....engine.timing import check_timeout
 from ....errors import ProtocolError
 from ...lookup import Arguments
-from ..fan_out import FanOut, HostedFanOut, Site
 from ..receiver import RemoteReceiver
-from ..requests import Answered, Call, Destination, sleeping
-from ..scheme import RemoteScheme, RemoteSender
-from .requests import PlaceCall
-from .transport import DistributedTransport
+from ..scheme import RemoteScheme, Roster
+from .transport import DistributedCarrier, DistributedTransport
 
 
 class DistributedWeightSyncScheme(RemoteScheme):
@@ -28,7 +26,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
-        strategy, fan_out, slots, consistency, timeout: as in RemoteScheme. The relay of a node is one of its ranks.
+        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its ranks.
     """
 
     def __init__(
@@ -69,18 +67,36 @@ class DistributedWeightSyncScheme(RemoteScheme):
         """
         super().init_on_worker(model_id, context, **kwargs)
 
+    @override
     def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
         """The transport to a rank, given as (store, rank)."""
         store, rank = pipe_or_context if pipe_or_context is not None else (None, None)
         return DistributedTransport(store=store, rank=rank, sync=self.sync, timeout=self.timeout)
 
-    def create_sender(self) -> DistributedSender:
-        """As in WeightSyncScheme."""
-        return DistributedSender(self)
+    @override
+    def create_carrier(self) -> DistributedCarrier:
+        return DistributedCarrier()
 
+    @override
+    def roster(self, arguments: Arguments) -> Roster:
+        ranks: Sequence[int] | None = arguments.get("ranks")
+        if ranks is None:
+            count = arguments.get("num_workers")
+            if isinstance(count, int):
+                ranks = range(1, count + 1)
+            elif torch.distributed.is_initialized():
+                ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
+            else:
+                raise ProtocolError(
+                    "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
+                    "first, or give ranks= or num_workers="
+                )
+        store = _store(arguments)
+        return Roster(lambda: [(store, rank) for rank in ranks], "ranks", live=False)
+
+    @override
     def create_receiver(self) -> DistributedReceiver:
-        """As in WeightSyncScheme."""
-        return DistributedReceiver(self)
+        return DistributedReceiver(self, consistency=self.consistency, timeout=self.timeout)
 
 
 def _store(arguments: Arguments) -> Any:
@@ -98,75 +114,13 @@ def _store(arguments: Arguments) -> Any:
     return store
 
 
-class DistributedSender(RemoteSender):
-    """Sends to ranks."""
-
-    _scheme: DistributedWeightSyncScheme
-
-    def set_up(self, arguments: Arguments) -> None:
-        """As in RemoteSender."""
-        super().set_up(arguments)
-        ranks: Sequence[int] | None = arguments.get("ranks")
-        if ranks is None:
-            count = arguments.get("num_workers")
-            if isinstance(count, int):
-                ranks = range(1, count + 1)
-            elif torch.distributed.is_initialized():
-                ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
-            else:
-                raise ProtocolError(
-                    "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
-                    "first, or give ranks= or num_workers="
-                )
-        self._check_count(arguments, len(ranks), "ranks")
-        store = _store(arguments)
-        for index, rank in enumerate(ranks):
-            self.register_worker(index, (store, rank))
-
-    def close(self) -> None:
-        """As in RemoteSender."""
-        super().close()
-        for transport in self._transports.values():
-            transport.close()
-
-    def _wait(self, calls: Collection[Call], seconds: float) -> None:
-        sleeping(calls, seconds)
-
-    def _make_fan_out(self) -> FanOut:
-        return DistributedFanOut(self._relay_options, self._packer.session)
-
-
-class DistributedFanOut(HostedFanOut):
-    """A relay is a rank, and its transport."""
-
-    def locate(self, worker: Destination) -> Call:
-        """As in FanOut."""
-        assert isinstance(worker, DistributedTransport)
-        return PlaceCall(worker.mailbox) if worker.mailbox is not None else Answered(self.home())
-
-    def make_relay(self, site: Site, members: Mapping[int, Destination]) -> Destination:
-        """As in FanOut."""
-        return members[min(members)]
-
-    def relay_call(self, relay: Destination, payload: Any) -> Call:
-        """As in FanOut."""
-        assert isinstance(relay, DistributedTransport)
-        return relay.post(payload, relay=self.options)
-
-    def close_relay(self, relay: Destination, *, ended: bool) -> None:
-        """As in FanOut."""
-        assert isinstance(relay, DistributedTransport)
-        relay.close_relay(self._session, ended=ended)
-
-
 class DistributedReceiver(RemoteReceiver):
     """Applies what has come at receive(), on the thread that calls it."""
 
-    _scheme: DistributedWeightSyncScheme
     _transport: DistributedTransport
 
+    @override
     def set_up(self, arguments: Arguments) -> None:
-        """As in RemoteReceiver."""
         super().set_up(arguments)
         rank = arguments.get("rank")
         if rank is None:
@@ -180,9 +134,10 @@ class DistributedReceiver(RemoteReceiver):
         if self._transport.inbox is not None:
             self._transport.inbox.introduce()
 
+    @override
     def receive(self, timeout: float = 0.001) -> bool:
-        """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there; the model keeps
-        what it had."""
+        """Apply what has arrived, and answer. Weights that cannot be applied raise in the sender; the model keeps what
+        it had."""
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
@@ -202,8 +157,8 @@ class DistributedReceiver(RemoteReceiver):
             inbox.answer(message["serial"])
             return True
 
+    @override
     def close(self) -> None:
-        """As in RemoteReceiver."""
         super().close()
         if self._transport is not None:
             self._transport.close()

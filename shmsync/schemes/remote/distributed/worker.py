@@ -1,37 +1,39 @@
-"""What a rank has received: one message at a time, which is its own until it is answered."""
+"""The worker's side: one message at a time, which is the worker's until it is answered."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from ....engine.outcome import Failure
-from ....errors import WriterDied
-from ..background import GRACE, Clerk, Job
-from ..parcel import Label, Stamp, unpack
+from ....engine.strategy import WeightStrategy
+from ....errors import ProtocolError, WriterDied
+from ..background import GRACE, Clerk, Task
+from ..parcel import Announcement, Label, Stamp, unpack
 from ..place import here
 from ..relay import RelayOptions, close_here, publish_here
 from . import mailbox
-from .lifeline import Listener
-from .mailbox import Mailbox
-from .transfers import receive, tag_of
+from .lifeline import Beacon
+from .mailbox import Mailbox, tag_of
+from .transfers import receive
 
 
 class Inbox:
-    """The worker's side of a mailbox. What it has to do for the relay of its node it does by itself.
+    """The worker's end of a mailbox. Messages for the relay of this node, which the rank is then, are carried out here;
+    the caller sees only the worker's own.
 
     INV: a message that was taken is answered, whatever interrupts: until then next() gives it again.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._listener: Listener | None = None
+        self._beacon: Beacon | None = None
         self._manifest: tuple[str, bytes] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._lock = threading.RLock()
@@ -39,18 +41,20 @@ class Inbox:
         self._after: str | None = None
         self._until = 0.0  # when the clerk stops waiting for the next one
         self._clerk = Clerk()
-        self._asked: Job | None = None  # for the next one
+        self._given: str | None = None  # the serial number of what receive_weights() has returned
+        self._asked: Task | None = None  # for the next one
 
     def introduce(self) -> None:
         """Say where this worker is, so that the sender sees its death, and knows which node it is on."""
-        if self._listener is None:
-            listener = Listener(self._mailbox.store)
-            self._mailbox.introduce(here(), listener.address)
-            self._listener = listener
+        if self._beacon is None:
+            beacon = Beacon(self._mailbox.store)
+            self._mailbox.introduce(here(), beacon.address)
+            self._beacon = beacon
 
     @contextlib.contextmanager
     def alone(self, deadline: float) -> Iterator[bool]:
-        """For one thread at a time, from taking a message to answering it. False: another one did that all the time."""
+        """For one thread at a time, from taking a message to answering it. False: another thread had it until the
+        deadline."""
         alone = self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
         try:
             yield alone
@@ -62,8 +66,8 @@ class Inbox:
         """The next message, with its bytes; None if none came. answer() or fail() it: until then it is given again,
         unless it is the one whose serial number is `after`. Raises WriterDied, RuntimeError for what is no message."""
         self.introduce()
-        assert self._listener is not None
-        self._listener.tend()
+        assert self._beacon is not None
+        self._beacon.tend()
         self._after = after
         self._until = deadline
         grace = 0.0  # what an earlier call has asked for may be a transfer that takes its time
@@ -88,7 +92,8 @@ class Inbox:
         return None if message is None or message["serial"] == self._after else message
 
     def _take(self) -> None:
-        """On the clerk's thread, which a sender that is stopped in the middle keeps."""
+        """Wait for the next message, and take it with its bytes. On the clerk's thread: a sender that is stopped in the
+        middle keeps it."""
         while self._ready() is None and self._mailbox.arrives("in", lambda: self._until):
             message = self._mailbox.take_message()
             if message is None:
@@ -136,24 +141,53 @@ class Inbox:
 
     def answer(self, serial: str | None, word: bytes = mailbox.UPDATED, content: dict[str, Any] | None = None) -> None:
         """Answer the message of this serial number. Raises WriterDied when the store cannot be reached any more."""
-        job = self._clerk.give(partial(self._mailbox.put_answer, serial, word, content or {}))
+        task = self._clerk.give(partial(self._mailbox.put_answer, serial, word, content or {}))
         if self._message is not None and self._message["serial"] == serial:
             self._message = None
-        if job.done_by(time.monotonic() + GRACE):  # else it is under way
+        if task.done_by(time.monotonic() + GRACE):  # else it is under way
             with _store_errors():
-                job.result()
+                task.result()
 
     def fail(self, message: dict[str, Any], error: BaseException) -> None:
         """Answer that it could not be applied; the error raises in the sender. To be called where it is handled."""
         with contextlib.suppress(WriterDied):  # the caller has an error to raise
             self.answer(message["serial"], mailbox.FAILED, _failure(error))
 
+    def receive_weights(
+        self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy
+    ) -> tuple[str, Any] | None:
+        """The next weights as (model_id, weights), applied to these destinations; None when there are none in time.
+        acknowledge() answers. What applying them raises is the answer too, and raises here."""
+        with self.alone(deadline) as alone:
+            message = self.next(deadline, after=self._given) if alone else None
+            if message is None:
+                return None
+            try:
+                received = self.unpack(message)
+                if isinstance(received, Announcement):
+                    raise ProtocolError(
+                        'these weights were sent with fan_out="node"; receive them with the receiver of a scheme, '
+                        "which binds the model to shared memory"
+                    )
+                for destination in destinations:
+                    strategy.apply_weights(destination, received)
+            except BaseException as error:  # the sender waits for an answer
+                self.fail(message, error)
+                raise
+            self._given = message["serial"]
+            return Stamp(*message["stamp"]).model_id, received
+
+    def acknowledge(self, word: bytes) -> None:
+        """Answer what receive_weights() returned last. Raises WriterDied when the store cannot be reached any more."""
+        self.answer(self._given, word)
+        self._given = None
+
     def close(self) -> None:
         """Receive no more; the sender takes this worker for dead. Idempotent."""
         self._mailbox.closed = True
         self._clerk.close()
-        if self._listener is not None:
-            self._listener.close()
+        if self._beacon is not None:
+            self._beacon.close()
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

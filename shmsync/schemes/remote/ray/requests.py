@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
+
+from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....errors import ProtocolError
-from ..background import Clerk, Job
-from ..parcel import Parcel
-from ..place import Place
-from ..requests import SLICE, Call, Failed, Gone
+from ..requests import Call, Failed, Gone
 
 
 def require_ray(user: str) -> Any:
@@ -36,17 +34,17 @@ class RayCall(Call):
     def __init__(self, reference: Any, payload: Any = None) -> None:
         self.reference = reference
         self.payload = payload
-        self._finished = False
-        self._looked = 0.0  # when; asking takes 60 µs, so a wait asks for all calls at once
+        self.known_finished = False
+        self.looked = 0.0  # when; asking takes 60 µs, so a wait asks for all calls at once
 
+    @override
     def finished(self) -> bool:
-        """As in Call."""
-        if not self._finished and time.monotonic() - self._looked > 0.001:
+        if not self.known_finished and time.monotonic() - self.looked > 0.001:
             look([self], 0.0)
-        return self._finished
+        return self.known_finished
 
+    @override
     def result(self) -> Any:
-        """As in Call."""
         import ray
         from ray.exceptions import (
             ActorPlacementGroupRemoved,
@@ -132,78 +130,6 @@ def look(calls: Sequence[RayCall], seconds: float) -> None:
         ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
     now = time.monotonic()
     for call in calls:
-        call._looked = now
+        call.looked = now
     for reference in ready:
-        by_reference[reference]._finished = True
-
-
-def wait(calls: Collection[Call], seconds: float) -> None:
-    """Until one of these calls is finished, but no longer than that."""
-    unfinished = [call for call in calls if isinstance(call, RayCall) and not call._finished]
-    others = [call for call in calls if not isinstance(call, RayCall)]
-    if any(call.finished() for call in others) or len(unfinished) + len(others) < len(calls):
-        return
-    if others:
-        seconds = min(seconds, 0.01)
-    if unfinished:
-        look(unfinished, min(seconds, SLICE))
-    else:
-        time.sleep(seconds)
-
-
-def put(parcel: Parcel, tensor_transport: str) -> Any:
-    """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
-    import ray
-
-    require_running()
-    if tensor_transport == "object_store":
-        # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
-        return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
-    # A tensor of its own: the other side may read it at any time.
-    return ray.put(Parcel(parcel.label, [parcel.buffer.clone()]), _tensor_transport=tensor_transport)
-
-
-def on_node(node: str) -> Place:
-    """What is known of a process under Ray: its node."""
-    return Place(node, "", 0, 0, 0)
-
-
-def place_of_caller(_actor: Any = None) -> Place:
-    """Where the calling actor, or driver, runs."""
-    import ray
-
-    return on_node(ray.get_runtime_context().get_node_id())
-
-
-class FindActor(Call):
-    """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
-
-    def __init__(self, actor: Any, clerk: Clerk) -> None:
-        self._clerk = clerk
-        self._id = actor._actor_id.hex()
-        self._answer: Place | str | None = None
-        self._asked: Job | None = None
-
-    def finished(self) -> bool:
-        """As in Call."""
-        if self._answer is None:
-            from ray._private import state
-
-            if self._asked is None:  # on a thread: Ray's head may be slow, and this request has no time-out
-                self._asked = self._clerk.give(partial(state.actors, self._id))
-                self._asked.done_by(time.monotonic() + 0.01)
-            if not self._asked.done:
-                return False
-            asked, self._asked = self._asked, None
-            found = asked.result() or {}
-            if found.get("State") == "ALIVE":
-                self._answer = on_node(found["Address"]["NodeID"])
-            elif found.get("State") == "DEAD":
-                self._answer = f"Ray: the actor is dead (pid {found.get('Pid')})"
-        return self._answer is not None
-
-    def result(self) -> Any:
-        """As in Call."""
-        if isinstance(self._answer, str):
-            raise Gone(self._answer)
-        return self._answer
+        by_reference[reference].known_finished = True

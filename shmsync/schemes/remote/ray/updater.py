@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -18,7 +17,8 @@ from ....engine.timing import check_timeout, deadline_after
 from ....errors import WorkerDied
 from ..parcel import Packer
 from ..requests import Delivery
-from . import requests
+from .carrier import RayCarrier
+from .requests import RayCall, require_ray
 from .scheme import RayTransport
 
 _STRATEGY = WeightStrategy("tensordict")
@@ -83,7 +83,7 @@ class WeightUpdaterBase(ABC):
             hook()
 
     def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """The same as push_weights()."""
+        """push_weights()."""
         self.push_weights(policy_or_weights, worker_ids)
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
@@ -148,11 +148,12 @@ class RayWeightUpdater(WeightUpdaterBase):
     def __init__(
         self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float = 60.0
     ) -> None:
-        requests.require_ray(type(self).__name__)
+        require_ray(type(self).__name__)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
         self._timeout = check_timeout(timeout)
+        self._carrier = RayCarrier()
         self._packer = Packer()
         self._pushes = 0
         self._transports: dict[int, RayTransport] = {}  # by the actor's id()
@@ -164,7 +165,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return list(range(len(self.remote_collectors)))
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
-        self._delivery = Delivery(requests.wait, Wording("its process may be busy with a call that came before"))
+        self._delivery = Delivery(self._carrier.wait, Wording("its process may be busy with a call that came before"))
         actors = {id(actor) for actor in self.remote_collectors}
         self._transports = {key: transport for key, transport in self._transports.items() if key in actors}
         self._refuse_dead(worker_ids)
@@ -196,7 +197,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         weights = super()._maybe_map_weights(policy_or_weights)
         parcel = self._packer.pack(weights, "policy", self._pushes + 1)
         self._pushes += 1
-        return requests.put(parcel, "object_store")
+        return self._carrier.payload(parcel)
 
     def _skip_update(self, worker_id: int) -> bool:
         if self._transport(worker_id).reported:
@@ -208,10 +209,14 @@ class RayWeightUpdater(WeightUpdaterBase):
     def _sync_weights_with_worker(self, *, worker_id: int | None = None, server_weights: Any) -> None:
         assert worker_id is not None
         transport = self._transport(worker_id)
+
+        def start() -> RayCall:  # by position: these actors may call their argument otherwise
+            return RayCall(transport.actor.update_policy_weights_.remote(server_weights), server_weights)
+
         if self._delivery is not None:
-            self._delivery.ask(worker_id, transport, partial(transport.call_with, server_weights))
+            self._delivery.ask(worker_id, transport, start)
         else:  # called by itself: nobody waits
-            transport.call_with(server_weights)
+            start()
             self._waited[transport] = 0
 
     def _transport(self, worker_id: int) -> RayTransport:

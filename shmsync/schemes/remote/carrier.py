@@ -1,0 +1,72 @@
+"""A carrier: all that the sender of a scheme has to know about one kind of network.
+
+How a worker is sent its weights is its transport's matter (RemoteTransport.start_call). The carrier packs them, waits
+for answers, and with fan_out="node" finds out where workers run and speaks to the relay of each node. A relay gets the
+weights once and publishes them into an arena there; by default it is one of the node's own workers.
+
+docs/add-a-transport.md goes through these methods with an example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from .parcel import Parcel
+from .place import Place, Site, here
+from .relay import RelayOptions
+from .requests import Call, Destination, sleeping
+
+
+class HostedRelay(Destination):
+    """A relay in a worker's process, for networks on which that process takes several requests at a time."""
+
+    def __init__(self, host: Destination) -> None:
+        self._host = host
+
+    @override
+    @property
+    def host(self) -> Destination:
+        return self._host
+
+
+class Carrier(ABC):
+    """One kind of network, for one sender or one transport."""
+
+    piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
+
+    def payload(self, parcel: Parcel) -> Any:
+        """What is sent: made once for each send, and then given to every start_call() and relay_call()."""
+        return parcel
+
+    def wait(self, calls: Collection[Call], seconds: float) -> None:
+        """Return when one of these calls is finished, but no later than that. By default they are asked again and
+        again."""
+        sleeping(calls, seconds)
+
+    def home(self) -> Place:
+        """Where the sender runs."""
+        return here()
+
+    @abstractmethod
+    def locate(self, worker: Any) -> Call:
+        """Ask a worker, which is known by its transport, where it runs; the answer is a Place."""
+
+    def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> Destination:
+        """A relay for a node; `members` are its workers that are not known to be dead."""
+        return HostedRelay(members[min(members)])
+
+    @abstractmethod
+    def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
+        """Let a relay publish weights; the answer is an Announcement. In a worker, publish_here() does it."""
+
+    @abstractmethod
+    def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
+        """End what a relay has published for this session, which is the sender's. In a worker, close_here() does it.
+        `ended`: the sender sends no more, and may wait a moment for it; else this does not wait."""
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back threads and connections. Idempotent."""
