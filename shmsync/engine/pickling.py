@@ -15,7 +15,7 @@ small = functools.partial(pickle.dumps, protocol=5)
 
 
 def dumps(message: object) -> bytes:
-    """Pickled, tensors by value: multiprocessing's pickle would move the trainer's own tensors into shared memory."""
+    """Pickle a message, with the values of its tensors; the tensors stay where they are."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(message)
     return buffer.getvalue()
