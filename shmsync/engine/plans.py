@@ -1,9 +1,9 @@
 """From a source to the bytes in a slot: how each tensor is copied, checked once and found again.
 
-A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. Used again, it
-only checks that nothing changed (see native/bind/sources.hpp); what changed is planned anew. Checking and laying out a
-source costs more than copying it, so Plans keeps the plans of a publisher. Never guess from autograd's version counters
-what changed: writes through `.data` or numpy do not move them.
+A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. That costs more than
+the copy, so Plans keeps the plans of a publisher. Later uses only check that nothing has changed since (see
+native/bind/sources.hpp); otherwise a new plan is made. Autograd's version counters cannot tell what changed: writes
+through `.data` or numpy do not move them.
 """
 
 from __future__ import annotations
