@@ -3,8 +3,8 @@
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
 // _enter_slow(outcome, version, timeout) and _refresh_slow().
 //
-// INV: whatever a hook raises, and wherever a signal lands in it, a pin without a section is dropped and the lock is
-//      given back. That is why taking and giving both are C++: Python code can be interrupted between two lines.
+// INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
+//      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

@@ -76,9 +76,7 @@ class Rollout:
         torch.set_rng_state(state)
         for action in self._to_env(out[("action",)]):
             if not self.envs[0].action_space.contains(action):
-                raise ValueError(
-                    f"the policy gave the action {action!r}, which {self.envs[0].action_space} does not have"
-                )
+                raise ValueError(f"the policy gave the action {action!r}, which is not in {self.envs[0].action_space}")
         leaves = frame(self._leaves) | frame({key: value[0] for key, value in out.items()})
         leaves |= {("next", *key): value for key, value in frame(self._leaves).items()}
         return leaves | _RESULTS

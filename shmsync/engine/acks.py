@@ -83,7 +83,7 @@ def _absent(control: _native.Control, workers: list[int], version: int, dead: di
 
 
 def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | str) -> bool:
-    """Has a live subscriber the same worker index? Then its ack counts, and the dead one is not missed."""
+    """Has a live subscriber the same worker index? Then its ack counts, and the dead one is not reported."""
     return any(
         row.worker == name and row.id != dead and peers.alive(row.owner) for row in reader_table.claimed(control)
     )

@@ -175,7 +175,7 @@ def _materialise(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 
 def _refuse_unsafe(module: nn.Module) -> None:
     inductor = sys.modules.get("torch._inductor.config")
-    if getattr(inductor, "freezing", False):  # absent when somebody patched it out
+    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
         raise ProtocolError(
             "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
             "switch it off before bind()"

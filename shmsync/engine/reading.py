@@ -186,7 +186,7 @@ class ReadPath(_native.Reader):
                 f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
                 "and look for what writes beyond its memory"
             )
-        # Death first, then the state, which nobody changes any more.
+        # Death is established first: then the state is final.
         if not self._peers.alive(self._writer_owner):
             outcome = self._enter_final()
             if outcome == Enter.POISONED:

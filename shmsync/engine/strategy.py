@@ -120,7 +120,7 @@ class _Fit(NamedTuple):
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each first tensor into the second: those that are plain memory in one native call."""
+    """Copy the first tensor of each pair into the second; all that are plain memory go in one native call."""
     rows: list[tuple[torch.Tensor, int, int]] = []
     written: list[torch.Tensor] = []
     with torch.no_grad():

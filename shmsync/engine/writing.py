@@ -198,7 +198,7 @@ class WriteSide:
             wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, self._died)
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
-            if len(self.peers):  # somebody was late; those who left meanwhile need no watching
+            if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
     def stats(self) -> PublisherStats:

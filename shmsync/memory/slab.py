@@ -1,4 +1,4 @@
-"""The slab: the memory that holds the weights, an anonymous memfd that nobody can name and so nobody can leak.
+"""The slab: the memory that holds the weights. It is a memfd, a file without a name, so it cannot be left behind.
 
 INV: after create() nobody can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
      one writable mapping is the publisher's, and a forked child finds a read-only one in its place.

@@ -45,7 +45,7 @@ class Switchboard:
         self._owed: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
         self._poll = select.poll()  # of every descriptor: one call tells that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
-        self._open = {self._listener: None}  # in order: the listener closes first, so that nobody calls again
+        self._open = {self._listener: None}  # in order: the listener closes first, so that no worker connects again
         self._watch(self._listener.fileno(), self._let_in)
         self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 

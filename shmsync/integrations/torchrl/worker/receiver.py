@@ -1,4 +1,4 @@
-"""The worker's side of one model: the policy is bound to the arena, and moves with it at safe points."""
+"""The worker's side of one model: a policy bound to an arena, which moves to new versions between two forwards."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Receiver:
                 if message == b"":
                     raise WriterDied(
                         f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
-                        "see what went wrong there"
+                        "look at the trainer's own error"
                     ) from None
                 if isinstance(message, Handle):
                     name_or_handle = message
@@ -246,7 +246,7 @@ class _After:
 
     def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
-        self.quiet = quiet  # errors go to the trainer, and not to whoever calls the policy
+        self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
 
     def owners(self) -> set[nn.Module]:
         """No modules: it moves no tensors."""
