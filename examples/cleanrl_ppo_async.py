@@ -34,7 +34,7 @@ def arg(default, help):
 
 @dataclasses.dataclass
 class Args:
-    """Each is a command-line option."""
+    """The options of the command line."""
 
     env_id: str = arg("CartPole-v1", "a Gymnasium environment with a flat observation and discrete actions")
     seed: int = arg(1, "of the weights, the environments and the actions")

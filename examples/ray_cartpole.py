@@ -30,7 +30,7 @@ def make_policy():
 
 @ray.remote(num_cpus=1, scheduling_strategy="SPREAD")
 class Actor:
-    """Plays; Ray calls its methods one after the other."""
+    """An actor that plays; Ray calls its methods one after the other."""
 
     def __init__(self, scheme, index):
         torch.set_num_threads(1)
@@ -46,7 +46,7 @@ class Actor:
         self.receiver.apply_weights(policy_or_weights)
 
     def where(self):
-        """For the learner to print."""
+        """Where this actor runs, for the learner to print."""
         return f"pid {os.getpid()} on {socket.gethostname()}"
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Actor:
 def learn(policy, optimizer, observation, action, value):
     """PPO's update, where a return above the mean is a good one."""
     advantage = (value - value.mean()) / value.std()
-    with torch.no_grad():  # these are the weights that have played
+    with torch.no_grad():  # the weights are still those that played
         old = Categorical(logits=policy(observation)).log_prob(action)
     for _ in range(8):
         for i in torch.randperm(len(action)).split(256):
@@ -103,7 +103,7 @@ def main(args):
         alive = [index for index in sender.worker_ids if not sender.is_dead(index)]
         played = []
         for call in [actors[index].play.remote() for index in alive]:
-            with contextlib.suppress(ray.exceptions.RayActorError):  # it died while it played; the next send() tells
+            with contextlib.suppress(ray.exceptions.RayActorError):  # it died while it played; the next send() raises
                 played.append(ray.get(call))
         if not played:
             raise SystemExit("every actor has died")

@@ -80,7 +80,7 @@ class Player:
 def learn(policy, optimizer, observation, action, value):
     """PPO's update, where a return above the mean is a good one."""
     advantage = (value - value.mean()) / value.std()
-    with torch.no_grad():  # these are the weights that have played
+    with torch.no_grad():  # the weights are still those that played
         old = Categorical(logits=policy(observation)).log_prob(action)
     for _ in range(8):
         for i in torch.randperm(len(action)).split(256):
@@ -92,7 +92,7 @@ def learn(policy, optimizer, observation, action, value):
 
 
 def lead(args):
-    """The learner. Did all workers live to the end?"""
+    """Run the learner. Returns whether all workers lived to the end."""
     torch.manual_seed(0)
     policy, scheme = make_policy(), shmsync.RPCWeightSyncScheme(fan_out=args.fan_out)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
@@ -110,7 +110,7 @@ def lead(args):
         alive = [index for index in sender.worker_ids if not sender.is_dead(index)]
         played = []
         for call in [players[index].rpc_async().play() for index in alive]:
-            with contextlib.suppress(RuntimeError):  # it died while it played; the next send() tells
+            with contextlib.suppress(RuntimeError):  # it died while it played; the next send() raises
                 played.append(call.wait())
         if not played:
             raise SystemExit("every worker has died")

@@ -50,7 +50,7 @@ def play(env, policy, steps=600):
 def learn(policy, optimizer, observation, action, value):
     """PPO's update, where a return above the mean is a good one."""
     advantage = (value - value.mean()) / value.std()
-    with torch.no_grad():  # these are the weights that have played
+    with torch.no_grad():  # the weights are still those that played
         old = Categorical(logits=policy(observation)).log_prob(action)
     for _ in range(8):
         for i in torch.randperm(len(action)).split(256):

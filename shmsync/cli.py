@@ -12,7 +12,7 @@ from .memory import segment
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command (None: that of sys.argv); returns the exit status."""
     parser = argparse.ArgumentParser(prog="shmsync", description="Zero-copy weight sync on one machine.")
     parser.add_argument("--version", action="version", version=version("shmsync"))
     commands = parser.add_subparsers(dest="command", required=True)

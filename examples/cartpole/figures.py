@@ -41,17 +41,17 @@ class Figures:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the run began."""
         return time.perf_counter() - self.begin
 
     @property
     def steps_per_second(self) -> float:
-        """Environment steps per second, over all of the training but the start of the actors."""
+        """Environment steps per second, counted from the first rollout."""
         return self.env_steps / max(1e-9, time.perf_counter() - self.first)
 
     @property
     def mean_return(self) -> float | None:
-        """Over the last 100 episodes; None before there are as many."""
+        """Mean return of the last 100 episodes; None before there are as many."""
         return sum(self.recent) / EPISODES if len(self.recent) == EPISODES else None
 
     @property

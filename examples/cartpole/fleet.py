@@ -1,4 +1,4 @@
-"""The actor processes as the learner sees them: start, hear, notice deaths, end.
+"""The actor processes as the learner sees them: it starts them, hears them, notices deaths and ends them.
 
 One pipe per actor and no lock anywhere: `multiprocessing.Queue` would share a lock between the actors,
 and an actor killed while holding it would silence the others for good.

@@ -13,7 +13,7 @@ void bind_pipes(nb::module_&);
 
 NB_MODULE(_native, m) {
 #ifdef NDEBUG
-  // What a global or a Process's arguments still hold when the interpreter ends is no leak of ours.
+  // Globals and arguments of Processes may hold objects until the interpreter ends; nanobind would call them leaks.
   nb::set_leak_warnings(false);
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";

@@ -9,7 +9,7 @@
 
 namespace shmsync::bind {
 
-// What the creator writes once. The memory exists already: `fd` has been sized by the caller.
+// What the creator of a segment writes once. The caller has sized `fd` already.
 struct IdentitySpec {
   std::string session;  // 16 bytes
   std::uint64_t owner;
@@ -26,7 +26,7 @@ struct IdentitySpec {
 class Control {
  public:
   static Control* create(int fd, const IdentitySpec& spec, const std::string& manifest);
-  // Rows writable, everything above them read-only.
+  // Maps the reader rows writable, and everything before them read-only.
   static Control* attach(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes);
   ~Control();
   Control(const Control&) = delete;
@@ -54,8 +54,8 @@ class Control {
   std::uint64_t manifest_bytes_;
 };
 
-// Counts forks in this process's ancestry since the module was loaded; a handle made under another number
-// belongs to a parent process.
+// The number of forks between the load of this module and this process. A handle made under another number belongs to
+// a parent process.
 std::uint64_t fork_generation();
 
 }  // namespace shmsync::bind

@@ -1,4 +1,4 @@
-// Memory services for Python: sealing, populating, mapping the slab read-only, and what a fork must change.
+// Memory services for Python: populating, mapping the slab read-only, also in forked children; the control segment.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -151,7 +151,7 @@ void bind_memory(nb::module_& m) {
   m.def("unprotect_in_children", &unprotect_in_children, "address"_a);
   m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
         "Replace the mapping at address by a read-only one of fd.");
-  m.def("make_readonly", &make_readonly, "address"_a, "bytes"_a, "mprotect(PROT_READ).");
+  m.def("make_readonly", &make_readonly, "address"_a, "bytes"_a, "Protect this range against writes, by mprotect().");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
   m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict | None"),
         "The identity of a control segment, unchecked; None when the file is too short to hold one.");
@@ -201,7 +201,8 @@ void bind_memory(nb::module_& m) {
           "take_over",
           [](Control& c, std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker) {
             const bool taken = c.readers().take_over(row, dead, me, worker);
-            if (taken) wake_writer(c.publication(), c.reply());  // it may wait for the pin or the ack that is gone now
+            if (taken)
+              wake_writer(c.publication(), c.reply());  // the writer may wait for the pin or the ack of the dead
             return taken;
           },
           "row"_a, "dead"_a, "me"_a, "worker"_a)
@@ -234,8 +235,8 @@ void bind_memory(nb::module_& m) {
                                   row.pinned_at, row.reads, row.torn, row.retries);
           },
           "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
-          "(owner, pinned version or 0, acked, worker, pinned_at ns, reads, torn, retries) of one row; acked belongs "
-          "to worker or is 0, the other words are each on their own.")
+          "(owner, pinned version or 0, acked, worker, pinned_at ns, reads, torn, retries) of one row. acked is that "
+          "of worker, or 0; the other words may each be from another moment.")
       .def(
           "workers_at",
           [](const Control& c, std::uint64_t version) {
@@ -245,7 +246,7 @@ void bind_memory(nb::module_& m) {
               if (const auto row = table.look(i); row.acked == version) workers.push_back(row.worker);
             return workers;
           },
-          "version"_a, "The workers whose last ack is `version`, those that have left meanwhile included.");
+          "version"_a, "The workers whose last ack is `version`, including those that have left since.");
 }
 
 }  // namespace shmsync::bind

@@ -51,8 +51,8 @@ class Frames {
     if (out_.empty()) tags_.clear();
   }
 
-  // Appends the next message to `to`, if all of it is there: was it? In the same call, so that no interrupt can lose
-  // it.
+  // Appends the next message to `to` if all of it is there; was it? Reading and appending are one call, so that no
+  // interrupt can lose the message.
   bool read_into(nb::list to) {
     switch (in_.read(fd_)) {
       case frames::Read::frame:
@@ -119,19 +119,19 @@ void bind_pipes(nb::module_& m) {
                      "One end of a pipe: whole messages in and out, never waiting. Borrows the descriptor.")
       .def(nb::init<int>(), "fd"_a)
       .def("send", &Frames::send, "payload"_a, "group"_a = "", "tag"_a = nb::none(),
-           "Send a message, as far as the pipe takes it; flush() sends the rest. It takes the place of those of its "
-           "group "
-           "that have not begun to leave; their tags.")
+           "Send a message, as far as the pipe takes it; flush() sends the rest. It replaces those messages of its "
+           "group of which no byte has been sent, and returns their tags.")
       .def("flush", &Frames::flush, "Send what the pipe takes now.")
       .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
       .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
       .def_prop_ro("idle", &Frames::idle, "Is no message half sent or half read?")
-      .def_prop_ro("ended", &Frames::ended, "Is the other end closed, as far as reading and sending have told?");
-  m.def("wait_readable", &wait_readable, "fd"_a, "timeout_ns"_a, "Is there something to read, or the end?");
+      .def_prop_ro("ended", &Frames::ended, "Has reading or sending found the other end closed?");
+  m.def("wait_readable", &wait_readable, "fd"_a, "timeout_ns"_a,
+        "Wait at most so long. Is there something to read, or is the other end closed?");
   m.def("exchange", &exchange, "ends"_a, "watched"_a, "message"_a, "group"_a, "tag"_a.none(), "answer"_a,
         "timeout_ns"_a,
-        "Send a message to each, and wait until each has given exactly the answer; the positions of those that have. "
-        "Ends early when something else comes, or happens on the descriptors `watched`.");
+        "Send a message to each end, and wait for exactly this answer from each; the positions of those that gave it. "
+        "Returns early when anything else arrives, or when a descriptor in `watched` becomes ready.");
 }
 
 }  // namespace shmsync::bind

@@ -1,10 +1,10 @@
 // ReadSide for Python: the lock around sections, nesting, and the section object.
 //
-// The common path (nothing new, nobody in the way) runs here. All else goes to Python through hooks of the
-// subclass: _enter_slow(outcome, version, timeout), _refresh_slow().
+// The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
+// _enter_slow(outcome, version, timeout) and _refresh_slow().
 //
-// INV: whatever a hook raises, and wherever a signal lands in it, a pin without a section is dropped and the lock is
-//      given back. That is why taking and giving both are C++: Python code can be interrupted between two lines.
+// INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
+//      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -42,7 +42,7 @@ class Reader {
     if (closed) raise("ClosedError", "this Subscriber is closed; attach again");
   }
 
-  // One outermost section (or refresh) at a time; the owner thread may come again.
+  // One thread at a time may be in sections or in refresh(); that thread may enter again.
   void lock(nb::handle self, nb::handle timeout) {
     if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
     try {
@@ -115,7 +115,7 @@ class Reader {
     }
   }
 
-  // Does the calling thread have a section open, or is it on its way into one?
+  // Does the calling thread have a section open, or is it just entering one?
   bool inside() const { return (depth > 0 || entering) && thread == std::this_thread::get_id(); }
 
   void close() {
@@ -176,14 +176,14 @@ class Reader {
  public:
   ReadSide side;
   std::recursive_timed_mutex mutex;
-  std::thread::id thread;  // that took the lock last
+  std::thread::id thread;  // the one that took the lock last
   int depth = 0;
   bool entering = false;  // a hook is at work
   bool closed = false;
   std::uintptr_t slab_begin = 0, slab_end = 0;
 };
 
-// `with reader._exclusive():` the lock without a section.
+// `with reader._exclusive():` holds the lock without opening a section.
 class Exclusive {
  public:
   explicit Exclusive(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
@@ -233,13 +233,14 @@ void bind_reader(nb::module_& m) {
       .value("GATED", Enter::gated)
       .value("POISONED", Enter::poisoned)
       .value("EVICTED", Enter::evicted);
-  nb::enum_<State>(m, "State", "Of a publication; see layout.hpp.")
+  nb::enum_<State>(m, "State", "The state of a publication; see layout.hpp.")
       .value("OPEN", State::open)
       .value("CLOSED", State::closed)
       .value("POISONED", State::poisoned);
 
-  nb::class_<Section>(m, "ReadSection",
-                      "A stretch in which weights are used. Made by Subscriber.read(); may be entered again.")
+  nb::class_<Section>(
+      m, "ReadSection",
+      "A stretch of code that uses one version of the weights. Made by Subscriber.read(); may be entered again.")
       .def(
           "__enter__",
           [](nb::handle self) {

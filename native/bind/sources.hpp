@@ -30,8 +30,8 @@ bool describe(PyObject* tensor, DLTensor& out);
 
 class Sources {
  public:
-  // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held;
-  // `whole`: nothing else may be in it.
+  // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.
+  // `whole`: the dict may hold nothing else.
   // leaves: [(tensor, offset in the slot, bytes), ...], contiguous, plain bytes.
   Sources(nanobind::list guards, nanobind::list leaves);
 
@@ -66,7 +66,7 @@ class Sources {
 
   std::vector<Guard> guards_;
   std::vector<Leaf> leaves_;
-  std::vector<std::int64_t> sizes_;  // of all leaves in one run: a cold cache line less for each
+  std::vector<std::int64_t> sizes_;  // of all leaves, one after the other: saves each leaf a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
   std::uint64_t bytes_ = 0;

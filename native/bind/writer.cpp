@@ -30,8 +30,8 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
   return writer.wait_begin(Nanoseconds(timeout_ns)) == Begin::ready;
 }
 
-// The writer's lock: it refuses instead of waiting. In C++ because a signal may land between any two lines of Python,
-// and a lock that nobody knows to hold is held for ever.
+// The writer's lock: it refuses instead of waiting. In C++, because an interrupt may land between any two lines of
+// Python: right after the lock was taken, nobody would know to release it.
 class WriterLock {
  public:
   void acquire(nb::handle holder) {
@@ -56,7 +56,7 @@ class WriterLock {
   nb::object holder_;
 };
 
-// A context manager whose Python half may be interrupted anywhere: _recover() then puts things right.
+// A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
 class Scope {};
 
 nb::object scope_call(nb::handle self, const char* half, nb::handle argument) {
@@ -86,11 +86,11 @@ Rows wait_acks(Writer& writer, std::uint64_t version, const Rows& rows, std::int
 }  // namespace
 
 void bind_writer(nb::module_& m) {
-  nb::class_<WriterLock>(m, "WriterLock", "Refuses instead of waiting; knows its holder.")
+  nb::class_<WriterLock>(m, "WriterLock", "A lock that refuses instead of waiting, and knows its holder.")
       .def(nb::init<>())
-      .def("acquire", &WriterLock::acquire, "holder"_a, "Raises WriterBusy when somebody holds it.")
+      .def("acquire", &WriterLock::acquire, "holder"_a, "Take the lock. Raises WriterBusy when somebody holds it.")
       .def("held_by", &WriterLock::held_by, "holder"_a)
-      .def("release", &WriterLock::release, "holder"_a, "Does nothing when somebody else holds it.")
+      .def("release", &WriterLock::release, "holder"_a, "Give the lock back; does nothing when somebody else holds it.")
       .def("locked", &WriterLock::locked)
       .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
       .def(
@@ -113,13 +113,14 @@ void bind_writer(nb::module_& m) {
 
   nb::class_<Writer>(m, "Writer", "The writer's side of the protocol. Calls are not thread-safe: hold a lock.")
       .def(nb::init<Control&, std::uint64_t>(), "control"_a, "me"_a, nb::keep_alive<1, 2>())
-      .def("begin", &begin, "Close the gate (slots = 1) and look for a slot once. True: write slot.")
-      .def("wait_begin", &wait_begin, "timeout_ns"_a, "The same, waiting at most one slice.")
+      .def("begin", &begin, "Close the gate (slots = 1) and look once for a free slot. True: `slot` may be written.")
+      .def("wait_begin", &wait_begin, "timeout_ns"_a,
+           "Wait at most one slice for a free slot. True: `slot` may be written.")
       .def(
           "skip_to", [](Writer& w, std::uint64_t version) { return w.skip_to(version); }, "version"_a,
-          "Publish this version next; False if it would not grow, or is too late.")
+          "Number the next version; False if it would not grow, or if writing has begun.")
       .def(
-          "commit", [](Writer& w) { return w.commit(); }, "Publish; the new version.")
+          "commit", [](Writer& w) { return w.commit(); }, "Publish what was written; the new version.")
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
       .def("close", [](Writer& w) { w.close(); })
@@ -145,7 +146,7 @@ void bind_writer(nb::module_& m) {
              return rows;
            })
       .def("wait_acks", &wait_acks, "version"_a, "rows"_a, "timeout_ns"_a,
-           "Those of the (row, owner) pairs that have not acked after at most one slice.");
+           "Wait at most one slice for acks of `version`; the (row, owner) pairs that have not acked.");
 }
 
 }  // namespace shmsync::bind

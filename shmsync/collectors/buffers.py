@@ -18,7 +18,7 @@ Leaves = dict[Key, tuple[torch.dtype, tuple[int, ...]]]  # of one frame
 
 
 class BufferSpec(NamedTuple):
-    """Where the buffers are, for a worker."""
+    """What a worker needs to map the buffers."""
 
     path: str
     nbytes: int
@@ -28,7 +28,7 @@ class BufferSpec(NamedTuple):
 
 
 class Buffers:
-    """`views[k]`: buffer k as a TensorDict of batch size [rows, steps]; a row is an environment."""
+    """The mapped buffers. `tensors[k]`: buffer k by key, each tensor `[rows, steps, ...]`; a row is an environment."""
 
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class Buffers:
         ]
 
     def batch(self, buffer: int, rows: slice = slice(None)) -> TensorDict:
-        """Rows of a buffer, without a copy."""
+        """Rows of a buffer as a TensorDict of batch size [rows, steps], without a copy."""
         tensors = {key: tensor[rows] for key, tensor in self.tensors[buffer].items()}
         batch = nested(tensors)
         batch.batch_size = next(iter(tensors.values())).shape[:2]
@@ -63,7 +63,7 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
 
 
 def frame(tensors: Mapping[Key, torch.Tensor]) -> Leaves:
-    """The layout of one frame, from tensors `[...]` of one."""
+    """The layout of one frame, from its tensors."""
     return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a collector refuses before, and while, it starts."""
+"""Checks of a collector's arguments, and of the frames that its workers are going to write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def arguments(
     max_lag: int | None,
     makers: Sequence[Any],
 ) -> int:
-    """Refuse what makes no sense; the number of environments."""
+    """Raise ValueError or TypeError for arguments that make no sense. Returns the number of environments."""
     for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, not {value}")

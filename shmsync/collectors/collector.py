@@ -106,7 +106,7 @@ class MultiprocessCollector:
         start_timeout: float = 120.0,
         start_method: str = "forkserver",
     ) -> None:
-        self._closed = True  # until all of it is there
+        self._closed = True  # until the constructor is done
         makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         rows = checks.arguments(num_workers, frames_per_batch, envs_per_worker, sync, device, on_lag, max_lag, makers)
         self.policy = policy
@@ -121,7 +121,7 @@ class MultiprocessCollector:
         self._turn = 0  # the buffer of the next batch in sync mode
         self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
         self._ready: deque[tuple[int, int]] = deque()
-        # Of each worker, the buffers that it has yet to fill, and the newest version when it was told to.
+        # By worker: the buffers that it has yet to fill, each with the newest version when it was told to.
         self._owed: dict[int, dict[int, int]] = {index: {} for index in range(num_workers)}
         self._scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
         self._fleet = Fleet(start_method)
@@ -182,7 +182,7 @@ class MultiprocessCollector:
         return batch
 
     def update_policy_weights_(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> int:
-        """Send weights to the workers, and wait until they use them; the new version.
+        """Send weights to the workers, and wait until they use them. Returns the new version.
 
         Args:
             weights: a module, a TensorDict or a dict; None: the policy as it is now.
@@ -213,8 +213,7 @@ class MultiprocessCollector:
         return CollectorStats(self._frames, self._batches, self._dropped, self._restarts, self._sender.version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, the policy, and in sync mode the state of every worker's random generators. Environments are not
-        saved: a collector that loads it begins new episodes."""
+        """Counts, the policy, and in sync mode every worker's random generators. Environments are not saved."""
         self._check()
         workers = None
         if self._sync:
@@ -224,7 +223,7 @@ class MultiprocessCollector:
         return {"frames": self._frames, "batches": self._batches, "policy": policy, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: counts, random generators, and the policy, which is also sent to the workers.
+        """Restore counts, random generators and the policy, which is also sent to the workers; episodes begin anew.
 
         Raises ValueError when it is of a collector with another number of workers.
         """
@@ -267,7 +266,7 @@ class MultiprocessCollector:
         buffer = self._turn
         while True:
             for index, owed in self._owed.items():
-                if buffer not in owed:  # else an earlier next() was interrupted, and it is on its way
+                if buffer not in owed:  # else an interrupted next() has ordered it already
                     self._order(index, buffer)
             while any(self._owed.values()):
                 self._await_batch(None)
@@ -336,7 +335,7 @@ class MultiprocessCollector:
     # Lag.
 
     def _too_old(self, batch: TensorDict) -> bool:
-        """Must it be collected again?"""
+        """Must the batch be collected again? Counts it as dropped then, or only warns."""
         lag = self._sender.version - int(batch["policy_version"].min())
         if lag <= self._max_lag:
             return False
@@ -351,7 +350,7 @@ class MultiprocessCollector:
         return True
 
     def _furthest_behind(self) -> int | None:
-        """The worker to wait for, lest its frames become too old with the next version."""
+        """The worker to wait for, whose frames would be too old with the next version; None: any worker."""
         if self._on_lag != "wait":
             return None
         oldest = {index: min([*owed.values()], default=self._sender.version) for index, owed in self._owed.items()}
@@ -364,7 +363,7 @@ class MultiprocessCollector:
 
 
 def _end(fleet: Fleet, scheme: WeightSyncScheme, fd: int) -> None:
-    if fleet.pid != os.getpid():  # a forked child ends, not the trainer
+    if fleet.pid != os.getpid():  # this is a forked child that ends; the workers are the trainer's
         return
     try:
         fleet.stop()

@@ -38,7 +38,7 @@ class WorkerProcess:
         self.delivered = False  # a batch since it was started
 
     def died(self) -> WorkerDied:
-        """The error that says how."""
+        """The error that says how this worker died."""
         self.process.join(1)
         return WorkerDied(
             f"collector worker {self.index} died ({Peer(process=self.process)}); its unfinished frames are lost. With "
@@ -47,14 +47,14 @@ class WorkerProcess:
         )
 
     def tell(self, word: str, content: Any = None) -> None:
-        """Send a command. To a dead worker it goes nowhere; events() tells of its death."""
+        """Send a command. Does nothing for a dead worker; events() reports its death."""
         try:
             self.control.send((word, content))
         except (BrokenPipeError, ConnectionResetError):
             pass
 
     def end(self, deadline: float) -> None:
-        """Let it stop by itself until then, and kill it afterwards."""
+        """Wait until the deadline for the process to stop, then kill it."""
         self.process.join(max(0.0, deadline - time.monotonic()))
         if self.process.exitcode is None:
             self.process.kill()
@@ -89,8 +89,10 @@ class Fleet:
             member.tell(word, content)
 
     def events(self, deadline: float, workers: Iterable[int] | None = None) -> Iterator[tuple[WorkerProcess, str, Any]]:
-        """What workers say, as it comes, for ever: (who, word, content). A worker that failed says ERROR, a dead one
-        DIED. Raises AckTimeout when nobody has said anything until the deadline."""
+        """Yield (worker, word, content) for each message, without end; ERROR from a failed worker, DIED for a dead one.
+
+        Raises AckTimeout when nothing has come until the deadline.
+        """
         members = [member for member in self.members.values() if workers is None or member.index in workers]
         while True:
             for event in [event for event in self._unheard if event[0] in members]:
@@ -111,12 +113,14 @@ class Fleet:
                 member = sources[source]
                 if isinstance(source, Connection):
                     yield (member, *_heard(member))
-                elif not member.control.poll():  # else its last words first
+                elif not member.control.poll():  # else its last messages come first
                     yield member, DIED, None
 
     def gather(self, word: str, deadline: float, workers: Iterable[int] | None = None) -> dict[int, Any]:
-        """Wait until each of these workers has said this word; what came with it. Raises WorkerDied, or what a worker
-        failed with. Anything else they say is kept for events()."""
+        """Wait until each of these workers has sent this word. Returns the contents by worker.
+
+        Other messages are kept for events(). Raises WorkerDied, AckTimeout, or what a worker failed with.
+        """
         awaited = set(self.members if workers is None else workers)
         said: dict[int, Any] = {}
         others: list[tuple[WorkerProcess, str, Any]] = []
@@ -152,7 +156,7 @@ def _heard(member: WorkerProcess) -> tuple[str, Any]:
 
 
 def raise_for(event: tuple[WorkerProcess, str, Any]) -> None:
-    """Raise what an ERROR or DIED event tells."""
+    """Raise the exception that an ERROR event brought, or WorkerDied for a DIED event."""
     member, word, content = event
     if word == DIED:
         raise member.died()
@@ -160,8 +164,7 @@ def raise_for(event: tuple[WorkerProcess, str, Any]) -> None:
 
 
 def pack(policy: nn.Module, *, values: bool) -> bytes:
-    """What workers make their policy from. Without `values` the parameters have none: they are read from shared
-    memory."""
+    """Pickle the policy for the workers. Without `values`, its parameters are left to shared memory."""
     if not values:
         memo = {
             id(parameter): nn.Parameter(

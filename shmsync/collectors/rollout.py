@@ -42,7 +42,7 @@ class Rollout:
         space = envs[0].observation_space
         self._to_env = spaces.to_env(envs[0].action_space)
         self._leaves = spaces.leaves(space, OBSERVATION)
-        # What the policy sees next, written in place.
+        # The observations that the policy sees next, `[n, ...]`, written in place.
         self._current = {key: torch.empty((len(envs), *t.shape), dtype=t.dtype) for key, t in self._leaves.items()}
         self._arrays = [(key[1:], tensor.numpy()) for key, tensor in self._current.items()]
         self._returns = np.zeros(len(envs))
@@ -63,7 +63,7 @@ class Rollout:
         return made
 
     def reset(self, seed: int | None = None) -> None:
-        """Start a new episode everywhere."""
+        """Start a new episode in every environment."""
         for i, env in enumerate(self.envs):
             observation, _ = env.reset(seed=None if seed is None else seed + i)
             self._show(i, observation)
@@ -76,15 +76,13 @@ class Rollout:
         torch.set_rng_state(state)
         for action in self._to_env(out[("action",)]):
             if not self.envs[0].action_space.contains(action):
-                raise ValueError(
-                    f"the policy gave the action {action!r}, which {self.envs[0].action_space} does not have"
-                )
+                raise ValueError(f"the policy gave the action {action!r}, which is not in {self.envs[0].action_space}")
         leaves = frame(self._leaves) | frame({key: value[0] for key, value in out.items()})
         leaves |= {("next", *key): value for key, value in frame(self._leaves).items()}
         return leaves | _RESULTS
 
     def use(self, buffers: Buffers, rows: slice) -> None:
-        """Write into these rows from now on."""
+        """Write into these rows of the buffers from now on."""
         ours = [*_RESULTS, *self._leaves, *(("next", *key) for key in self._leaves)]
         self._frames: list[tuple[dict[Key, Any], dict[Key, torch.Tensor]]] = []
         for tensors in buffers.tensors:

@@ -22,25 +22,25 @@ from ..schemes import WeightSyncScheme
 from .buffers import Buffers, BufferSpec
 from .rollout import Rollout
 
-# What the trainer says, and what it hears; each is (word, content).
+# The words of the trainer, then those of the worker. A message is (word, content).
 START, COLLECT, STATE, LOAD, STOP = "start", "collect", "state", "load", "stop"
 HELLO, LAYOUT, BATCH, ERROR = "hello", "layout", "batch", "error"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is started with."""
+    """Everything that a worker is started with."""
 
     index: int
     makers: bytes  # a list of functions that make an environment, by cloudpickle
     policy: bytes
     scheme: WeightSyncScheme
     seed: int
-    rows: tuple[int, int]  # of the batch
+    rows: tuple[int, int]  # first and end: its rows of a batch
 
 
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
-    """The main function of the process."""
+    """Run a worker, until the trainer says STOP or is gone."""
     torch.set_num_threads(1)
     try:
         with contextlib.suppress(EOFError, WriterDied, BrokenPipeError, KeyboardInterrupt):  # the trainer is gone
@@ -107,7 +107,7 @@ class _Worker:
         return self._commands.popleft()
 
     def _look(self, milliseconds: int) -> bool:
-        """Take in what arrives within that time; was there anything?"""
+        """Apply weights and queue commands that arrive within that time. Has anything arrived?"""
         ready = self._poll.poll(milliseconds)
         for fd, _ in ready:
             if fd == self._weights_fd:
@@ -132,7 +132,7 @@ class _Worker:
             self._control.send((BATCH, buffer))
 
     def _between(self) -> bool:
-        """Between two steps no forward runs, so new weights may come in. False: the trainer wants us to stop."""
+        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP."""
         return not self._look(0) or not any(word == STOP for word, _ in self._commands)
 
     def _state(self, _: Any) -> None:

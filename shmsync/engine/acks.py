@@ -31,10 +31,10 @@ def wait_for_acks(
     me: int,
     died: dict[RowId, int | str],
 ) -> None:
-    """Return when all have acked `version`. `workers`: None means the rows claimed now, a list those indices, attached
-    or not. Those who leave cleanly meanwhile are dropped, unless they were named and had not acked.
+    """Wait until the workers have acked `version`; None: those attached now, a list: these indices, attached or not.
 
-    `died`: rows already reaped in this call, while it waited for their pins.
+    A worker that leaves meanwhile is not waited for, unless it was named and had not acked. `died` has the rows that
+    this call has reaped already, while it waited for their pins.
 
     Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
     """
@@ -50,7 +50,7 @@ def wait_for_acks(
         rows = writer.wait_acks(version, rows, slice_until(deadline))
         for row in [row for row in rows if not peers.alive(row[1])]:
             rows.remove(row)
-            # It may have acked between our look and its death.
+            # It may have acked after we looked, and then died.
             if writer.wait_acks(version, [row], 0):
                 name = reader_table.name_of(control, row)
                 if not _has_heir(control, peers, row, name):
@@ -68,7 +68,7 @@ def wait_for_acks(
 
 
 def _applied(row: reader_table.Row, version: int) -> bool:
-    # Nothing later is published while we wait for this one, so an ack of more is garbage.
+    # Nothing newer is published while we wait, so an ack of a later version is garbage.
     return row.acked == version
 
 
@@ -77,13 +77,13 @@ def _late_rows(control: _native.Control, workers: list[int], version: int) -> li
 
 
 def _absent(control: _native.Control, workers: list[int], version: int, dead: dict[RowId, int | str]) -> list[int]:
-    """Named workers of whom no ack is there: not attached yet, late, or gone without one."""
+    """Named workers that have not acked: not attached yet, late, or gone."""
     done = {*control.workers_at(version), *dead.values()}
     return [worker for worker in workers if worker not in done]
 
 
 def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | str) -> bool:
-    """Has a live subscriber taken the dead one's index? Then it acks for it."""
+    """Has a live subscriber the same worker index? Then its ack counts, and the dead one is not reported."""
     return any(
         row.worker == name and row.id != dead and peers.alive(row.owner) for row in reader_table.claimed(control)
     )

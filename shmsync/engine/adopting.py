@@ -48,8 +48,7 @@ class Adoption:
         self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._placed_parameters])
 
     def take_back(self) -> int:
-        """Inside update(): `.data = x`, `.half().float()` and the like moved parameters out of the slab; their values
-        go in again. The bytes copied."""
+        """Put parameters back that `.data = x`, `.half().float()` or so took out of the slab; the bytes copied."""
         if self._placed.revalidate() and not self._placed.moved:
             return 0
         away = [(t, view) for t, view in self._placed_parameters if t.data_ptr() != view.data_ptr()]

@@ -1,4 +1,4 @@
-"""Binding: a module whose parameters are the arena's.
+"""Binding: the parameters of a module become views of an arena.
 
 Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
 weights, hooks and parameter lists stay right.
@@ -33,9 +33,9 @@ _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class Binding:
     """The tensors of one bound module, and the views they take in each slot.
 
-    It lives as long as any submodule that owns one of the tensors, not as long as the container that was passed to
-    bind(). It holds them weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through native
-    objects would never be collected.
+    It serves as long as any submodule lives that owns one of the tensors, even if the module passed to bind() is gone.
+    It holds the submodules weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through
+    native objects would never be collected.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Binding:
         return {owner for ref in self._owners if (owner := ref()) is not None}
 
     def move(self, slot: int) -> bool:
-        """Show this slot. False when every owner is gone. Inside a section only."""
+        """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
         if not any(ref() is not None for ref in self._owners):
             return False
         # With one slot nothing moves, unless `.to()` or `.data =` has taken a parameter away meanwhile.
@@ -85,7 +85,7 @@ class Binding:
         return True
 
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
-        """Make the parameters (of these modules only) private, with the values they show. Inside a section only."""
+        """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
         mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
         for tensor in self._viewed:
             if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
@@ -102,10 +102,11 @@ def bind_module(
     copies: bool = False,
     beside: Collection[Key] = (),
 ) -> Binding:
-    """Check everything, then prepare the module for the arena of `path`. Its tensors move with the binding.
+    """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
 
-    copies: parameters too are private copies, on whatever device they are. beside: leaves of the arena that are no
-    tensors of the module.
+    Args:
+        copies: parameters become private copies too, on the device they are on.
+        beside: leaves of the arena that are no tensors of the module.
     """
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
@@ -132,12 +133,12 @@ def bind_module(
     if problems:
         raise ManifestMismatch(describe_problems(problems, f"arena {path.name!r}", "the module to bind"))
     binding = Binding(original, arena, tensors, buffers, copies)
-    _take_over(module, binding.owners())  # the last that can refuse
+    _take_over(module, binding.owners())  # the last step that can raise
     for key, tensor in tensors.items():
         if tensor.device.type == "meta":  # a tied one was swapped with its first key
             _materialise(tensor, meta[key])
         elif not isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data.clone()  # private, whatever it was before: forward passes write buffers
+            tensor.data = tensor.data.clone()  # private in any case: forward passes write buffers
     if guard:
         Guard(module, path, clone_outputs)
     for owner in binding.owners():
@@ -146,7 +147,7 @@ def bind_module(
 
 
 def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
-    """Take submodules back from whoever bound them before: two would take turns in moving their tensors."""
+    """Unbind submodules that are bound already: two subscribers would take turns in moving their tensors."""
     previous = {ref() for owner in owners if (ref := _bound_to.get(owner)) is not None}
     overlapping = [
         (path, old) for path in previous if path is not None for old in path.followers if old.owners() & owners
@@ -174,7 +175,7 @@ def _materialise(tensor: torch.Tensor, memory: torch.Tensor) -> None:
 
 def _refuse_unsafe(module: nn.Module) -> None:
     inductor = sys.modules.get("torch._inductor.config")
-    if getattr(inductor, "freezing", False):  # absent when somebody patched it out
+    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
         raise ProtocolError(
             "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
             "switch it off before bind()"

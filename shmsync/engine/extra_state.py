@@ -1,7 +1,7 @@
-"""What modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
+"""Extra state, which modules keep beside their tensors (get_extra_state()), as one more leaf of the arena.
 
-A leaf has a fixed shape, so the pickled state lies in a uint8 tensor with room to grow: 8 bytes of length, then the
-bytes, then whatever was there. So it comes together with the tensors.
+As a leaf it changes together with the tensors. A leaf has a fixed shape, so the state is pickled into a uint8 tensor
+with room to grow: 8 bytes of length, the pickle, then unused bytes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SMALLEST = 1024  # bytes of room
 
 States = dict[str, Any]  # what get_extra_state() returned, by the module's path
 
-# Looking through a large module costs more than publishing it.
+# Modules with extra state, found once: searching a large module costs more than publishing it.
 _owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
 
 
 def separate(weights: Any) -> tuple[Any, States | None]:
-    """Tensors that a Publisher takes, and the extra state among them or None. Nothing is copied."""
+    """Split weights into what a Publisher takes and their extra state (None: there is none). Copies nothing."""
     if isinstance(weights, nn.Module):
         states = {path: module.get_extra_state() for path, ref in _with_state(weights) if (module := ref()) is not None}
         return weights, states or None
@@ -50,14 +50,14 @@ def separate(weights: Any) -> tuple[Any, States | None]:
 
 
 def together(tensors: Any, states: States, room: int = 0) -> dict[str, Any]:
-    """One mapping for a Publisher; the leaf has at least `room` bytes."""
+    """Tensors and states as one mapping for a Publisher; the states' leaf has at least `room` bytes."""
     packed = dumps(states)
     size = max(_SMALLEST, room, 1 << (2 * len(packed) - 1).bit_length())
     return {**flat(tensors), LEAF: _leaf(packed, size)}
 
 
 def fitted(tensors: Any, states: States, room: int) -> dict[str, Any] | None:
-    """The same for a leaf of exactly `room` bytes; None when that is too little."""
+    """Tensors and states with a leaf of exactly `room` bytes; None when the states need more."""
     packed = dumps(states)
     return {**flat(tensors), LEAF: _leaf(packed, room)} if len(packed) + _LENGTH_BYTES <= room else None
 
@@ -68,7 +68,7 @@ def flat(tensors: Any) -> dict[str, Any]:
 
 
 def unpacked(weights: TensorDictBase) -> Any:
-    """Weights as they lie in an arena, in a form that a scheme sends on."""
+    """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
     if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
         return weights
     return {**flat(weights.exclude(LEAF)), **by_key(_states(weights.get(LEAF)))}
@@ -100,7 +100,7 @@ def _leaf(packed: bytes, size: int) -> torch.Tensor:
 
 
 def _plain(state: Any) -> Any:
-    # As TorchRL gives it to set_extra_state(); a state_dict has what get_extra_state() returned.
+    # TorchRL keeps it as a TensorDict, and gives set_extra_state() this dict. A state_dict has it as it was returned.
     return state.flatten_keys(".").to_dict() if isinstance(state, TensorDictBase) else state
 
 

@@ -18,7 +18,7 @@ from .reading import ReadPath
 
 
 def forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A frame of ours for Dynamo to compile: it passes over frames of torch.nn, such as Sequential's own forward."""
+    """Call `inner` from a frame that Dynamo compiles: it skips frames of torch.nn, such as Sequential's own forward."""
     return inner(*args, **kwargs)
 
 
@@ -40,7 +40,7 @@ def unalias(out: Any, aliases: Callable[[Any], bool]) -> Any:
 
 @skip
 def _any_leaf(td: TensorDictBase, test: Callable[[Any], bool]) -> bool:
-    # Its own dict: values() takes 1 µs a leaf, and this runs after each forward.
+    # The dict inside it: values() takes 1 µs a leaf, and this runs after each forward.
     store = getattr(td, "_tensordict", None) if type(td) is TensorDict else None
     for value in (td if type(store) is not dict else store).values():
         if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # isinstance() of TensorDicts is slow
@@ -54,7 +54,7 @@ def _any_leaf(td: TensorDictBase, test: Callable[[Any], bool]) -> bool:
 class StandIn:
     """Stands in for a method of one module.
 
-    A copy (deepcopy, pickle) of the module has its own method in this place, and knows nothing of what stood here.
+    A copy of the module (deepcopy, pickle) has the original method in this place.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -97,7 +97,7 @@ class Guard(StandIn):
         self._replaced = False  # by another binding of the module
 
     def remove(self) -> None:
-        """Give the module its own forward back. A call that another thread has begun here goes there too."""
+        """Give the module its own forward back. A call that another thread has begun here goes on with that one."""
         self._replaced = True
         super().remove()
 
@@ -134,7 +134,7 @@ class Guard(StandIn):
         return unalias(out, self._aliases) if self._clone_outputs else out
 
     def _look(self) -> None:
-        """On the first call with gradients on: warn if they may come out wrong."""
+        """Warn, on the first call with gradients on, that they may come out wrong."""
         if self._path._mine:
             return  # the caller's section may well cover the backward pass
         self._looked = True

@@ -18,7 +18,7 @@ def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """Do its values lie in memory one after the other, as they are?"""
+    """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -71,7 +71,7 @@ def untied(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[tuple[Leaf
 
 
 def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str) -> list[str]:
-    """The other way round: tensors that are one, and could show only one of two places."""
+    """Leaves that are separate in the arena but one tensor here, which could show only one of them."""
     first: dict[int, Leaf] = {}
     leaves = ((tensors[leaf.key], leaf) for leaf in arena.manifest.leaves if leaf.key in tensors and leaf.nbytes)
     return [

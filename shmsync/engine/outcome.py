@@ -29,7 +29,7 @@ class Failure(NamedTuple):
             return cls(tag, None, summary, traceback.format_exc())
         try:
             packed = pickle.dumps(error)
-            pickle.loads(packed)  # some pickle, and fail on the way back
+            pickle.loads(packed)  # some exceptions can be pickled but not unpickled
         except Exception:
             return cls(tag, None, summary, traceback.format_exc())
         return cls(tag, packed, summary, traceback.format_exc())
@@ -54,13 +54,13 @@ class RemoteTraceback(Exception):
 
 
 class Wording(NamedTuple):
-    """What the errors of one way of sending say beside who is missing."""
+    """The sentences that one way of sending puts into its errors, beside who is missing."""
 
     late_hint: str  # when a worker applies, or what may keep it
     sent: str = "was sent"
     died: str = "died"
     after_death: str = "The next send goes on without the dead; start others in their place"
-    after_lateness: str = "Late answers count for nothing: send again, or give more time with timeout="
+    after_lateness: str = "Late answers are ignored: send again, or give more time with timeout="
 
 
 class Outcome:
@@ -121,7 +121,7 @@ class Outcome:
 
 
 def listed(names: Sequence[Any]) -> str:
-    """Workers and others by name, in a sentence."""
+    """Names for a sentence: an int is a worker's index, a string stands for itself."""
     return ", ".join(f"worker {name}" if isinstance(name, int) else name for name in names)
 
 

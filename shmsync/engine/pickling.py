@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# For messages without tensors. The same message gives the same bytes on both sides.
+# Pickles a message without tensors. Equal messages give equal bytes in both processes.
 small = functools.partial(pickle.dumps, protocol=5)
 
 
 def dumps(message: object) -> bytes:
-    """Pickled, tensors by value: multiprocessing's pickle would move the trainer's own tensors into shared memory."""
+    """Pickle a message, with the values of its tensors; the tensors stay where they are."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(message)
     return buffer.getvalue()

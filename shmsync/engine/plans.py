@@ -1,9 +1,9 @@
 """From a source to the bytes in a slot: how each tensor is copied, checked once and found again.
 
-A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. Used again, it
-only checks that nothing changed (see native/bind/sources.hpp); what changed is planned anew. Checking and laying out a
-source costs more than copying it, so Plans keeps the plans of a publisher. Never guess from autograd's version counters
-what changed: writes through `.data` or numpy do not move them.
+A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. That costs more than
+the copy, so Plans keeps the plans of a publisher. Later uses only check that nothing has changed since (see
+native/bind/sources.hpp); otherwise a new plan is made. Autograd's version counters cannot tell what changed: writes
+through `.data` or numpy do not move them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _native.set_exchange_table(torch.Tensor)
 
 
 class CopyPlan:
-    """A checked source: which of its tensors are copied, which are staged first, which leaves it leaves alone."""
+    """A checked source: which tensors are copied, which through a private copy, and which leaves keep their value."""
 
     def __init__(self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool) -> None:
         problems = mismatches(collected.tensors, arena, partial=partial, any_device=any_device)
@@ -77,7 +77,7 @@ class CopyPlan:
 
     @property
     def has_parameters(self) -> bool:
-        """Are there a module's own among its tensors?"""
+        """Are any of its tensors parameters of a module?"""
         return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
 
     @property
@@ -87,7 +87,7 @@ class CopyPlan:
 
     @property
     def whole(self) -> bool:
-        """Does it give every leaf?"""
+        """Does the source have every leaf?"""
         return not self.carried
 
     def still_valid(self, arena: Arena) -> bool:
@@ -118,7 +118,7 @@ class CopyPlan:
 
 
 def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], slots: int, name: str) -> bool:
-    """Is it the very leaf of slots = 1? Raises when it lies in the slab, but elsewhere."""
+    """Is the source this leaf itself (slots = 1)? Raises ManifestMismatch when it lies anywhere else in the slab."""
     if tensor.device.type != "cpu":
         return False
     address = tensor.data_ptr()
@@ -160,8 +160,7 @@ class Plans:
         self._of_tensordict = _Recent()
 
     def find(self, source: Weights, *, default: bool = False) -> CopyPlan:
-        """The plan for this source: the one made before if nothing about it changed. `default`: the publisher keeps
-        this source, so its plan is kept too, of whatever type it is."""
+        """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
         if isinstance(source, TensorDictBase):
             return self._find_tensordict(source)
         kept = self._of_default if default else self._of_modules.get(source) if isinstance(source, nn.Module) else None
@@ -200,10 +199,10 @@ class Plans:
 
 
 class _Recent:
-    """The plan for the last TensorDict: for the same one again, or for another that shows the same tensors, as each
-    TensorDict.from_module() of a module does.
+    """The plan for the last TensorDict, good for another one with the same tensors too.
 
-    It keeps no weights alive: without the TensorDict it keeps only a plan for a module's parameters.
+    Each TensorDict.from_module() of a module makes such another one. It keeps no weights alive: when the TensorDict is
+    gone, only a plan for a module's parameters stays.
     """
 
     def __init__(self) -> None:
@@ -211,7 +210,7 @@ class _Recent:
         self._plan: CopyPlan | None = None
 
     def find(self, source: TensorDictBase, arena: Arena, collected: Callable[[], Collected]) -> CopyPlan | None:
-        """A plan for this source that is still right."""
+        """The kept plan, if it is for these tensors and they have not changed."""
         plan = self._plan
         if plan is None or not plan.still_valid(arena):
             return None
@@ -219,13 +218,13 @@ class _Recent:
         return plan if same or plan.shows(collected().tensors) else None
 
     def keep(self, source: TensorDictBase, plan: CopyPlan) -> None:
-        """Remember."""
+        """Remember the plan of this source, and no other."""
         self.clear()
         self._plan = plan
         self._source = weakref.ref(source, None if plan.has_parameters else self._gone)
 
     def clear(self) -> None:
-        """Forget."""
+        """Forget the plan."""
         self._plan = self._source = None
 
     def _gone(self, reference: weakref.ref[TensorDictBase]) -> None:

@@ -133,7 +133,7 @@ class Publisher:
             return self._side.publish(self._checked(weights), deadline, acks)
 
     def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
-        """The plan for a publish that nothing speaks against. `optional`: the leaves that may be missing; None: all."""
+        """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
         self._check()  # close() may have come between
         source = self._source if weights is None else weights
         return self._side.checked(self._plans.find(source, default=source is self._source), optional)
@@ -141,9 +141,9 @@ class Publisher:
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
 
-        With slots = 1 nothing is copied, and readers wait at the door meanwhile; an exception inside leaves the
-        weights half written, so the arena is poisoned until a full publish(). With more slots the current version is
-        copied to a free slot on entry, and an exception just abandons it.
+        With slots = 1 nothing is copied, and readers wait meanwhile; an exception inside leaves the weights half
+        written, so the arena is poisoned until a full publish(). With more slots the current version is copied to a
+        free slot on entry, and an exception abandons that slot.
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
@@ -254,21 +254,21 @@ class Publisher:
         return self._arena.manifest
 
     def forget_source(self) -> None:
-        """Keep the constructor's weights no longer: from now on publish() is always given some."""
+        """Let go of the constructor's weights: from now on publish() must be given some."""
         self._source = None
         self._plans.forget()
 
     def applied_by(self, version: int) -> list[int]:
-        """The workers whose newest applied version is this one, those that have left or died since included."""
+        """The workers whose last ack is for this version, including those that have left or died since."""
         workers: list[int] = self._arena.control.workers_at(version)
         return workers
 
     def attached_rows(self) -> dict[int, RowId]:
-        """The row of each worker in the reader table."""
+        """The row of each attached worker, by its index."""
         return {row.worker: row.id for row in reader_table.claimed(self._arena.control)}
 
     def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
-        """Wait until these rows have acked, at most so long; those that have not."""
+        """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
         late: list[RowId] = self._side.writer.wait_acks(version, rows, nanoseconds)
         return late
 
@@ -282,9 +282,9 @@ class Publication(NamedTuple):
 
 
 def publish_all(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
-    """Publish each of these in its arena, all as `version`, by the monotonic time `deadline`. None: each as its next.
+    """Publish each of these in its arena, all as `version` (None: each as its next), by the monotonic `deadline`.
 
-    Every source is checked, and every arena's slot is free to write, before the first byte moves. With slots = 1 no
+    Before the first byte moves, every source is checked and every arena has a slot to write. With slots = 1 no
     gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
     sees all of them before or all of them after.
 
@@ -344,7 +344,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) ->
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
-    """Without the Publisher, so that it can run after it: at close(), at collection, at exit."""
+    """End the arena. Holds no Publisher, so that it can run when that is collected, and at exit."""
     side.writer.close()
     segment.unlink(side.name, fd)
     os.close(fd)

@@ -1,6 +1,6 @@
-"""Reading: one section after the other, each at one version.
+"""Read sections, as far as they are Python: each shows one version from its entry to its exit.
 
-The common case is native (native/bind/reader.cpp), which calls the hooks here for all else.
+The common case is native (native/bind/reader.cpp): nothing new, and the gate is open. For all else it calls hooks here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TEARS_BEFORE_PIN = 3
 
 
 class Follower(Protocol):
-    """Something that shows the weights, and moves with the version: a bound module, for example."""
+    """Something that shows the weights and moves to each new version: a bound module, for example."""
 
     def move(self, slot: int) -> bool:
-        """Show this slot, whose version is held. False: forget me."""
+        """Show this slot, whose version the open section holds. False: drop this follower."""
 
     def owners(self) -> set[nn.Module]:
         """The modules that it moves."""
@@ -94,9 +94,9 @@ class ReadPath(_native.Reader):
     def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """fn(*args, **kwargs) computed on untorn weights, in one section.
 
-        With consistency="optimistic" it is called again when its section was torn, and the fourth time under a pin;
-        so it must not mind being repeated. An exception from a torn call is not the caller's: it is repeated too. With
-        "live" nothing is promised.
+        With consistency="optimistic" a call whose section was torn is repeated, the fourth time under a pin, so fn must
+        be safe to repeat. An exception from a torn call is dropped, and the call repeated. With "live" nothing is
+        promised.
         """
         if not self.optimistic or self._mine:
             with self.read():
@@ -134,7 +134,7 @@ class ReadPath(_native.Reader):
         return self._wait_for(check_version(version), deadline_after(timeout, self.timeout))
 
     def show(self, follower: Follower) -> None:
-        """Let it show the version that is applied, and from now on each version that comes."""
+        """Let a follower show the applied version now, and each later one when it is applied."""
         with self._exclusive():
             if self._version:
                 with self.read():
@@ -144,7 +144,7 @@ class ReadPath(_native.Reader):
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise.
 
     def _enter_slow(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
-        """Enter, or raise."""
+        """Enter a section, or raise; waits while the gate is closed."""
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
         pinned = isinstance(timeout, Pinned)
@@ -169,7 +169,7 @@ class ReadPath(_native.Reader):
             self._waits.add(time.perf_counter() - started)
 
     def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
-        """Start over with a pin; the native side may have entered in its own mode already."""
+        """Enter again, under a pin if asked; first leave what the native side may have entered."""
         if outcome in (Enter.SAME, Enter.MOVED):
             self._abandon()
         return self._try_enter(pinned)
@@ -186,7 +186,7 @@ class ReadPath(_native.Reader):
                 f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
                 "and look for what writes beyond its memory"
             )
-        # Death first, then the state, which nobody changes any more.
+        # Death is established first: then the state is final.
         if not self._peers.alive(self._writer_owner):
             outcome = self._enter_final()
             if outcome == Enter.POISONED:
@@ -206,7 +206,7 @@ class ReadPath(_native.Reader):
         return self._try_enter(pinned)
 
     def _move(self) -> None:
-        """Make everything that shows the weights show the version that is held, then ack."""
+        """Move all followers to the held version, then ack it."""
         slot = self._held_slot
         for follower in [each for each in self.followers if not each.move(slot)]:
             self.followers.remove(follower)  # its module is gone

@@ -27,7 +27,7 @@ class Collected(NamedTuple):
     """Leaves by key path, in order."""
 
     tensors: dict[Key, Any]
-    guards: list[Guard] | None  # None: the source cannot be recognised again cheaply
+    guards: list[Guard] | None  # None: a change of the source cannot be noticed cheaply
 
 
 class Filter(NamedTuple):
@@ -97,7 +97,7 @@ def _from_module(module: nn.Module, filter: Filter) -> Collected:
 
 
 def not_saved(module: nn.Module) -> set[Key]:
-    """Buffers that no state_dict() has; an arena made from one lacks them, and they stay the module's own."""
+    """Non-persistent buffers. An arena made from a state_dict() lacks them, so they stay the module's own."""
     return {
         (*(prefix.split(".") if prefix else ()), name)
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -125,7 +125,7 @@ def _from_tensordict(source: TensorDictBase, filter: Filter) -> Collected:
 
 
 def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
-    # Its own dict: items() takes 5 µs a leaf, and this dict can be watched.
+    # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
     store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
     watch.add(store)
     for key, value in source.items() if type(store) is not dict else store.items():
@@ -155,7 +155,7 @@ def _in_mapping(
 
 
 def _resolve(path: Key, manifest: Manifest | None) -> Key:
-    """The leaf that is meant: a dotted key is a path."""
+    """The key path that dotted keys stand for; the manifest knows keys that contain dots."""
     if manifest is not None:
         leaf = manifest.by_key.get(path) or manifest.by_name.get(".".join(path))
         if leaf is not None:
@@ -164,7 +164,7 @@ def _resolve(path: Key, manifest: Manifest | None) -> Key:
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:
-    """Refuse leaves that cannot stand in one tree, or be told apart by their dotted key."""
+    """Raise ManifestMismatch for keys that do not form a tree, or that have the same dotted form."""
     names: dict[str, Key] = {}
     inner: set[Key] = set()
     for key in tensors:

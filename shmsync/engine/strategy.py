@@ -112,7 +112,7 @@ class WeightStrategy:
 
 
 class _Fit(NamedTuple):
-    """Checked: each given leaf has its target."""
+    """Checked weights: each given leaf has a target of its shape and dtype."""
 
     targets: dict[Key, Any]
     given: dict[Key, Any]
@@ -120,7 +120,7 @@ class _Fit(NamedTuple):
 
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each first tensor into the second: those that are plain memory in one native call."""
+    """Copy the first tensor of each pair into the second; all that are plain memory go in one native call."""
     rows: list[tuple[torch.Tensor, int, int]] = []
     written: list[torch.Tensor] = []
     with torch.no_grad():
@@ -133,7 +133,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 target.copy_(source)
     if rows:
         _native.Sources([], rows).copy_to(0)  # each to an address of its own
-        torch.autograd.graph.increment_version(written)  # so that autograd notices, as with copy_()
+        torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
 
 
 def _copies_as_bytes(tensor: torch.Tensor) -> bool:
@@ -147,7 +147,7 @@ def is_flat(weights: TensorDictBase) -> bool:
 
 
 def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
-    """Tensors by key path, and what modules keep beside them by the module's path."""
+    """Tensors by key path, and extra state by the path of its module."""
     extra: dict[Key, Any] = {}
     if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
         keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in extra_state.KEYS]
@@ -159,12 +159,12 @@ def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[d
 
 
 def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Leaves by key path, where a key of a TensorDict that has dots is a path too."""
+    """Leaves by key path, with keys that contain dots taken apart."""
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:
-    """Leaves by key path as a TensorDict of their common structure."""
+    """Leaves by key path as a nested TensorDict."""
     check_keys(tensors)
     result: dict[str, Any] = {}
     for key, tensor in tensors.items():

@@ -84,11 +84,10 @@ class Subscriber(ReadPath):
             raise
 
     def attached(self) -> None:
-        """Called once, at the end of the constructor: apply what is there. A poisoned gate is no reason not to attach,
-        since the next section will tell."""
+        """Apply the published version, at the end of the constructor."""
         try:
             self.refresh()
-        except Poisoned:
+        except Poisoned:  # attaching works; the next section raises
             pass
 
     def bind(
@@ -99,9 +98,9 @@ class Subscriber(ReadPath):
         buffers: Literal["copy", "view"] = "copy",
         clone_outputs: bool = True,
     ) -> nn.Module:
-        """Let the module's parameters be the arena's, from now on, and return it.
+        """Make the module's parameters views of the arena, which move with the version, and return the module.
 
-        Its Parameter objects keep their identity; their data become views, which move with the version.
+        Its Parameter objects keep their identity.
 
         Args:
             guard: wrap the module's forward in a read section, so that each call uses one version.
@@ -159,8 +158,10 @@ class Subscriber(ReadPath):
         return Snapshot(out, version)
 
     def close(self) -> None:
-        """Give the row back. Tensors of the arena stay readable, but nothing protects them any more; a module that was
-        bound with a guard raises ClosedError when it is called. Bind it to another arena, or deepcopy() it."""
+        """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
+
+        A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it.
+        """
         if self._closed:
             return
         if self._in_parent:  # forked: the row is the parent's
@@ -211,7 +212,7 @@ def attach(
     worker: int | None = None,
     timeout: float = 10.0,
 ) -> Subscriber:
-    """The same as Subscriber(...)."""
+    """Attach to an arena: a Subscriber with these arguments."""
     return Subscriber(handle_or_name, consistency=consistency, worker=worker, timeout=timeout)
 
 

@@ -12,33 +12,33 @@ from .. import _native
 
 
 def check_timeout(timeout: float) -> float:
-    """Seconds, 0 or more; math.inf waits for ever."""
+    """A timeout as a float. Raises ValueError unless it is 0 or more seconds; math.inf waits for ever."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real) or math.isnan(timeout) or timeout < 0:
         raise ValueError(f"timeout must be 0 or more seconds (math.inf waits for ever), not {timeout!r}")
     return float(timeout)
 
 
 def check_version(version: int) -> int:
-    """Versions count from 1."""
+    """A version as an int. Raises ValueError unless it is a whole number, 0 or more."""
     if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version <= _native.MAX_VERSION:
         raise ValueError(f"a version is a whole number, 0 or more, not {version!r}")
     return int(version)
 
 
 def check_worker(worker: int) -> int:
-    """The index by which a publisher names a subscriber."""
+    """A worker index as an int. Raises ValueError unless it is from 0 to 2**31 - 1."""
     if isinstance(worker, bool) or not isinstance(worker, Integral) or not 0 <= worker < 1 << 31:
         raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker!r}")
     return int(worker)
 
 
 def slice_until(deadline: float) -> int:
-    """How long to wait natively, in ns, before looking round for dead partners again: at most 50 ms."""
+    """Nanoseconds to wait natively before the next look at the partner's life: to the deadline, at most 50 ms."""
     return int(max(0.0, min(deadline - time.monotonic(), 0.05)) * 1e9)
 
 
 def deadline_after(timeout: float | None, default: float) -> float:
-    """The moment, on the monotonic clock, at which a call that starts now has to give up."""
+    """The monotonic time at which a call that starts now gives up. `default` is used for None."""
     return time.monotonic() + (default if timeout is None else check_timeout(timeout))
 
 
@@ -47,12 +47,11 @@ _KEPT = 4096  # samples per distribution
 
 @dataclass(frozen=True)
 class Latency:
-    """A distribution of durations in seconds. `count`, `total` and `max` cover the whole life, the percentiles the
-    last 4,096 samples; all are 0 while there is none."""
+    """A distribution of durations in seconds; all zeros while there are no samples."""
 
-    count: int
+    count: int  # over the whole life, as are total and max
     total: float
-    p50: float
+    p50: float  # the percentiles are those of the last 4,096 samples
     p90: float
     p99: float
     max: float

@@ -63,13 +63,13 @@ class Update(_native.Scope):
         side.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
             if self._acks.wanted:
-                # The body took its own time; the workers get all of theirs.
+                # The timeout starts anew: the time spent in the body does not count.
                 side.wait_acks(version, self._acks, deadline_after(self._timeout, side.timeout))
         finally:
             side.lock.release(self)  # published: there is nothing left to recover
 
     def _recover(self) -> None:
-        """Nothing is published; the lock is given back. Safe at any moment, and twice."""
+        """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
         side = self._side
         if side.lock.held_by(self) and not side.in_parent:
             side.updating_thread = None
@@ -80,7 +80,7 @@ class Update(_native.Scope):
 def step_inside_update(
     optimizer: torch.optim.Optimizer, side: WriteSide, update: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """From now on optimizer.step() opens an update() section, unless its thread is in one already."""
+    """Let optimizer.step() open an update() section from now on, unless its thread is in one already."""
     step = optimizer.step
 
     def step_in_update(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +89,6 @@ def step_inside_update(
         with update():
             return step(*args, **kwargs)
 
-    if hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler made later looks whether the attribute is there at all
+    if hasattr(step, "_wrapped_by_lr_sched"):  # schedulers made later look for this attribute
         step_in_update._wrapped_by_lr_sched = step._wrapped_by_lr_sched  # type: ignore[attr-defined]
     optimizer.step = MethodType(step_in_update, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method

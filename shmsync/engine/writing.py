@@ -47,7 +47,7 @@ class Counts:
 
 
 class WriteSide:
-    """The writer of one arena. Hold `lock` around everything else; it refuses instead of waiting."""
+    """The writer of one arena. Hold `lock` around every other call; a second holder gets WriterBusy at once."""
 
     def __init__(self, arena: Arena, name: str, owner: int, timeout: float) -> None:
         self.arena = arena
@@ -67,7 +67,7 @@ class WriteSide:
 
     @property
     def in_parent(self) -> bool:
-        """Was it made before a fork that this process comes from?"""
+        """Does it belong to a parent of this process, which was forked since?"""
         return self._generation != _native.fork_generation()
 
     def check(self) -> None:
@@ -78,14 +78,14 @@ class WriteSide:
             raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
 
     def checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
-        """The plan, if nothing speaks against it. `optional`: the leaves that it may lack; None: all."""
+        """Return the plan, or raise if it cannot be published. `optional`: the leaves that it may lack; None: all."""
         if optional is not None and not plan.whole:
             missing = [leaf.name for leaf in plan.carried if leaf.key not in optional]
             if missing:
                 raise ManifestMismatch(
                     f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
                 )
-        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
+        # An adopted module is the slab itself: its owner may publish it as it is after a failure.
         if not plan.whole or (plan.in_place and self.adopted is None):
             self.refuse_poisoned()
         return plan
@@ -111,7 +111,7 @@ class WriteSide:
         return version
 
     def write(self, plan: CopyPlan) -> None:
-        """Into the slot that begin() chose; it remains to commit."""
+        """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
             self.carry(plan.carried + plan.in_place)
         plan.copy_to(self.address())
@@ -120,7 +120,7 @@ class WriteSide:
 
     @property
     def next_version(self) -> int:
-        """The one that is written, or written next."""
+        """The version that is being written, or will be written next."""
         return int(self.writer.next_version)
 
     def skip_to(self, version: int) -> None:
@@ -159,13 +159,13 @@ class WriteSide:
             self.counts.bytes_copied += sum(leaf.nbytes for leaf in leaves)
 
     def carry_all(self) -> None:
-        """The same for the whole slot."""
+        """Copy all current values into the slot being written."""
         to, source = self.address(), self._addresses[self.writer.current_slot]
         _native.copy([(to, source, self.arena.manifest.used_bytes)])
         self.counts.bytes_copied += self.arena.manifest.used_bytes
 
     def undo(self) -> None:
-        """After a failure: as before, or poisoned if the only slot may be half written."""
+        """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
         if self.arena.slots == 1 and self.writer.writing:
             self.writer.poison()
@@ -191,14 +191,14 @@ class WriteSide:
             )
 
     def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
-        """After the commit."""
+        """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
             wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, self._died)
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
-            if len(self.peers):  # somebody was late; those who left meanwhile need no watching
+            if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
     def stats(self) -> PublisherStats:

@@ -1,4 +1,4 @@
-"""An arena: control segment + slab, with the slots as TensorDict views."""
+"""An arena as one process maps it: control segment and slab, with the slots as TensorDict views."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .manifest import Key, Manifest, fingerprint
 from .process import me
 from .slab import Slab
 
-# Arenas mapped in this process, so that a publisher recognises its own slab under another mapping's addresses.
+# Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
-_mapped_lock = threading.RLock()  # a collection in the middle of an addition may run finalisers
+_mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
 
 
 def _all_mapped() -> list[Arena]:
@@ -46,7 +46,7 @@ class Arena:
         self.manifest = manifest
         self.slots = slots
         self.session = session
-        self.reader: weakref.ref[_native.Reader] | None = None  # a subscriber's, so that a publisher here finds it
+        self.reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
         self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
         self._weights: dict[tuple[int, bool], TensorDict] = {}
         with _mapped_lock:
@@ -59,7 +59,7 @@ class Arena:
 
     @property
     def slab(self) -> Slab:
-        """The mapped slab; gone after release()."""
+        """The mapped slab. Raises ClosedError after release()."""
         if self._slab is None:
             raise ClosedError("this arena was closed in this process; attach again")
         return self._slab
@@ -83,7 +83,7 @@ class Arena:
         return views
 
     def weights(self, slot: int, *, writable: bool = False) -> TensorDict:
-        """The same as a TensorDict. Locked: a key that is replaced, not written into, would reach nobody."""
+        """A slot as a TensorDict. Locked, because assigning a key would replace the view and reach no reader."""
         weights = self._weights.get((slot, writable))
         if weights is None:
             nested: dict[str, Any] = {}
@@ -136,7 +136,7 @@ class Arena:
 
 
 def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
-    """A new arena, which nobody can attach to until segment.make_ready(). Raises NoSpace, ArenaExists."""
+    """Make an arena; nobody can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists."""
     session = secrets.token_bytes(16)
     text = manifest.to_json()
     here = me()

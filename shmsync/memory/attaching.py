@@ -19,11 +19,14 @@ class Attached(NamedTuple):
     arena: Arena
     writer: int  # the owner word of its publisher
     row: int
-    owner: int  # that of this process
+    owner: int  # the owner word of this process
 
 
 def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
-    """Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull. `session`: the one a handle was made for."""
+    """Check and map an arena, and take a row of its reader table. `session`: the handle's; None accepts any.
+
+    Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull.
+    """
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     text = control.manifest()
     if fingerprint(text) != header.fingerprint:
@@ -39,7 +42,7 @@ def attach(name: str, session: bytes | None, worker: int | None, timeout: float,
     arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
     owner = me().owner
     row = _claim(control, peers, owner, -1 if worker is None else worker, name)
-    peers.keep_only({header.owner})  # the other readers' were only looked at
+    peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
     return Attached(arena, header.owner, row, owner)
 
 
@@ -57,18 +60,18 @@ def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name
 
 
 class Release:
-    """Gives a row back; holds what it needs, not the subscriber, so that it can run after it."""
+    """Gives a row back. Holds no Subscriber, so that it can run after the Subscriber is collected."""
 
     def __init__(self, attached: Attached, peers: Peers) -> None:
         self._attached, self._peers = attached, peers
         self._done = False
 
     def __call__(self) -> None:
-        """Idempotent."""
+        """Free the row and release the arena. Idempotent."""
         if self._done:
             return
         self._done = True
         arena, _, row, owner = self._attached
-        arena.control.reap(row, owner, owner)  # ours: CAS from us to us, clear, free
+        arena.control.reap(row, owner, owner)  # reaping one's own row frees it
         arena.release()
         self._peers.close()

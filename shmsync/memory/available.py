@@ -1,7 +1,7 @@
 """How much memory this process may still take.
 
-A memfd knows no limit of /dev/shm: too large a one is not an error but an out-of-memory kill, later, of somebody.
-So the room is compared with the machine's available memory and with every cgroup above this process, beforehand.
+A memfd is not bound by the size of /dev/shm. One that is too large raises no error; later, the kernel kills a process
+for lack of memory. So its size is first compared with the memory that the machine and each enclosing cgroup have left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 
 def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be taken now: the least of the machine and of each enclosing cgroup (v1 or v2)."""
+    """Bytes that can be allocated now: the least that the machine and the enclosing cgroups (v1 or v2) have left."""
     return min([psutil.virtual_memory().available, *_cgroup_room(proc, root)])
 
 
@@ -37,7 +37,7 @@ def _cgroup_room(proc: Path, root: Path) -> list[int]:
 def _walk(root: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> list[int]:
     room = []
     folder = root / path.lstrip("/")
-    # In a container the path may be the host's and absent here; the limit then stands at the mount's root.
+    # In a container the path may be the host's and absent here; the limit is then at the root of the mount.
     for level in [folder, *folder.parents]:
         room_here = _room(level, limit_name, usage_name, reclaimable)
         if room_here is not None:
@@ -56,5 +56,5 @@ def _room(folder: Path, limit_name: str, usage_name: str, reclaimable: str) -> i
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # The page cache of files is given back before anything is killed.
+    # The kernel reclaims the page cache of files before it kills anything.
     return max(0, int(limit_text) - usage + int(statistics.get(reclaimable, 0)))

@@ -131,7 +131,7 @@ def fingerprint(manifest_json: bytes) -> int:
 
 
 def tie(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """What two tied tensors have in common: the same memory seen the same way. None for an empty tensor."""
+    """Equal for tensors that show the same memory in the same way, as tied ones do; None for one without memory."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return None
     return (

@@ -29,7 +29,7 @@ class ProcessState(str, Enum):
 
 
 class Identity(NamedTuple):
-    """This process, as it signs what it owns."""
+    """Who this process is, as it is written into what it owns."""
 
     owner: int  # its owner word: pid and start ticks, see native/include/shmsync/layout.hpp
     boot_id: bytes
@@ -55,7 +55,7 @@ def _identity(pid: int, forks: int) -> Identity:
 
 
 def me() -> Identity:
-    """Identity of the calling process; right after a fork too."""
+    """Identity of the calling process; correct in a forked child too."""
     return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
 
 
@@ -67,7 +67,7 @@ class Peer:
 
     def __init__(self, *, owner: int = 0, process: Any = None) -> None:
         self._owner = owner
-        self._process = process  # a child of ours, which keeps its pid until we wait for it
+        self._process = process  # our own child, whose pid is not reused until we wait for it
         self.pid: int = pid_of(owner) if process is None else process.pid
         if self.pid is None:
             raise ValueError("this worker process is not started; call its start() first")
@@ -93,7 +93,7 @@ class Peer:
             return self._process is not None or owner_word(self.pid) == self._owner
         except (FileNotFoundError, ProcessLookupError):
             return False
-        except OSError:  # it could not be found out, which is not "dead"
+        except OSError:  # we could not find out, which does not mean dead
             return True
 
     @property
@@ -102,7 +102,7 @@ class Peer:
         return self.ends_within(0)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait so long for its end."""
+        """Wait at most `seconds` for its end. Has it ended?"""
         if not self._dead:
             if self.fd is None:
                 self._open()
@@ -115,11 +115,11 @@ class Peer:
 
     @property
     def finished(self) -> bool:
-        """Did it end by itself, with exit code 0? Known of a Process only."""
+        """Did it exit with code 0? Only a multiprocessing.Process can tell; False without one."""
         if self._process is None or not self.dead:
             return False
         try:
-            self._process.join(1)  # a fork server tells the code a moment after the death
+            self._process.join(1)  # a fork server reports the exit code a moment after the death
         except ValueError:  # its close() was called
             return False
         return self._exit_code == 0
@@ -154,7 +154,7 @@ class Peers:
 
     def __init__(self) -> None:
         self._known: dict[int, Peer] = {}
-        self._lock = threading.RLock()  # a finaliser may close in the middle of a question
+        self._lock = threading.RLock()  # re-entrant: a finaliser may call close() while it is held
 
     def alive(self, owner: int) -> bool:
         """Does the process behind this owner word still run? A stopped one does."""
@@ -180,7 +180,7 @@ class Peers:
         return ProcessState.STOPPED if letter in "Tt" else ProcessState.LIVE
 
     def keep_only(self, owners: set[int]) -> None:
-        """Close the pidfds of everybody else."""
+        """Close the pidfds of all other processes."""
         with self._lock:
             for owner in list(self._known):
                 if owner not in owners:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from .. import _native
 from .process import pid_of
 
-RowId = tuple[int, int]  # (number, owner): the row while it is this process's
+RowId = tuple[int, int]  # (number, owner): a row, for as long as it has this owner
 
 
 class Row(NamedTuple):
-    """One row. `acked` belongs to `worker` or is 0; the other words are each on their own."""
+    """One row. `acked` is that of `worker`, or 0. The other words may each be from another moment."""
 
     number: int
     owner: int
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
     @property
     def id(self) -> RowId:
-        """The row while it is this process's."""
+        """Stands for the row for as long as it has this owner."""
         return self.number, self.owner
 
 
@@ -35,7 +35,7 @@ def read(control: _native.Control, number: int) -> Row:
 
 
 def claimed(control: _native.Control) -> list[Row]:
-    """Every row that somebody owns."""
+    """Every row that has an owner."""
     rows = ((owner, read(control, number)) for number, owner in control.owners())
     return [row for owner, row in rows if row.owner == owner]
 

@@ -1,7 +1,7 @@
 """The control segment: a small named shared-memory object that tells where the slab is and which version is current.
 
 Names: arena "policy" is the POSIX shared-memory object /shmsync.policy. The creator holds an flock on the segment
-until it is ready; whoever gets the lock of a segment that is not ready, or whose owner is dead, may sweep it.
+until it is ready. Who gets the lock of a segment that is not ready, or whose owner is dead, may sweep (remove) it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Handle(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a segment as it was read, checked or not; see Identity in native/include/shmsync/layout.hpp."""
+    """The header of a segment as it was read, not checked yet; see Identity in native/include/shmsync/layout.hpp."""
 
     ready: bool
     magic: int
     abi: int
     endian: int
     segment_bytes: int
-    file_bytes: int  # of the file behind it, which should be the same
+    file_bytes: int  # size of the file; attach() wants it equal to segment_bytes
     session: bytes
     owner: int
     boot_id: bytes
@@ -57,7 +57,7 @@ class Header(NamedTuple):
     manifest_bytes: int
     fingerprint: int
     crc: int
-    covered: bytes  # what the crc is of
+    covered: bytes  # the bytes that the crc covers
 
 
 class Created(NamedTuple):
@@ -68,12 +68,12 @@ class Created(NamedTuple):
 
 
 def new_name() -> str:
-    """A name nobody has."""
+    """A random name, to be unique."""
     return f"{os.getpid()}-{secrets.token_hex(6)}"
 
 
 def check_name(name: str) -> str:
-    """Refuse what cannot be a file name."""
+    """Return the name; raise ValueError when it cannot be part of a file name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
             f"arena names are 1 to 200 of A-Z a-z 0-9 . _ - and start with a letter or digit, not {name!r}"
@@ -94,7 +94,7 @@ def create(name: str, size: int, **header: Any) -> Created:
                 ) from None
             continue
         fcntl.flock(memory.fd, fcntl.LOCK_EX)
-        if not _named(name, memory.fd):  # a sweeper took it, locked, between our two calls
+        if not _named(name, memory.fd):  # a sweeper locked and removed it between our two calls
             os.close(memory.fd)
             continue
         try:
@@ -118,13 +118,13 @@ def _allocate(fd: int, size: int) -> None:
 
 
 def make_ready(created: Created) -> None:
-    """Let subscribers in. The lock goes with it."""
+    """Let subscribers attach, and release the creator's lock."""
     created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
     fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 
 def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
-    """Map the segment of a live arena, after checking all of its header. `session`: the one a handle was made for."""
+    """Map the segment of a live arena, after checking all of its header. `session`: the handle's; None accepts any."""
     check_name(name)
     unlocked_since: float | None = None
     while True:
@@ -144,7 +144,7 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
                 control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
                 return control, header
             unlocked_since = None if _locked(fd) else unlocked_since or time.monotonic()
-            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # not just about to lock it
+            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
                 raise WriterDied(
                     f"the publisher of arena {name!r} died while it was creating the arena; start it again"
                 )
@@ -173,7 +173,7 @@ def unlink(name: str, fd: int) -> None:
 
 
 def sweep(name: str) -> int | None:
-    """Remove the segment if its owner is dead; else the owner's pid. None: nobody has the name now."""
+    """Remove the segment if its owner is dead. Returns the pid of a live owner; None when the name is free now."""
     with _opened(name) as fd:
         if fd is None:
             return None
@@ -219,7 +219,7 @@ def _read(fd: int) -> Header | None:
 
 
 def _may_live(header: Header) -> bool:
-    """Could the owner be alive? Across pid namespaces we cannot see, so we leave it alone."""
+    """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
     here = me()
     if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
         return False

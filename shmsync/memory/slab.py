@@ -1,13 +1,13 @@
-"""The slab: the memory that holds the weights, an anonymous memfd that nobody can name and so nobody can leak.
+"""The slab: the memory that holds the weights. It is a memfd, a file without a name, so it cannot be left behind.
 
 INV: after create() nobody can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
      one writable mapping is the publisher's, and a forked child finds a read-only one in its place.
 
 The mapping belongs to a torch shared-memory storage, so the tensors over it are real shared tensors, and it lives
-exactly as long as the last of them. For the read-only one torch is given a dummy of equal size to map; the slab is
-then mapped over it and its descriptor put in the dummy's place. This leans on two internals of torch
-(`_new_shared_fd_cpu`, `_share_fd_cpu_`); tests/unit/test_memory.py holds them. Where they fail, a plain mmap serves:
-equally zero-copy and read-only, but torch does not know the tensors to be shared.
+exactly as long as the last of them. For the read-only mapping torch first maps a dummy file of equal size; then the
+slab is mapped over it, and its descriptor replaces the dummy's. This relies on two internals of torch
+(`_new_shared_fd_cpu`, `_share_fd_cpu_`), which tests/unit/test_memory.py checks. Where they fail, a plain mmap is used:
+equally zero-copy and read-only, but torch does not know that the tensors are shared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Slab(NamedTuple):
     writable: torch.UntypedStorage | None
     fd: int  # of the publisher's storage; -1 in a subscriber
     inode: int
-    owns_fd: bool = False  # on the fallback path nothing else closes it
+    owns_fd: bool = False  # made by the plain mmap: nothing else closes it
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
@@ -55,7 +55,7 @@ def slab_bytes(slots: int, slot_bytes: int) -> int:
 
 
 def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
-    """Make, fill and seal a slab. Raises NoSpace before anything is taken when memory would not do."""
+    """Make, fill and seal a slab. Raises NoSpace, before it allocates anything, when memory does not suffice."""
     needed = slab_bytes(slots, slot_bytes)
     available = available_bytes()
     if needed > available:
@@ -94,7 +94,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
         ) from error
     try:
         status = os.fstat(opened)
-        if status.st_ino != inode:  # the number stands for something else by now
+        if status.st_ino != inode:  # the descriptor's number was reused
             raise _gone(owner)
         if status.st_size != expected_bytes:
             raise ArenaCorrupt(
@@ -126,14 +126,14 @@ def _gone(owner: int) -> WriterDied | ArenaNotFound:
 
 
 def release(slab: Slab) -> None:
-    """Let go of what is not memory; that goes with its last tensor."""
+    """Close what is not memory. The memory itself is freed with the last tensor over it."""
     if slab.owns_fd:
         _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
         os.close(slab.fd)
 
 
 def _protect_in_children(slab: Slab, size: int) -> None:
-    """As long as the writable mapping lives: tensors kept from update() outlive close()."""
+    """Map it read-only in forked children, for as long as it lives: tensors kept from update() outlive close()."""
     assert slab.writable is not None
     address = slab.writable.data_ptr()
     weakref.finalize(slab.writable, _native.unprotect_in_children, address).atexit = False
@@ -172,7 +172,7 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
 
 def _over(mapping: mmap.mmap) -> torch.UntypedStorage:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable": it is meant not to be
+        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable", which is intended
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
 
 

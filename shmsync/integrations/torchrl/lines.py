@@ -1,8 +1,8 @@
-"""What a line between the trainer and a worker carries: it rings when there are new weights, and brings failures back.
+"""A line: a socket between the trainer and one worker. It rings when there are new weights, and brings failures back.
 
-Collectors keep their pipes to themselves, so these are sockets of our own: one listener in the trainer (trainer/
-switchboard.py), which the workers find by its name (worker/line.py). SOCK_SEQPACKET keeps messages whole. No bytes of
-weights go over them.
+The pipes of a collector belong to its runner, so a scheme has these sockets instead. The trainer listens at a name
+(trainer/switchboard.py) and each worker connects to it (worker/line.py). SOCK_SEQPACKET keeps messages whole. Weights
+never go over a line.
 
     worker → trainer    HELLO: (worker index, owner word of its process), then any number of Failure
     trainer → worker    RING: look for a newer version in your arena; or the handle of an arena to move to

@@ -1,6 +1,6 @@
-"""Sending a bound parameter to another process (getattr_policy(), a queue): it goes as a copy.
+"""Bound parameters that go to another process (getattr_policy(), a queue) are sent as copies.
 
-torch would pass on the descriptor of its memory, which others may only read, and the receiver would map it for writing.
+torch would send the descriptor of their memory, and the receiver would fail: it maps for writing what is read-only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...memory.arena import lies_in_a_slab
 
 @functools.cache
 def send_bound_tensors_by_value() -> None:
-    """In this process, from now on."""
+    """Send bound tensors as copies from this process, from now on."""
     for kind in (torch.Tensor, nn.Parameter):
         ForkingPickler.register(kind, functools.partial(_reduce, ForkingPickler._extra_reducers[kind]))  # type: ignore[attr-defined]
 

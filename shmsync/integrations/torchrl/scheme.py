@@ -66,10 +66,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.slots = slots
         self.timeout = check_timeout(timeout)
         self.alias = alias
-        self._invitation: tuple[str, dict[int, str]] | None = None  # where workers find their trainer
+        self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
         self._local = False
 
-    # Not in __init__: an unpickled scheme has neither, and a forked worker drops what it inherited.
+    # Not in __init__: an unpickled scheme starts with these.
     _sender: Sender | None = None
     _receiver: Receiver | None = None
     _first: First | None = None
@@ -79,7 +79,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Is this the trainer? A forked worker has the trainer's object, but is not."""
+        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer."""
         return self._initialized_on_sender and self._generation == _native.fork_generation()
 
     def _init_on_sender_impl(
@@ -95,7 +95,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         num_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """As SharedMemWeightSyncScheme's. Nothing is copied yet: the workers get the values that connect() finds."""
+        """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values."""
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
@@ -129,7 +129,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
     ) -> None:
-        """Make the arenas. Waits for nobody: the workers find them by name."""
+        """Make the arenas, and wait for no worker: workers find them by name."""
         if self._local:
             return
         sender = self._needed_sender()
@@ -146,8 +146,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             worker_ids: None (all), an index, a device, or a list of these.
             timeout: in seconds; None is the scheme's.
 
-        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for workers that there
-        are not.
+        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers.
         """
         if not self.initialized_on_sender:
             raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
@@ -159,7 +158,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return sender.send(list(self._wanted(weights, worker_ids)), wait=self.sync, timeout=timeout)
 
     def _wanted(self, weights: Any, worker_ids: Any) -> Iterator[tuple[Any, set[int]]]:
-        """Which weights are for whom."""
+        """Each of the weights to send, with the workers that get it."""
         assert self._first is not None
         sender = self._needed_sender()
         chosen = sender.checked(worker_ids, self._first.devices)
@@ -177,7 +176,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             yield self._prepared(source), workers
 
     def _source(self, weights: Any) -> Any:
-        """The model or weights meant by what a user passed; None: those of the beginning."""
+        """The model or weights that the caller means; None: those that the scheme was initialised with."""
         if isinstance(weights, str):
             return super().prepare_weights(weights, self._model_id, self._strategy, self.context)
         if weights is None and not (self._first is not None and self._first.apart):
@@ -190,7 +189,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return dict(weights.items()) if isinstance(weights, TensorDictBase) and is_flat(weights) else weights
 
     def _apply_here(self, weights: Any) -> int:
-        """A collector of one process is its own worker; it counts its versions itself."""
+        """Apply weights in this process. A collector of one process is its own worker, and counts versions itself."""
         source = self._source(weights) if weights is not None else getattr(self.context, "_orig_policy", None)
         target = resolve(self.context, self._model_id or "policy")
         if source is not None and source is not target:
@@ -219,12 +218,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """As SharedMemWeightSyncScheme's."""
+        """Learn this worker's model and index, from the arguments or from the collector."""
         if context is not None:
             model = resolve(context, model_id or "policy") if model is None else model
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self._receiver = None
-        self._initialized_on_sender = self._synchronized_on_sender = False  # a forked worker inherited them
+        self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
         self.model_id = model_id
         self.context = context
         self._model_ref = None if model is None else weakref.ref(model)
@@ -253,7 +252,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._follow_context()
 
     def receive(self, timeout: float | None = 0.0) -> Any:
-        """Apply the newest weights now, if there are newer ones; returns them, or None. Not needed in a collector.
+        """Apply newer weights now, if there are any, and return them, or None. A collector needs no such call.
 
         Waits `timeout` seconds for newer ones; None: for ever. Raises RuntimeError before connect().
         """
@@ -265,7 +264,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             return None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Give this worker's model weights of its own; they last until the next update."""
+        """Give this worker's model weights of its own, until the next update."""
         if not self.initialized_on_receiver:
             raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
         if self.model is None:
@@ -298,7 +297,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             self._follow_context()
 
     def _follow_context(self) -> None:
-        """A leaf collector's policy_version goes with the policy; a collector of collectors hands the weights on."""
+        """Keep a leaf collector's policy_version right; let a collector of collectors pass new weights on."""
         context, receiver = self.context, self._receiver
         if context is None or receiver is None:
             return
@@ -327,14 +326,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return _torchrl.WeightSyncScheme.weights.fget(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
-        """TorchRL's transports carry weights; here they are in place already, so there is none.
-
-        Raises NotImplementedError.
-        """
+        """Raises NotImplementedError: workers map the weights, so nothing has to carry them."""
         raise NotImplementedError("ShmWeightSyncScheme has no transport: workers map the weights")
 
     def shutdown(self) -> None:
-        """End the arenas, or leave them: a worker's model keeps its weights. Idempotent; also when collected."""
+        """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""
         sender, receiver = self._sender, self._receiver
         self._sender = self._receiver = None
         if receiver is not None:
@@ -351,7 +347,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
 
 def _processes(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
-    """A collector's Process by worker; they are made after the scheme."""
+    """A function from worker to Process, or None: collectors start their processes after the scheme is made."""
 
     def process_of(worker: int) -> Any:
         collector = None if context is None else context()

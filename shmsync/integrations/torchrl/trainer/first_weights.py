@@ -1,4 +1,4 @@
-"""The forms in which TorchRL gives a scheme its first weights, as one: weights for each worker."""
+"""First weights for each worker, out of the many forms in which TorchRL gives them to a scheme."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ....errors import ManifestMismatch
 class First(NamedTuple):
     """What the workers start with."""
 
-    sources: dict[int, Any]  # a module or a TensorDict by worker; the same object: the same weights
-    again: Callable[[], dict[int, Any]]  # the same, with the values of now
+    sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
+    again: Callable[[], dict[int, Any]]  # `sources` again, with the values that they have at the call
     devices: dict[int, Any]  # of each worker's policy, where it is known
     apart: bool  # each worker has weights of its own
 
@@ -33,7 +33,7 @@ def first_weights(
     device_map_fn: Callable[[int, Any], Any] | None,
     num_workers: int | None,
 ) -> First:
-    """From the arguments of init_on_sender().
+    """The first weights, from the arguments of init_on_sender().
 
     Raises ValueError for contradictory or missing ones, TypeError for a model that is no torch.nn.Module.
     """
@@ -122,7 +122,7 @@ def _mapped(source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: 
 
 def _alone(names: list[str], name: str) -> None:
     if names != [name]:
-        raise ValueError(f"{name} stands alone, but there are also {', '.join(n for n in names if n != name)}")
+        raise ValueError(f"{name} cannot be combined with {', '.join(n for n in names if n != name)}; leave one out")
 
 
 def _module(model: Any, model_id: str | None) -> nn.Module:
@@ -135,8 +135,7 @@ def _module(model: Any, model_id: str | None) -> nn.Module:
 
 
 def _ready(module: nn.Module, context: Any, worker: int) -> nn.Module:
-    """Lazy parameters get their shapes from one forward on the collector's own kind of environment: a worker's copy
-    could not, since its weights come from here."""
+    """Run a module with lazy parameters once on an environment of the collector's, which gives them their shapes."""
     if not any(isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)) for p in _tensors(module)):
         return module
     from torchrl.envs import EnvBase

@@ -15,7 +15,7 @@ from ....memory.segment import new_name
 
 
 class Group:
-    """One arena for workers that have the same weights. `told`: they know it from the beginning."""
+    """One arena for workers that have the same weights. `told`: the workers that start with it."""
 
     def __init__(self, publisher: Publisher, told: Collection[int] = ()) -> None:
         self.publisher = publisher
@@ -25,24 +25,24 @@ class Group:
         self.room = None if leaf is None else leaf.nbytes  # for extra state
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
-        """What to publish here; None when the extra state does not fit, or has no place."""
+        """What to publish here; None when the arena has no room for the extra state."""
         if states is None:  # the state that lies there stays
             return extra_state.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
         return None if self.room is None else extra_state.fitted(tensors, states, self.room)
 
     def applied(self, version: int) -> list[int]:
-        """The workers that have this version, those that have left since included."""
+        """The workers that have applied this version, including those that have left since."""
         workers = self.publisher.applied_by(version)
         self.arrived.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
-        """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
+        """Sleep until these workers have acked, at most `nanoseconds`. False, without sleep: none is attached."""
         if any(worker not in self._rows for worker in workers):
             self._rows = self.publisher.attached_rows()
         rows = [self._rows[worker] for worker in workers if worker in self._rows]
         if rows and not self.publisher.wait_rows(version, rows, nanoseconds):
-            self._rows = {}  # they have it, or rows have other owners now: look again if it goes on
+            self._rows = {}  # all acked, or their rows have other owners now: look again at the next wait
         return bool(rows)
 
 
@@ -54,7 +54,7 @@ class Membership(NamedTuple):
     left_for: tuple[tuple[Group, frozenset[int]], ...] = ()
 
     def still_used_by(self) -> tuple[tuple[Group, frozenset[int]], ...]:
-        """Those of left_for whose workers have not been seen there, and so may use this arena."""
+        """The groups of left_for whose workers have not acked there yet, and so may still use this arena."""
         for group, _ in self.left_for:
             group.applied(group.publisher.version)
         return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
@@ -69,7 +69,7 @@ class Assignment(NamedTuple):
 
     @property
     def strangers(self) -> frozenset[int]:
-        """Those who have to be told to move to the group's arena, as long as none of their acks was seen there."""
+        """The workers that have not acked in the group's arena yet, and have to be told to move there."""
         return self.workers - self.group.arrived
 
 
@@ -78,7 +78,7 @@ class Groups:
 
     Args:
         sources: the first weights by worker; workers with the same object share an arena.
-        apart: give each worker its own all the same.
+        apart: give each worker an arena of its own in any case.
         slots, timeout: of each Publisher.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt).
 
@@ -130,7 +130,7 @@ class Groups:
 
     @property
     def version(self) -> int:
-        """The newest."""
+        """The newest version of all groups."""
         return max(member.group.publisher.version for member in self._members)
 
     def weights(self, worker: int | None = None) -> Any:
@@ -142,10 +142,10 @@ class Groups:
     def publish(
         self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float
     ) -> list[Assignment]:
-        """Publish weights for sets of workers, each for its own; a set that is part of a group leaves that group.
-        `absent`: workers that are gone, and in nobody's way.
+        """Publish each of these weights for its workers. Workers that are part of a group leave it for a new one.
 
-        Raises as Publisher.publish() does; then no arena has changed, and no group either.
+        `absent`: dead workers; they block no reuse of an arena. Raises as Publisher.publish() does; then no arena and
+        no group has changed.
         """
         plan: list[tuple[Group, Any]] = []
         chosen_for: list[frozenset[int]] = []
@@ -160,7 +160,7 @@ class Groups:
                     group, source = member.group, member.group.taken(tensors, states)
                     others = member.workers.difference(chosen, absent)
                     if source is None or others or member.still_used_by():
-                        # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
+                        # Others use this arena too, or it is too small: make another one, which starts as a copy.
                         group = self._branch(group, chosen, states)
                         fresh.append(Membership(group, chosen))
                         source = group.taken(tensors, states)
@@ -177,7 +177,7 @@ class Groups:
         ]
 
     def sweep(self) -> None:
-        """End the arenas that nobody is meant to use (any more); a worker that has not moved yet keeps what it has."""
+        """End the arenas that no worker belongs to any more; one that has not moved yet keeps its weights."""
         current = {id(member.group) for member in self._members}
         for group in [group for group in self._groups if id(group) not in current]:
             group.publisher.close()
@@ -188,7 +188,7 @@ class Groups:
         self._closing()
 
     def _after(self, fresh: Sequence[Membership]) -> tuple[Membership, ...]:
-        """The members once these have got workers of the others."""
+        """The memberships after the fresh ones have taken their workers out of the others."""
         members = []
         for member in self._members:
             gone = tuple((new.group, new.workers) for new in fresh if new.workers & member.workers)
@@ -208,7 +208,7 @@ class Groups:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
         branch = self._make(current, new_name())
-        branch.publisher.forget_source()  # it would keep the arena that it was copied from; every send brings its own
+        branch.publisher.forget_source()  # it would keep the arena that it was copied from; each send passes weights
         return branch
 
     def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:

@@ -18,7 +18,7 @@ WORDING = Wording(
     "a worker applies between two forwards of its policy",
     sent="is published",
     died="ended",
-    after_death="The others have it, and the next update goes on without these; a collector cannot, so make a new one",
+    after_death="The others have it, and later updates leave these out. To replace them, make a new collector",
     after_lateness="A late worker uses it as soon as it can; give more time with timeout=",
 )
 
@@ -40,18 +40,18 @@ class Sender:
         self.groups = groups
         self._timeout = timeout
         self.lines = Switchboard(groups.workers, process_of)
-        self._lost: set[int] = set()  # WorkerDied has named them
+        self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = _native.WriterLock()
 
     def send(self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None) -> int:
-        """Publish each of these weights for its workers; with `wait`, until they have applied it. The newest version.
+        """Publish each of these weights for its workers; `wait` until they have applied it. Returns the newest version.
 
         Raises:
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
             but not applied by these workers; the others have it.
         """
         if not any(workers for _, workers in wanted):
-            return self.groups.version  # for nobody
+            return self.groups.version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
         holder = object()
         try:
@@ -61,7 +61,7 @@ class Sender:
                 outcome = Outcome(WORDING)
                 outcome.failed.update(earlier)
                 outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
-            self._lost &= self.lines.ended.keys()  # others have come back
+            self._lost &= self.lines.ended.keys()  # those that came back are not lost
             living = [(weights, workers - self._lost) for weights, workers in wanted]
             living = [(weights, workers) for weights, workers in living if workers]
             if not living:
@@ -120,7 +120,7 @@ class Sender:
 
 
 class _Wait:
-    """Until each worker has applied what was posted for it, has failed or is dead, or the deadline is there."""
+    """Waits until each worker has applied its assignment, has failed or is dead; no longer than to the deadline."""
 
     def __init__(self, sender: Sender, posted: Sequence[Assignment], deadline: float) -> None:
         self._sender = sender
@@ -142,12 +142,12 @@ class _Wait:
         self._outcome.check(f"version {self._version} of {self._sender._model_id!r}", self._version)
 
     def _sleep(self) -> None:
-        """In the kernel, until the workers of one arena have acked, for a slice at most."""
+        """Sleep in the kernel until the workers of one arena have acked, at most a slice."""
         post = next(iter(self._waiting.values()))
         workers = [worker for worker, each in self._waiting.items() if each is post]
         until = int(max(0.0, self._deadline - time.monotonic()) * 1e9)
         if not post.group.wait(post.version, workers, min(_SLICE, until)):
-            time.sleep(0.0005)  # not attached yet, or on its way to this arena
+            time.sleep(0.0005)  # a worker has not attached to this arena yet
 
     def _take_acks(self) -> None:
         for post in self._posted:
@@ -156,13 +156,13 @@ class _Wait:
                     del self._waiting[worker]
 
     def _look(self) -> None:
-        """After the acks: a worker reports a failure before it acks."""
+        """Take failures and deaths. Called after _take_acks(): a worker reports a failure before it acks."""
         lines = self._sender.lines
         for worker, failure in lines.look():
             self._waiting.pop(worker, None)
             self._outcome.failed[worker] = failure
         if self._waiting.keys() & lines.ended.keys():
-            self._take_acks()  # who has acked, and ended since, is done
+            self._take_acks()  # a worker that acked before it ended is done
             for worker in self._waiting.keys() & lines.ended.keys():
                 del self._waiting[worker]
                 self._outcome.dead[worker] = lines.ended[worker]

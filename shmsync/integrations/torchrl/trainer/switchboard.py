@@ -18,7 +18,7 @@ from ....memory.process import Peer
 from ....memory.segment import Handle
 from ..lines import RING, check_uid, receive
 
-Report = tuple[int, Failure]  # from which worker
+Report = tuple[int, Failure]  # (worker, what it failed with)
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -39,22 +39,22 @@ class Switchboard:
         self._listener.listen(max(128, 2 * len(workers)))
         self._listener.setblocking(False)
         self._process_of = process_of
-        self._unknown = set(workers)  # whose process nobody knows yet
+        self._unknown = set(workers)  # workers whose process is not known yet
         self._peers: dict[int, Peer] = {}
         self._lines: dict[int, socket.socket] = {}
-        self._owed: dict[int, bytes] = {}  # where to move, for those who have not heard it
-        self._poll = select.poll()  # all of it: one call tells that nothing has happened
+        self._owed: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
+        self._poll = select.poll()  # of every descriptor: one call tells that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
-        self._open = {self._listener: None}  # in order: the listener closes first, so that nobody calls again
+        self._open = {self._listener: None}  # in order: the listener closes first, so that no worker connects again
         self._watch(self._listener.fileno(), self._let_in)
         self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 
     def move(self, worker: int, handle: Handle) -> None:
-        """Have the next ring tell a worker to move to another arena; it is not lost when the worker cannot hear."""
+        """Tell a worker to move to another arena, with the next ring that reaches it."""
         self._owed[worker] = small(tuple(handle))
 
     def ring(self, workers: Iterable[int]) -> None:
-        """Wake these workers, if they have called. One whose buffer is full has rings enough to wake up from."""
+        """Wake these workers, if they are connected. One whose buffer is full has unread rings, and wakes anyway."""
         for worker in workers:
             line = self._lines.get(worker)
             if line is None:
@@ -66,12 +66,12 @@ class Switchboard:
             self._owed.pop(worker, None)
 
     def ring_owed(self) -> None:
-        """Ring those who have not heard yet that they have to move."""
+        """Ring the workers that have not got their message to move yet."""
         if self._owed:
             self.ring(list(self._owed))
 
     def look(self) -> list[Report]:
-        """Let new callers in, notice who has ended, and take what workers reported since the last time."""
+        """Accept new connections, notice ended workers, and return the failures reported since the last call."""
         if self._unknown:
             self._find_processes()
         reports: list[Report] = []
@@ -79,7 +79,7 @@ class Switchboard:
             handler = self._handlers.get(fd)
             if handler is not None:
                 reports += handler()
-            else:  # an earlier one of these closed it, or an interrupt came between
+            else:  # closed by a handler before it, or half dropped by an interrupt
                 self._forget(fd)
         return reports
 
@@ -88,8 +88,8 @@ class Switchboard:
         self._handlers.clear()
         self._closing()
 
-    # An interrupt may land between any two lines here. What is half done then is done again at the next look(), and a
-    # caller that was lost calls again; but not one that was lost inside accept(), whose descriptor stays open.
+    # An interrupt may land between any two lines here. The next look() does again what was half done, and a worker
+    # whose connection was lost connects again. Only the descriptor of one lost inside accept() stays open.
 
     def _watch(self, fd: int, handler: Callable[[], list[Report]]) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -120,7 +120,7 @@ class Switchboard:
         self._unknown.discard(worker)
 
     def _end(self, worker: int) -> list[Report]:
-        """Its process has ended."""
+        """Note that the process of a worker has ended."""
         peer = self._peers[worker]
         self.ended.setdefault(worker, str(peer))
         if peer.fd is not None:
@@ -132,7 +132,7 @@ class Switchboard:
         while True:
             try:
                 caller, _ = self._listener.accept()
-            except OSError:  # nobody (any more); or out of descriptors, then at the next send
+            except OSError:  # no more callers; or no descriptor is free: the next send tries again
                 return reports
             caller.setblocking(False)
             try:
@@ -145,7 +145,7 @@ class Switchboard:
             reports += self._greet(caller)
 
     def _greet(self, caller: socket.socket) -> list[Report]:
-        hello = receive(caller, socket.MSG_PEEK)  # an interrupt may land anywhere: it is taken when all is done
+        hello = receive(caller, socket.MSG_PEEK)  # only a peek: _listen() takes it, so an interrupt loses nothing
         if hello is None:
             return []
         if not hello:

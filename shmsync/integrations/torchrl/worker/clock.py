@@ -2,9 +2,9 @@
 
 TorchRL's PolicyVersion transform stamps a frame after the environment's step with the version that is current then.
 Weights may be newer by that time, when they moved between the forward and the stamp. So the transform's number moves on
-only when no frame is between the two. And a frame's root entry, which TorchRL carries over from the step before, is
-corrected before a forward that uses a newer version: in what the policy is called with, and in what the collector
-carries on, which is another TensorDict when devices are given.
+only when no frame is between the two. A frame's root entry is carried over from the step before, so it is corrected
+before a forward that uses a newer version: in the policy's input, and in the collector's own TensorDict, which is
+another one when devices are given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = "policy_version"
 
 
 class VersionClock:
-    """The policy version of one leaf collector. Without a tracker it does nothing."""
+    """The policy version of one leaf collector. Does nothing without a tracker (TorchRL's PolicyVersion)."""
 
     def __init__(self) -> None:
         self._tracker: Any = None
@@ -45,7 +45,7 @@ class VersionClock:
             tracker._step = self._stamp  # in this worker's own transform
 
     def moved(self, updates: int) -> None:
-        """The weights are that many updates newer. Any thread."""
+        """Note that the weights are that many updates newer. Any thread may call it."""
         with self._lock:
             self._owed += updates
             if self._tracker is not None and not self._in_flight:
@@ -53,7 +53,7 @@ class VersionClock:
 
     @skip  # Dynamo compiles the policy, not this
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
-        """The thread that collects is about to use the weights that are there, on these inputs."""
+        """Called by the collecting thread, before the policy's forward on these inputs."""
         if self._tracker is None:
             return
         with self._lock:

@@ -15,7 +15,7 @@ from ..lines import LARGEST, RING, check_uid, receive
 
 
 class Line:
-    """The worker's end."""
+    """A worker's end of the line. Raises ConnectionError when the trainer cannot be reached."""
 
     def __init__(self, address: str, worker: int) -> None:
         self._address, self._worker = address, worker
@@ -26,7 +26,7 @@ class Line:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             line.connect(self._address)
-            check_uid(line)  # what comes is unpickled, and anybody may take the name of a trainer that is gone
+            check_uid(line)  # messages are unpickled, and any user may take the name of a trainer that is gone
             line.send(small((self._worker, me().owner)))
         except OSError as error:
             line.close()
@@ -38,8 +38,7 @@ class Line:
         return line
 
     def call_again(self) -> bool:
-        """After the other side hung up: an interrupt in the trainer may have cost it this line alone. False when the
-        trainer is gone."""
+        """Connect again after the trainer's end was closed, perhaps by an interrupt; False when the trainer is gone."""
         with self._closing:
             if self._socket.fileno() < 0:
                 return False
@@ -47,19 +46,18 @@ class Line:
                 fresh = self._call()
             except ConnectionError:
                 return False
-            # The same number: others know the line by it.
+            # Keep the number: the listener knows the line by it.
             os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
             fresh.close()
             return True
 
     @property
     def fd(self) -> int:
-        """For poll(); -1 when it is closed."""
+        """The descriptor, for poll(); -1 when closed."""
         return self._socket.fileno()
 
     def take(self) -> Handle | bytes | None:
-        """The next message: RING, or the handle of an arena to move to; None when there is none now. b"": the trainer
-        has hung up."""
+        """The next message: RING, or the handle of an arena to move to. None: no message now; b"": the line ended."""
         message = receive(self._socket)
         return Handle(*pickle.loads(message)) if message and message != RING else message
 

@@ -1,4 +1,4 @@
-"""One thread for each worker process, whatever the number of models: it wakes when a line rings."""
+"""One thread in each worker process, whatever the number of models, which wakes when a line rings."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .... import _native
 
 
 class Listening(Protocol):
-    """What has a line."""
+    """What a listener serves: it has a line to a trainer."""
 
     @property
     def fd(self) -> int:
-        """Of the line."""
+        """The line's descriptor."""
 
     def ringing(self) -> bool:
-        """Do what the line says; False when nobody is at the other end any more."""
+        """Handle the messages of the line; False when the trainer is gone."""
 
 
 class LineListener:
-    """The thread of this process; it ends when nobody is listening any more."""
+    """The listening thread of one process; it ends with the last line."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection in the middle of an addition may remove another
+        self._lock = threading.RLock()  # re-entrant: garbage collection may call remove() while it is held
         self._listening: dict[int, weakref.ref[Listening]] = {}  # by descriptor
         self._thread: threading.Thread | None = None
         self._bell = -1  # an eventfd: the lines have changed
 
     @classmethod
     def here(cls) -> LineListener:
-        """That of the calling process."""
+        """The listener of the calling process."""
         # A thread does not survive a fork. setdefault: two threads may ask at once, and a fork may come in between.
         return _listeners.setdefault(_native.fork_generation(), cls())
 
@@ -49,7 +49,7 @@ class LineListener:
                 os.eventfd_write(self._bell, 1)
 
     def remove(self, fd: int) -> None:
-        """Before the line of this descriptor is closed. Waits for the thread to end with the last one. Idempotent."""
+        """Forget a line, before its descriptor is closed. With the last one, waits for the thread's end. Idempotent."""
         with self._lock:
             thread = self._thread
             if self._listening.pop(fd, None) is None or thread is None:
@@ -74,7 +74,7 @@ class LineListener:
             self._serve(poll, bell)
 
     def _serve(self, poll: select.poll, bell: int) -> None:
-        """Until the lines change."""
+        """Serve the lines until one is added or removed."""
         while True:
             for fd, _ in poll.poll():
                 if fd == bell:

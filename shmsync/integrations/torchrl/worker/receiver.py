@@ -1,4 +1,4 @@
-"""The worker's side of one model: the policy is bound to the arena, and moves with it at safe points."""
+"""The worker's side of one model: a policy bound to an arena, which moves to new versions between two forwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Receiver:
         name: of the arena to start with.
         worker: this worker's index.
         timeout: for each wait on the trainer, in seconds.
-        patience: how long to wait for the arena to be there, in seconds; all workers are started before it is made.
+        patience: seconds to wait for the arena, which is made after all workers were started.
     """
 
     def __init__(self, address: str, name: str, worker: int, *, timeout: float, patience: float) -> None:
@@ -55,12 +55,12 @@ class Receiver:
 
     @property
     def fd(self) -> int:
-        """Of the line."""
+        """The line's descriptor."""
         return self._line.fd
 
     @property
     def version(self) -> int:
-        """The version that the policy has."""
+        """The version that the policy uses."""
         return self._subscriber.version
 
     @property
@@ -71,7 +71,7 @@ class Receiver:
             return weights.exclude(extra_state.LEAF) if self._has_extra else weights
 
     def bind(self, module: nn.Module) -> None:
-        """Let this module use the weights from now on, in place of the one before.
+        """Bind this module, in place of the one bound before.
 
         Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
         """
@@ -88,7 +88,7 @@ class Receiver:
             self._stand_ins.append(StatePoint(module, self._safe_point))
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
-        """Move to the newest version; was there one? Waits that many seconds for it; None: for ever."""
+        """Move to a newer version. Waits `timeout` seconds for one; None: for ever. Was there one?"""
         if timeout != 0.0 and self._subscriber.latest <= self._subscriber.version:
             self._subscriber.wait_version(self._subscriber.version + 1, float("inf") if timeout is None else timeout)
         with self._turn:
@@ -105,7 +105,7 @@ class Receiver:
                 strategy.apply_weights(module, weights)
 
     def ringing(self) -> bool:
-        """Called by the listener's thread: new weights, or another arena. False when the trainer has hung up.
+        """Called by the listener's thread: new weights, or another arena. False when the trainer is gone.
 
         It does not wait for a forward that is running, since the thread serves other models too.
         """
@@ -120,7 +120,7 @@ class Receiver:
         return True
 
     def _catch_up(self) -> bool:
-        """Move to where the trainer is; False when it is somebody else's turn."""
+        """Move to the trainer's arena and version; False when another thread has the turn."""
         if not self._turn.try_enter():
             return False
         try:
@@ -152,7 +152,7 @@ class Receiver:
         while True:
             try:
                 subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
-                # Sections wait as long as the trainer does, for another worker's forward perhaps; its death ends that.
+                # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
                 subscriber.timeout = math.inf
                 return subscriber
             except ArenaNotFound:
@@ -160,7 +160,7 @@ class Receiver:
                 if message == b"":
                     raise WriterDied(
                         f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
-                        "see what went wrong there"
+                        "look at the trainer's own error"
                     ) from None
                 if isinstance(message, Handle):
                     name_or_handle = message
@@ -183,7 +183,7 @@ class Receiver:
         )
 
     def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:
-        """Let the module show this subscriber's weights now, and from now on."""
+        """Let the module show this subscriber's weights, now and in later versions."""
         after = _After(self, quiet)
         with subscriber._exclusive():
             subscriber.followers += [binding, after]
@@ -196,7 +196,7 @@ class Receiver:
         after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
-        """To an arena that started as a copy of this one, and has had at least one update since."""
+        """Move to another arena, which started as a copy of this one and has had at least one update since."""
         if handle.name == self._subscriber.name:
             return
         fresh = self._attach(handle, 0.0)
@@ -235,10 +235,10 @@ class Receiver:
 
 
 class _Unread(Subscriber):
-    """Applies no version, and so acks none, before something shows it."""
+    """A subscriber that applies nothing, and so acks nothing, before a module shows the weights."""
 
     def attached(self) -> None:
-        """Nothing yet."""
+        """Apply nothing yet."""
 
 
 class _After:
@@ -246,14 +246,14 @@ class _After:
 
     def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
-        self.quiet = quiet  # errors go to the trainer, and not to whoever calls the policy
+        self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
 
     def owners(self) -> set[nn.Module]:
-        """It moves no tensors."""
+        """No modules: it moves no tensors."""
         return set()
 
     def move(self, slot: int) -> bool:
-        """The weights of this slot are shown now."""
+        """Do what goes with the tensors of this slot, which have moved already."""
         receiver = self._receiver()
         if receiver is None:
             return False
@@ -269,7 +269,7 @@ class _After:
         return True
 
     def set_extra_state(self, slot: int) -> None:
-        """The module's, and that of the modules in it."""
+        """Give the module, and the modules in it, their extra state of this slot."""
         receiver = self._receiver()
         module = None if receiver is None or receiver._module is None else receiver._module()
         if receiver is not None and module is not None and receiver._has_extra:

@@ -19,10 +19,10 @@ from .clock import VersionClock
 
 
 class Turn:
-    """The lock of one model in a worker: who uses the model, and who moves it, take turns. Re-entrant.
+    """A re-entrant lock for one model in a worker: those who call the model and those who move its weights take turns.
 
-    The thread that listens does not wait for its turn: it leaves its work in `rang`, and whoever has the turn does that
-    when it ends.
+    The listening thread does not wait for its turn. It leaves its work in `rang`, and the thread that has the turn does
+    that work when its turn ends.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class Turn:
 class SafePoint(StandIn):
     """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
 
-    The turn also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
-    it stays when the policy is bound to another arena, so that a forward on its way in finds the new one.
+    It also takes the turn, which keeps out the thread that moves an idle policy. Unlike the Guard of Subscriber.bind()
+    it stays when the policy is bound to another arena, so that a forward that is just entering finds the new one.
     """
 
     def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
@@ -65,7 +65,7 @@ class SafePoint(StandIn):
         super().__init__(module, "forward")
 
     def use(self, subscriber: Subscriber, binding: Binding) -> None:
-        """From now on sections are this subscriber's. In a turn."""
+        """Make sections of this subscriber's arena from now on. Call it in a turn."""
         self._section = subscriber.read()
         # Private copies (buffers, and all that is not in CPU memory) change in place, as the slab does.
         copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding.copied}
@@ -76,7 +76,7 @@ class SafePoint(StandIn):
         self._subscriber = subscriber
 
     def remove(self) -> None:
-        """As StandIn's, in a turn."""
+        """Give the module its own forward back. Call it in a turn."""
         self._subscriber = None
         super().remove()
 
@@ -114,8 +114,9 @@ class StatePoint(StandIn):
 
 
 class LoadPoint(StandIn):
-    """Stands in for the part of `load_state_dict()` that writes a module's own parameters. Bound ones are shared and
-    read-only: they become private first, and stay so until they are loaded.
+    """Stands in for the part of `load_state_dict()` that writes a module's own parameters.
+
+    Bound parameters are shared and read-only, so they become private before they are written.
     """
 
     def __init__(self, module: nn.Module, policy: SafePoint) -> None:
@@ -123,7 +124,7 @@ class LoadPoint(StandIn):
         super().__init__(module, "_load_from_state_dict")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Load, with nothing moving meanwhile."""
+        """Make the parameters private, and load them, in a turn."""
         with self._policy.turn:
             if self._policy._subscriber is not None:
                 make_private(self._policy._subscriber, {self.module})
@@ -139,6 +140,6 @@ def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -
             with section:
                 for binding in bindings:
                     binding.give_back(owners)
-        except ShmSyncError:  # the trainer died while it wrote: nobody will tear these any more
+        except ShmSyncError:  # the trainer died while it wrote, so these bytes do not change any more
             for binding in bindings:
                 binding.give_back(owners)
