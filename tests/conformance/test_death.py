@@ -5,11 +5,12 @@ import os
 import signal
 import time
 
-import peers
 import pytest
-from nets import Stamped
-from table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
-from workers import Call, until
+from support.calls import Call
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
+from support.processes import until
 
 from shmsync.errors import AckTimeout, WorkerDied
 

@@ -15,9 +15,9 @@ from shmsync.schemes import (
     MultiProcessWeightSyncScheme,
     SharedMemWeightSyncScheme,
     WeightStrategy,
-    _together,
     send_together,
 )
+from shmsync.schemes.pipes import together
 
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 
@@ -104,13 +104,13 @@ def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(connect, make, monke
     pipe, worker = connect(make, "a", "b")
     (scheme_a, a), (scheme_b, b) = (sender(make, pipe, model_id) for model_id in "ab")
     send_together({a: model(1), b: model(1)})
-    write = _together.write
+    write = together.write
 
     def interrupted(*args):
         write(*args)
         raise KeyboardInterrupt  # everything is written, and nobody has been told
 
-    monkeypatch.setattr(_together, "write", interrupted)
+    monkeypatch.setattr(together, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         send_together({a: model(2), b: model(2)})
     monkeypatch.undo()

@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from nets import Stamped, ask
+from support.conformance.nets import Stamped, ask
 
 from shmsync.schemes import TransportBackend, WeightSyncScheme
 

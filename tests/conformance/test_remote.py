@@ -1,9 +1,9 @@
 """What holds for schemes for several machines alone."""
 
-import peers
 import pytest
-from nets import Stamped
-from table import SCHEMES, only, remotely
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import SCHEMES, only, remotely
 
 from shmsync.errors import AckTimeout
 

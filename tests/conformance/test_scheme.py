@@ -7,9 +7,9 @@ import weakref
 
 import pytest
 import torch
-from contexts import Context, Lookup
-from nets import FORMS, Stamped, ask, stamp
-from table import over_pipes
+from support.conformance.contexts import Context, Lookup
+from support.conformance.nets import FORMS, Stamped, ask, stamp
+from support.conformance.table import over_pipes
 from tensordict import TensorDictBase
 
 from shmsync.errors import ProtocolError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import FORMS, Stamped, Tied, ask, stamp
+from support.conformance.nets import FORMS, Stamped, Tied, ask, stamp
 from tensordict import TensorDict
 from torch import nn
 

@@ -1,0 +1,58 @@
+"""ShmWeightSyncScheme without a collector. Real collectors: ../collectors/."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+try:
+    from support.torchrl.pair import Pair
+except ImportError:  # no TorchRL here
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def pair():
+    made = []
+
+    def make(*args, **options):
+        made.append(Pair(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def in_forward():
+    """in_forward(module) calls it in a thread, and returns when it is in its forward; fill in .out when it is out."""
+    threads = []
+
+    def start(module, enters=True):
+        out = []
+        if not enters:
+            module.entered.set()
+
+        def call():
+            with torch.no_grad():
+                out.append(module(torch.ones(1, module.in_features)).mean().item())
+
+        thread = threading.Thread(target=call)
+        threads.append((module, thread))
+        thread.start()
+        assert module.entered.wait(5) or not enters
+
+        def end():
+            module.go.set()
+            thread.join()
+            return out[0]
+
+        return end
+
+    yield start
+    for module, thread in threads:
+        module.go.set()
+        thread.join()
