@@ -75,8 +75,12 @@ def leave(state):
 
 
 def look(state, **kwargs):
+    return read(state.sub, **kwargs)
+
+
+def read(sub, **kwargs):
     """(version, smallest, largest word) of one section."""
-    with state.sub.read(**kwargs) as section:
+    with sub.read(**kwargs) as section:
         return (section.version, *stamps(section.weights))
 
 

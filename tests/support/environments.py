@@ -12,6 +12,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+
+SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
+
 
 def cartpole():
     return gymnasium.make("CartPole-v1")
@@ -146,3 +150,8 @@ class Logits(nn.Module):
 
     def forward(self, observation):
         return self.net(observation)
+
+
+def flat(batch):
+    """Its tensors by dotted name, copied."""
+    return batch.clone().flatten_keys(".").to_dict()
