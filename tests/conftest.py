@@ -18,14 +18,56 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("P
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
 
 import torch  # noqa: E402
-from support import worker  # noqa: E402
+from support import schedule, worker  # noqa: E402
+from support.choice import choose  # noqa: E402
 from support.processes import segment_path, segments  # noqa: E402
+from support.summary import Summary  # noqa: E402
 
 import shmsync.schemes  # noqa: E402, F401  with what it imports
 
 torch.set_num_threads(1)
-gc.freeze()  # the million objects of what is imported are not this suite's: collecting after each test stays cheap
 RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--choice",
+        choices=["all", "covering", "rest"],
+        default="all",
+        help="all: every test; covering: of each cross product of parameters enough that every value occurs; "
+        "rest: what covering leaves out",
+    )
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Summary(config), "summary")
+
+
+@pytest.hookimpl(trylast=True)  # when the folders have sorted out what there is
+def pytest_collection_modifyitems(config, items):
+    chosen, left = choose(items, config.option.choice)
+    config.pluginmanager.get_plugin("summary").leave(left)
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(chosen, key=lambda item: schedule.rank(item.nodeid))
+
+
+def pytest_collection_finish():
+    # The million objects of what is imported are nobody's garbage: without them a gc.collect() takes milliseconds.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return schedule.make_scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Most tests wait for other processes: two for each core. A single file or test runs in this process."""
+    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+        return 0
+    return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(autouse=True)

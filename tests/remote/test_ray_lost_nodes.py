@@ -13,6 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 from support import processes
 from support import ray_parts as parts
+from support.one_ray import instead_of_the_last
 
 from shmsync import AckTimeout, RayWeightSyncScheme, WorkerDied
 
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.timeout(180)
 @pytest.fixture
 def cluster():
     """One whose head, where this process is, has no room for the workers."""
+    instead_of_the_last(ray.shutdown)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    head = {"num_cpus": 2, "object_store_memory": 100 << 20, "_system_config": parts.SYSTEM}
+    head = {"num_cpus": 1, "object_store_memory": 100 << 20, "_system_config": parts.SYSTEM}
     made = Cluster(initialize_head=True, head_node_args=head)
     session = made.head_node.get_session_dir_path()
     try:
@@ -36,7 +38,7 @@ def cluster():
 
 
 def add_node(cluster):
-    return cluster.add_node(num_cpus=2, object_store_memory=100 << 20, resources={"work": 2})
+    return cluster.add_node(num_cpus=1, object_store_memory=100 << 20, resources={"work": 2})
 
 
 def node_of(actor):

@@ -25,13 +25,7 @@ METHODS = {"tensordict": ("tensordict", "TensorDict"), "state_dict": ("state_dic
 
 
 @pytest.fixture(scope="module", autouse=True)
-def running_ray():
-    with parts.one_node():
-        yield
-
-
-@pytest.fixture(scope="module")
-def crew():
+def crew(one_ray):
     """Two actors that no test kills."""
     return parts.start({MODEL_ID: RayModuleTransformScheme()}, 2, kind=parts.ModuleActor)
 

@@ -22,13 +22,7 @@ NBYTES = (parts.SIZE + 1) * parts.SIZE * 4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def running_ray():
-    with parts.one_node():
-        yield
-
-
-@pytest.fixture(scope="module")
-def crew():
+def crew(one_ray):
     """Two actors that no test kills."""
     return parts.start(RayWeightSyncScheme(), 2)
 

@@ -138,10 +138,9 @@ NBYTES = (parts.SIZE + 1) * parts.SIZE * 4
 
 
 @pytest.fixture(scope="module")
-def crew():
+def crew(one_ray):
     """Two actors that no test kills."""
-    with parts.one_node():
-        yield parts.start(RayWeightSyncScheme("tensordict"), 2)
+    return parts.start(RayWeightSyncScheme("tensordict"), 2)
 
 
 def updater_of(actors, weights=None, **options):

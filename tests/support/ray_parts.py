@@ -17,6 +17,7 @@ from ray._private import state
 from ray.cluster_utils import Cluster
 from torch import nn
 
+from support.one_ray import instead_of_the_last
 from support.processes import until
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
@@ -37,9 +38,10 @@ SYSTEM = {
 
 @contextlib.contextmanager
 def one_node():
-    """Ray on this machine, for a whole module: starting it costs seconds."""
+    """Ray on this machine, for many tests: starting it costs seconds."""
+    instead_of_the_last(ray.shutdown)
     ray.init(
-        "local", num_cpus=8, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM, **OPTIONS
+        "local", num_cpus=1, object_store_memory=256 << 20, include_dashboard=False, _system_config=SYSTEM, **OPTIONS
     )
     session = _session()
     try:
@@ -52,12 +54,13 @@ def one_node():
 @contextlib.contextmanager
 def two_nodes():
     """The same as two nodes, "near" with this process on it, and "far". Gives their ids by these names."""
+    instead_of_the_last(ray.shutdown)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    near = {"num_cpus": 4, "object_store_memory": 256 << 20, "resources": {"near": 100}, "_system_config": SYSTEM}
+    near = {"num_cpus": 1, "object_store_memory": 256 << 20, "resources": {"near": 100}, "_system_config": SYSTEM}
     cluster = Cluster(initialize_head=True, head_node_args=near)
     session = cluster.head_node.get_session_dir_path()
     try:
-        cluster.add_node(num_cpus=4, object_store_memory=256 << 20, resources={"far": 100})
+        cluster.add_node(num_cpus=1, object_store_memory=256 << 20, resources={"far": 100})
         ray.init(cluster.address, **OPTIONS)
         yield {name: node["NodeID"] for node in ray.nodes() for name in ("near", "far") if name in node["Resources"]}
     finally:

@@ -9,6 +9,7 @@ import select
 import pytest
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet
+from support.one_ray import instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
 
@@ -86,9 +87,10 @@ class RayCrew:
 
     def __init__(self):
         ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
+        instead_of_the_last(ray.shutdown)
         ray.init(
             address="local",
-            num_cpus=8,
+            num_cpus=1,  # so many workers are started for nobody; actors need none
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
