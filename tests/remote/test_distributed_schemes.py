@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
+from support import processes
+from support.processes import until
 from support.remote import members, parts
 from support.remote.members import FOR_EVER
 
@@ -13,6 +14,8 @@ import shmsync
 from shmsync import DistributedWeightSyncScheme
 
 pytestmark = pytest.mark.timeout(120)
+
+LARGE = 1 << 16  # bytes: more than any message but weights
 
 
 @pytest.fixture
@@ -22,8 +25,7 @@ def fleet(start):
 
 
 def wait_for_announcement(witness, rank):
-    while not witness.call(parts.store, "check", [f"NODE_{rank}_in"]):
-        time.sleep(0.005)
+    until(lambda: witness.call(parts.store, "check", [f"NODE_{rank}_in"]))
 
 
 def test_every_backend_but_gloo_is_refused():
@@ -241,7 +243,7 @@ def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(fleet, start):
     worker.stop()
     group.trainer.start(parts.send, 1)
     wait_for_announcement(keeper, 1)
-    time.sleep(0.5)  # it fills the connection
+    until(lambda: processes.unread(worker.pid) > LARGE)
     group.trainer.stop()
     worker.resume()
     assert [worker.call(members.receive, 0.3) for _ in range(2)] == [False, False]
@@ -269,10 +271,9 @@ def test_receive_outlives_the_trainer(start, when, keeper):
             group.trainer.start(parts.send, 2)
             if keeper == "another":
                 wait_for_announcement(another, 1)
-            time.sleep(0.5)  # it fills the connection
+            until(lambda: processes.unread(worker.pid) > LARGE)
         elif when == "waiting":
-            worker.start(members.receive, FOR_EVER if keeper == "the trainer" else 2.0)
-            time.sleep(0.3)
+            worker.begin(members.receive, FOR_EVER if keeper == "the trainer" else 2.0)
         group.trainer.kill()
         worker.resume()
         raises = keeper == "the trainer" or when == "under way"

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 
 import pytest
-from support.processes import segments, until
+from support.processes import segments, unread, until
 from support.remote import members, parts
 
 import shmsync
@@ -102,7 +101,7 @@ def test_a_killed_relay_is_named_and_replaced_in_the_same_send(fleet, when):
     if when == "under way":
         group.workers[0].stop()
         group.trainer.start(parts.send, 7)
-        time.sleep(0.5)
+        until(lambda: unread(group.workers[0].pid) > 1 << 16)  # the weights
         group.workers[0].kill()
     elif when == "idle":
         group.workers[0].kill()
@@ -209,7 +208,9 @@ def test_a_worker_that_comes_late_gets_what_was_sent_before(start, fan_out):
         group.workers[0].call(members.make_member, 500, fan_out=fan_out)
         group.trainer.call(parts.make_sender, "distributed", 2, 500, fan_out=fan_out, timeout=members.FOR_EVER)
         group.trainer.start(parts.send, 3)
-        time.sleep(0.3)
+        until(
+            lambda: group.workers[1].call(parts.store, "check", ["NODE_2_in"])
+        )  # it was announced to who is not there
         assert not group.trainer.done()
         group.workers[1].call(members.make_member, 500, fan_out=fan_out)
         assert group.trainer.result() == 1

@@ -9,6 +9,8 @@ import sys
 import threading
 import traceback
 
+from support.processes import PATIENCE
+
 
 class Call(threading.Thread):
     """A call in a thread of this process: `Call(pub.publish, ...)`, then `.result()`."""
@@ -27,7 +29,8 @@ class Call(threading.Thread):
             self._error = error
 
     def result(self):
-        self.join()
+        self.join(PATIENCE)
+        assert not self.is_alive(), f"{self._call[0]} does not return"
         if self._error is not None:
             raise self._error
         return self._value

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import select
 import signal
+import sys
 import time
 from pathlib import Path
 
+PATIENCE = 90  # seconds: long after a slow machine is done, and before the watchdog of the test
+
 
 def until(condition):
-    """Wait for it; the test's watchdog is the limit."""
+    """Wait for it, in vain for no longer than PATIENCE."""
+    end = time.monotonic() + PATIENCE
     while not condition():
+        assert time.monotonic() < end, f"waited in vain for {source(condition)}"
         time.sleep(0.002)
+
+
+def source(function):
+    try:
+        return inspect.getsource(function).strip()
+    except (OSError, TypeError):
+        return repr(function)
 
 
 # ---- life and death
@@ -55,9 +69,32 @@ def wait_until_dead(pid):
     os.close(fd)
 
 
-def sleeps(thread):
-    """Does this thread of this process wait in the kernel?"""
-    return thread.native_id is not None and state(f"self/task/{thread.native_id}") == "S"
+def until_waits(thread, function):
+    """Until this thread of ours is inside a function of this name, and has stopped there."""
+    before, end = None, time.monotonic() + PATIENCE
+    while True:
+        assert time.monotonic() < end, f"{thread.name} does not wait in {function}()"
+        frame = sys._current_frames().get(thread.ident)
+        place = frame and (frame.f_code, frame.f_lasti)
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
+        if frame is not None and place == before and state(f"self/task/{thread.native_id}") == "S":
+            return
+        del frame
+        before = place
+        time.sleep(0.02)
+
+
+def unread(pid):
+    """Bytes that have come for a process through TCP, and that it has not read."""
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(fd))
+    rows = [
+        row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
+    ]
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in own)
 
 
 # ---- arenas

@@ -45,8 +45,14 @@ class Worker:
         self.busy = True
         self.conn.send((function, args, kwargs))
 
+    def begin(self, function, *args, **kwargs):
+        """Run it there; wait until it has begun."""
+        self.start(begun, function, *args, **kwargs)
+        assert self.conn.recv() == BEGUN
+
     def result(self):
         """What the call started last returned. Raises what it raised."""
+        assert self.conn.poll(processes.PATIENCE), f"worker {self.pid} does not answer"
         try:
             ok, value, trace = self.conn.recv()
         except (EOFError, ConnectionResetError):
@@ -123,6 +129,14 @@ def pool(context):
     finally:
         for worker in made:
             worker.end()
+
+
+BEGUN = "begun"
+
+
+def begun(state, function, *args, **kwargs):
+    state.conn.send(BEGUN)
+    return function(state, *args, **kwargs)
 
 
 def serve(conn, between=None):

@@ -6,10 +6,10 @@ import os
 import pickle
 import signal
 import threading
-import time
 
 import pytest
 import torch
+from support.processes import until
 from support.torchrl import children, parts, policies, probes
 from support.torchrl.environments import Steps
 from support.torchrl.parts import ask, tags
@@ -37,8 +37,7 @@ def trainer():
     yield make
     for scheme in made:
         scheme.shutdown()
-    while "shmsync" in probes.thread_names():  # it ends by itself when nobody is listening any more
-        time.sleep(0.002)
+    until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
 
 
 @pytest.fixture

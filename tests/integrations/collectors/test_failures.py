@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from pathlib import Path
 
 import pytest
+from support import processes
+from support.calls import Call
+from support.processes import until_waits
 from support.torchrl import environments, parts, policies, probes
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
@@ -35,10 +36,7 @@ def kill(collecting, worker):
 
 
 def stop(collecting, worker):
-    pid = collecting.procs[worker].pid
-    os.kill(pid, signal.SIGSTOP)
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.002)
+    processes.stop(collecting.procs[worker].pid)
 
 
 def tag(collecting, worker):
@@ -68,15 +66,23 @@ def test_a_killed_worker_is_named_and_the_next_update_goes_on_without_it(collect
 def test_a_worker_killed_in_a_forward_while_the_update_waits_is_named(collector, slots, tmp_path):
     policy = Tagged()
     collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(slots=slots, timeout=60))
-    parts.enter_forwards(collecting, 2.0, tmp_path)
-    killer = threading.Timer(0.5, kill, [collecting, 1])
-    killer.start()
+    end_forwards = parts.enter_forwards(collecting, tmp_path)
+
+    def kill_when_it_waits():
+        until_waits(threading.main_thread(), "update")
+        kill(collecting, 1)
+        end_forwards()
+
+    def update():
+        collecting.update_policy_weights_()
+        killing.join()
+        collecting.update_policy_weights_()  # two slots: the first was applied beside the forward
+
+    killing = Call(kill_when_it_waits)
     policy.set(1)
     with pytest.raises(shmsync.WorkerDied) as caught:
-        collecting.update_policy_weights_()
-        killer.join()
-        collecting.update_policy_weights_()  # two slots: the first was applied beside the forward
-    killer.join()
+        update()
+    killing.result()
     assert caught.value.missing == [1]
     policy.set(2)
     collecting.update_policy_weights_()
@@ -98,7 +104,7 @@ def test_when_all_workers_are_dead_every_update_says_so(collector):
 
 def test_a_worker_whose_policy_raised_is_named_with_its_exit_code(collector):
     collecting = collector(Tagged())
-    ask_one(collecting, 1, "policy.call", probes.slow_down, "no number", None)
+    ask_one(collecting, 1, "policy.call", probes.hold, None, None)
     collecting.pipes[1].send((None, "continue"))
     collecting.procs[1].join()
     with pytest.raises(shmsync.WorkerDied, match="worker 1 .*exit code 1") as caught:
@@ -184,8 +190,9 @@ def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector, slo
 def test_a_worker_stopped_in_a_forward_stalls_an_update_for_no_longer_than_the_timeout(collector, slots, tmp_path):
     policy = Tagged()
     collecting = collector(policy, frames_per_batch=2, scheme=ShmWeightSyncScheme(slots=slots, timeout=1.0))
-    parts.enter_forwards(collecting, 0.5, tmp_path)
+    end_forwards = parts.enter_forwards(collecting, tmp_path)
     stop(collecting, 1)
+    end_forwards()  # of the other one
     policy.set(1)
     with pytest.raises(shmsync.AckTimeout if slots == 2 else shmsync.ReaderStalled) as caught:
         collecting.update_policy_weights_()

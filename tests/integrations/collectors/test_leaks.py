@@ -6,11 +6,10 @@ import contextlib
 import gc
 import signal
 import threading
-import time
 
 import pytest
 import torch
-from support.processes import alive, segments
+from support.processes import alive, segments, until
 from support.torchrl import children, environments, parts, policies, probes
 from support.torchrl.environments import Steps
 from support.torchrl.parts import ask
@@ -215,8 +214,7 @@ def test_what_a_trainer_leaves_that_just_ends_or_is_killed(finish):
         if finish == "wait":
             trainer.process.kill()
         trainer.process.join()
-        while any(alive(pid) for pid in workers):
-            time.sleep(0.01)
+        until(lambda: not any(alive(pid) for pid in workers))
         left = segments(trainer.process.pid)
         size = sum(path.stat().st_blocks * 512 for path in left)
         assert (trainer.process.exitcode, len(left)) == ((0, 0) if finish == "return" else (-signal.SIGKILL, 1))

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support.processes import until_waits
 
 try:
     from support.torchrl.pair import Pair
@@ -28,7 +29,8 @@ def pair():
 
 @pytest.fixture
 def in_forward():
-    """in_forward(module) calls it in a thread, and returns when it is in its forward; fill in .out when it is out."""
+    """in_forward(module) calls it in a thread, and returns when it is in its forward, or waits to enter it; what that
+    returns lets it out, and gives its output."""
     threads = []
 
     def start(module, enters=True):
@@ -43,7 +45,10 @@ def in_forward():
         thread = threading.Thread(target=call)
         threads.append((module, thread))
         thread.start()
-        assert module.entered.wait(5) or not enters
+        if enters:
+            assert module.entered.wait(60)
+        else:
+            until_waits(thread, "call")
 
         def end():
             module.go.set()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import time
 
 import pytest
 import torch
 from support.calls import Call
-from support.processes import segments
+from support.processes import segments, until, until_waits
 from support.torchrl import policies, probes
 from support.torchrl.policies import Tagged
 from tensordict import TensorDict
@@ -54,8 +53,7 @@ def receiver():
     yield make
     for scheme in made:
         scheme.shutdown()
-    while "shmsync" in probes.thread_names():  # it ends by itself when nobody is listening any more
-        time.sleep(0.002)
+    until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
 
 
 def test_it_is_a_weight_sync_scheme():
@@ -168,8 +166,8 @@ def test_a_worker_whose_trainer_is_gone_says_so(sender):
 def test_a_worker_waits_for_a_trainer_that_connects_later(sender, receiver):
     model = Tagged()
     waiting = Call(receiver, sender, 0, model)
-    time.sleep(0.3)
-    assert waiting.is_alive() and values(model) == {0}
+    until_waits(waiting, "connect")
+    assert values(model) == {0}
     sender.model_here.set(4)
     sender.connect()
     waiting.result()

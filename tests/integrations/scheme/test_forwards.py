@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from support.processes import until_waits
 from support.torchrl.pair import Held, filled, net
 from torch import nn
 
@@ -18,7 +19,7 @@ def test_nothing_moves_in_a_forward_and_everything_after_it(pair):
         def forward(self, x):
             before = self.weight.clone()
             started.set()
-            time.sleep(0.3)
+            until_waits(threading.main_thread(), "send")
             assert torch.equal(before, self.weight)
             return super().forward(x)
 
@@ -74,7 +75,7 @@ def test_a_second_thread_waits_no_longer_than_its_timeout(pair, in_forward):
     end = in_forward(both.models[0])
     first = threading.Thread(target=both.sender.send, args=(filled(Held(2, 2), 2),))
     first.start()
-    time.sleep(0.2)
+    until_waits(first, "send")
     with pytest.raises(shmsync.WriterBusy, match="another thread"):
         both.sender.send(filled(Held(2, 2), 3), timeout=0.1)
     end()
@@ -87,9 +88,9 @@ def test_a_long_send_ends_no_other_workers_forward(pair, in_forward):
     end = in_forward(both.models[0])
     sending = threading.Thread(target=both.sender.send, args=(filled(Held(2, 2), 2),), kwargs={"timeout": 5.0})
     sending.start()
-    time.sleep(0.2)
+    until_waits(sending, "send")
     other = in_forward(both.models[1], enters=False)  # waits at the gate, for worker 0
-    time.sleep(0.5)
+    time.sleep(0.5)  # longer than the scheme's timeout
     assert end() == 3
     sending.join()
     assert other() == 6
@@ -100,12 +101,12 @@ def test_an_update_that_came_in_somebody_elses_turn_is_applied_after_it(pair, ra
     class Slow(nn.Linear):
         def forward(self, x):
             entered.set()
-            time.sleep(0.3)
+            until_waits(threading.main_thread(), "send")
             raise ArithmeticError
 
         def _load_from_state_dict(self, *args, **kwargs):
             entered.set()
-            time.sleep(0.3)
+            until_waits(threading.main_thread(), "send")
             super()._load_from_state_dict(*args, **kwargs)
 
     entered = threading.Event()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from support.processes import until
 from support.torchrl.pair import Counting, filled, net
 from tensordict import TensorDict
 from torch import nn
@@ -200,13 +201,12 @@ def test_a_failure_nobody_waited_for_raises_at_the_next_update(pair):
     both = pair(model, sync=False)
     model.words = ["refused"]
     both.sender.send(filled(model, 2))
-    until = time.monotonic() + 5
-    while not (both.weights("linear.weight")[1] == 2).all() and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(0.1)
+    until(lambda: (both.weights("linear.weight")[1] == 2).all())
     model.words = ["fine"]
     with pytest.raises(ArithmeticError):
-        both.sender.send(filled(model, 3))
+        for _ in range(1000):  # the first after the worker has told of it
+            both.sender.send(filled(model, 3))
+            time.sleep(0.01)
     both.sender.send(filled(model, 4))
 
 

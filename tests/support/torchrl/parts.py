@@ -10,9 +10,9 @@ from multiprocessing import forkserver, resource_sharer, resource_tracker
 
 import psutil
 import torch
-from support.processes import alive
+from support.processes import alive, until
 from support.torchrl.environments import Steps
-from support.torchrl.probes import slow_down
+from support.torchrl.probes import hold
 from torchrl.collectors import MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
@@ -137,10 +137,11 @@ def tags(collector):
     return found
 
 
-def enter_forwards(collecting, seconds, folder):
-    """Let every worker collect, and return when each is in a forward of its Tagged that takes so long."""
-    ask(collecting, "policy.call", slow_down, seconds, str(folder))
+def enter_forwards(collecting, folder):
+    """Let every worker collect, and return when each is in a forward of its Tagged: what lets them out."""
+    gate = folder / "gate"
+    ask(collecting, "policy.call", hold, str(gate), str(folder))
     for pipe in collecting.pipes:
         pipe.send((None, "continue"))
-    while len(os.listdir(folder)) < collecting.num_workers:
-        time.sleep(0.005)
+    until(lambda: len(os.listdir(folder)) == collecting.num_workers)
+    return gate.touch

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from support.processes import until
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
@@ -32,12 +33,14 @@ class Tagged(Readable, TensorDictModuleBase):
         self.in_keys, self.out_keys = ["observation"], ["action", "tag", "first", "last"]
         self.layers = nn.ParameterList([torch.full((size,), float(tag)) for _ in range(layers)])
         self.register_buffer("tag", torch.tensor([float(tag)]))
-        self.pause, self.folder = pause, None
+        self.pause, self.folder, self.gate = pause, None, ""
 
     def forward(self, tensordict):
         first = self.layers[0].detach().min()
         if self.folder is not None:
             Path(self.folder, str(os.getpid())).touch()
+        if self.gate != "":
+            until(Path(self.gate).exists)
         time.sleep(self.pause)
         last = torch.stack([layer.detach().max() for layer in self.layers]).max()
         ones = torch.ones_like(tensordict["observation"])

@@ -8,9 +8,9 @@ import threading
 import time
 
 
-def slow_down(policy, seconds, folder):
-    """Its forwards take so long from now on, and say in that folder that they have begun."""
-    policy.pause, policy.folder = seconds, folder
+def hold(policy, gate, folder):
+    """Its forwards say in that folder that they have begun, and wait until there is a file of the gate's name."""
+    policy.gate, policy.folder = gate, folder
 
 
 def fork_and_join():
