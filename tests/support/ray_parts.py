@@ -17,6 +17,7 @@ from ray._private import state
 from ray.cluster_utils import Cluster
 from torch import nn
 
+from support import one_ray
 from support.one_ray import instead_of_the_last
 from support.processes import until
 
@@ -28,11 +29,10 @@ OPTIONS = {
     "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
 }
 SYSTEM = {
+    **one_ray.SYSTEM,
     # Each raylet writes what its store did into its log, by default once a minute.
     "event_stats_print_interval_ms": 100,
     "object_manager_default_chunk_size": CHUNK,
-    # When Ray's head is slow to hear of a death, calls wait for it so long, and only then say "unavailable".
-    "timeout_ms_task_wait_for_death_info": 10_000,
 }
 
 

@@ -9,7 +9,7 @@ import select
 import pytest
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet
-from support.one_ray import instead_of_the_last
+from support.one_ray import SYSTEM, instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
 
@@ -95,8 +95,7 @@ class RayCrew:
             log_to_driver=False,
             logging_level="ERROR",
             object_store_memory=200 << 20,
-            # When Ray's head is slow to hear of a death, calls wait for it, and do not say "unavailable".
-            _system_config={"timeout_ms_task_wait_for_death_info": 10_000},
+            _system_config=SYSTEM,
         )
         self._class = ray.remote(num_cpus=0, max_concurrency=4, concurrency_groups={"calls": 1})(remote_peers.Actor)
         self._idle = [self._start() for _ in range(4)]
