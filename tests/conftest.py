@@ -18,12 +18,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("P
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
 
 import torch  # noqa: E402
+
+import shmsync.schemes  # noqa: E402, F401  with what it imports
 from support import schedule, worker  # noqa: E402
 from support.choice import choose  # noqa: E402
 from support.processes import segment_path, segments  # noqa: E402
 from support.summary import Summary  # noqa: E402
-
-import shmsync.schemes  # noqa: E402, F401  with what it imports
 
 torch.set_num_threads(1)
 RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some

@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
 
+from shmsync.collectors import MultiprocessCollector
 from support import environments
 from support.environments import Policy
-
-from shmsync.collectors import MultiprocessCollector
 
 
 @pytest.fixture

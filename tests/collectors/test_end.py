@@ -11,9 +11,9 @@ import time
 
 import psutil
 import pytest
-from support.environments import Constant, Counting
 
 import shmsync
+from support.environments import Constant, Counting
 
 
 def test_a_shut_down_collector_leaves_nothing_but_its_last_batch(collector):

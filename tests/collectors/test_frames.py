@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from support import environments
-from support.environments import SCHEMES, Constant, Counting, Policy, flat
 from tensordict.nn import TensorDictModule
 
 import shmsync
+from support import environments
+from support.environments import SCHEMES, Constant, Counting, Policy, flat
 
 
 @pytest.mark.parametrize("sync", [True, False])

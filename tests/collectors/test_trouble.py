@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from support import environments
-from support.environments import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
 
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
+from support import environments
+from support.environments import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+
+from shmsync.schemes import NoWeightSyncScheme, SharedMemWeightSyncScheme
 from support import environments
 from support.environments import SCHEMES, Constant, Counting, Policy
 from support.processes import until
-
-from shmsync.schemes import NoWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -3,6 +3,7 @@
 import multiprocessing
 
 import pytest
+
 from support.conformance.fleet import Crew
 from support.conformance.fleet_processes import DistributedWorld, RPCWorld, WorldCrew
 from support.conformance.fleet_ray import RayCrew

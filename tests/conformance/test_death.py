@@ -6,13 +6,13 @@ import signal
 import time
 
 import pytest
+
+from shmsync.errors import AckTimeout, WorkerDied
 from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
 from support.processes import until
-
-from shmsync.errors import AckTimeout, WorkerDied
 
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
 NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+)"  # of a worker, by what its scheme knows of it

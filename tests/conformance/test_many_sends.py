@@ -3,6 +3,7 @@
 import random
 
 import pytest
+
 from support.conformance.nets import Stamped, stamp
 from support.conformance.table import MP, SHM, start_methods
 

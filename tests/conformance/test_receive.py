@@ -1,12 +1,12 @@
 """Receiving, over every scheme: what receive() says, what it keeps, and what travels back when it fails."""
 
 import pytest
+
+from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import over_pipes
-
-from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
 
 
 def test_receive_says_whether_anything_came(fleet):

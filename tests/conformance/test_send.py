@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
+from shmsync.errors import AckTimeout, ManifestMismatch
 from support.conformance import peers
 from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import FORMS, Stamped, Tied, stamp
-
-from shmsync.errors import AckTimeout, ManifestMismatch
 
 
 def test_send_reaches_every_worker(fleet):

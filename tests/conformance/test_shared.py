@@ -7,14 +7,14 @@ import re
 
 import pytest
 import torch
-from support.conformance import peers
-from support.conformance.contexts import Caching
-from support.conformance.nets import Slow, Stamped, stamp
-from support.conformance.table import SHM, only
 from tensordict import TensorDict
 
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
+from support.conformance import peers
+from support.conformance.contexts import Caching
+from support.conformance.nets import Slow, Stamped, stamp
+from support.conformance.table import SHM, only
 
 
 def shared(value):

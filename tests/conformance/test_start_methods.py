@@ -5,12 +5,12 @@ import os
 import time
 
 import pytest
-from support.conformance import programs
-from support.conformance.nets import Stamped, stamp
-from support.conformance.table import MP, SHM
 from tensordict import TensorDict
 
 from shmsync.errors import WorkerDied
+from support.conformance import programs
+from support.conformance.nets import Stamped, stamp
+from support.conformance.table import MP, SHM
 
 
 class Trainer:

@@ -4,13 +4,13 @@ import multiprocessing
 import pickle
 
 import pytest
+
+from shmsync.errors import AckTimeout, WorkerDied
+from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
 from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped, ask, stamp
 from support.conformance.table import MP, SHM, only
-
-from shmsync.errors import AckTimeout, WorkerDied
-from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
 
 multi_process, shared_mem = only(MP), only(SHM)
 

@@ -5,6 +5,8 @@ from math import inf as for_ever
 
 import pytest
 import torch
+
+import shmsync
 from support.engine import (
     attach,
     look,
@@ -14,8 +16,6 @@ from support.engine import (
     wait_version,
 )
 from support.weights import Net, stamped, stamps
-
-import shmsync
 
 
 @pytest.mark.parametrize("slots", [1, 2])

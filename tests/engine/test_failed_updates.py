@@ -4,6 +4,8 @@ from math import inf as for_ever
 
 import pytest
 import torch
+
+import shmsync
 from support.engine import (
     attach,
     look,
@@ -11,8 +13,6 @@ from support.engine import (
     wait_version,
 )
 from support.weights import stamp, stamped, stamps
-
-import shmsync
 
 
 def fail_half_way(pub):

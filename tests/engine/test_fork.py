@@ -5,14 +5,14 @@ import signal
 
 import pytest
 import torch
+
+import shmsync
 from support.calls import Call, in_forked_child, outcome
 from support.engine import (
     read,
 )
 from support.processes import segment_path
 from support.weights import Net, bytes_of, stamp, stamped
-
-import shmsync
 
 
 def test_handles_of_the_parent_raise_in_a_forked_child():

@@ -5,6 +5,9 @@ import struct
 from math import inf as for_ever
 
 import pytest
+
+import shmsync
+from shmsync import _native
 from support.calls import outcome
 from support.engine import (
     attach,
@@ -16,9 +19,6 @@ from support.engine import (
 from support.processes import segment_path
 from support.reader_table import ACKED, OWNER, PIN, rows_offset, word, write_row
 from support.weights import stamped
-
-import shmsync
-from shmsync import _native
 
 GARBAGE = {
     "pin of all ones": [(PIN, word(2**64 - 1))],

@@ -5,12 +5,12 @@ import signal
 
 import pytest
 import torch
+
+import shmsync
 from support.damage import break_in, fill_weights, unprotect, write_bound_parameter, write_through_numpy
 from support.engine import attach, bind, buffer, detach, forward, look, output, read_digest, refresh, wait_version
 from support.weights import Net, Scaled, bytes_of, stamp, stamped
 from support.worker import Gone
-
-import shmsync
 
 
 @pytest.fixture(scope="module")

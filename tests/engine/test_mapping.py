@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from support.engine import attach, close_publisher, detach, look, open_arena
 from support.holdings import (
     holdings,

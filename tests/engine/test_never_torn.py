@@ -8,10 +8,10 @@ from multiprocessing.connection import wait
 
 import pytest
 import torch
-from support.engine import attach, detach, read_until, read_until_torn
-from support.weights import stamp
 
 import shmsync
+from support.engine import attach, detach, read_until, read_until_torn
+from support.weights import stamp
 
 READERS = 4
 # size: (sections, versions) that each reader has to accept

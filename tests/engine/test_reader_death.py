@@ -4,6 +4,9 @@ import signal
 from math import inf as for_ever
 
 import pytest
+
+import shmsync
+from shmsync.engine.acks import wait_for_acks
 from support.calls import Call
 from support.engine import (
     apply_until,
@@ -16,9 +19,6 @@ from support.engine import (
 )
 from support.processes import until
 from support.weights import stamped
-
-import shmsync
-from shmsync.engine.acks import wait_for_acks
 
 
 @pytest.mark.parametrize("slots", [1, 2])

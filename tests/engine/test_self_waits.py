@@ -3,6 +3,8 @@
 from math import inf as for_ever
 
 import pytest
+
+import shmsync
 from support.calls import Call
 from support.engine import (
     attach,
@@ -13,8 +15,6 @@ from support.engine import (
     wait_version,
 )
 from support.weights import stamp, stamped, stamps
-
-import shmsync
 
 
 @pytest.mark.parametrize("slots", [1, 2])

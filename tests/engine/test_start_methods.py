@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
+
+import shmsync
 from support.engine import attach, attach_and_tell, detach, look
 from support.weights import stamped
 from support.worker import Worker
-
-import shmsync
 
 
 @pytest.mark.timeout(900)  # a spawned process imports torch afresh

@@ -1,6 +1,9 @@
 """A process that is stopped is alive: it keeps its pin, and is named when it is late."""
 
 import pytest
+
+import shmsync
+from shmsync import cli
 from support.engine import (
     apply_until,
     attach,
@@ -12,9 +15,6 @@ from support.engine import (
     read,
 )
 from support.weights import stamped
-
-import shmsync
-from shmsync import cli
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -4,6 +4,9 @@ import os
 from math import inf as for_ever
 
 import pytest
+
+import shmsync
+from shmsync import cli
 from support.calls import outcome
 from support.engine import (
     attach,
@@ -20,9 +23,6 @@ from support.holdings import holders, slab_inodes
 from support.processes import segment_path, until
 from support.reader_table import word
 from support.weights import stamped, stamps
-
-import shmsync
-from shmsync import cli
 
 
 @pytest.mark.parametrize("moment", ["idle", "inside update"])

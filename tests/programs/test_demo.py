@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from support.processes import until
 
 pytest.importorskip("gymnasium", reason="the demo needs shmsync[demo]")

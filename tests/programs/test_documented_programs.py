@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from support.engine import run_source
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.processes import until
 
 import shmsync
+from support.processes import until
 
 EXAMPLES = Path(shmsync.__file__).parent / "examples"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.processes import until
 
 import shmsync
+from support.processes import until
 
 pytest.importorskip("gymnasium", reason="the examples need gymnasium, which shmsync[collectors] brings")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 import pytest
+
+import shmsync
+from shmsync import DistributedWeightSyncScheme
 from support import processes
 from support.processes import until
 from support.remote import members, parts
 from support.remote.members import FOR_EVER
-
-import shmsync
-from shmsync import DistributedWeightSyncScheme
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import until
-from support.remote import parts, transports
-from support.remote.members import FOR_EVER
 
 import shmsync
 from shmsync import DistributedTransport
+from support.processes import until
+from support.remote import parts, transports
+from support.remote.members import FOR_EVER
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,10 +11,10 @@ import shutil
 import subprocess
 
 import pytest
-from support.processes import until
-from support.remote import parts
 
 import shmsync
+from support.processes import until
+from support.remote import parts
 
 pytestmark = pytest.mark.timeout(120)
 

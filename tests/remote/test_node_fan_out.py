@@ -9,10 +9,10 @@ import itertools
 import os
 
 import pytest
-from support.processes import segments, unread, until
-from support.remote import members, parts
 
 import shmsync
+from support.processes import segments, unread, until
+from support.remote import members, parts
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,11 +11,11 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 
 import ray
 from ray.cluster_utils import Cluster
+
+from shmsync import AckTimeout, RayWeightSyncScheme, WorkerDied
 from support import processes
 from support import ray_parts as parts
 from support.one_ray import instead_of_the_last
-
-from shmsync import AckTimeout, RayWeightSyncScheme, WorkerDied
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,10 +15,10 @@ from torch import nn
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
-from support import processes
-from support import ray_parts as parts
 
 from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
+from support import processes
+from support import ray_parts as parts
 
 MODEL_ID = "env.transform[0]"
 METHODS = {"tensordict": ("tensordict", "TensorDict"), "state_dict": ("state_dict", "WeightsDict")}

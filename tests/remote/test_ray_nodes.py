@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
+
+from shmsync import AckTimeout, ProtocolError, RayWeightSyncScheme, WorkerDied
 from support import processes
 from support import ray_parts as parts
 from support.processes import until
-
-from shmsync import AckTimeout, ProtocolError, RayWeightSyncScheme, WorkerDied
 
 SIZE = 1024
 NBYTES = (SIZE + 1) * SIZE * 4

@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 import ray
+
+from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme, WorkerDied
 from support import processes
 from support import ray_parts as parts
 from support.processes import until
-
-from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme, WorkerDied
 
 NBYTES = (parts.SIZE + 1) * parts.SIZE * 4
 

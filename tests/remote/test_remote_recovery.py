@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import segments
-from support.remote import members, parts, transports, troubles
 
 import shmsync
+from support.processes import segments
+from support.remote import members, parts, transports, troubles
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.remote import members, parts, transports
-from support.remote.members import FOR_EVER
 
 import shmsync
 from shmsync import RPCTransport, RPCWeightSyncScheme
+from support.remote import members, parts, transports
+from support.remote.members import FOR_EVER
 
 pytestmark = pytest.mark.timeout(120)
 

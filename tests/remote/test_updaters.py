@@ -129,10 +129,9 @@ def test_init_and_from_policy_do_nothing_unless_overridden():
 
 ray = pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
+from shmsync import RayWeightSyncScheme  # noqa: E402
 from support import processes  # noqa: E402
 from support import ray_parts as parts  # noqa: E402  needs Ray
-
-from shmsync import RayWeightSyncScheme  # noqa: E402
 
 NBYTES = (parts.SIZE + 1) * parts.SIZE * 4
 

@@ -8,6 +8,7 @@ import mmap
 import os
 
 import torch
+
 from support.holdings import slab_fds
 
 

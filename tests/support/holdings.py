@@ -10,9 +10,9 @@ import resource
 from pathlib import Path
 
 import torch
-from support.weights import Net, stamp, stamped
 
 import shmsync
+from support.weights import Net, stamp, stamped
 
 
 def slab_fds(pid="self"):

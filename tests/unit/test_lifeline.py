@@ -8,11 +8,11 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-from support.processes import until
 
 from shmsync.schemes.remote.distributed import lifeline as _lifeline
 from shmsync.schemes.remote.distributed.lifeline import Lifeline, Listener
 from shmsync.schemes.remote.place import here
+from support.processes import until
 
 STORE = SimpleNamespace(host="127.0.0.1")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.torchrl import parts
-from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Acting, Remembering, Tagged, Tied, seen
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import parts
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Acting, Remembering, Tagged, Tied, seen
 
 pytestmark = pytest.mark.timeout(120)
 

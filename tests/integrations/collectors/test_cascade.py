@@ -9,15 +9,15 @@ import threading
 
 import pytest
 import torch
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.processes import until
 from support.torchrl import children, parts, policies, probes
 from support.torchrl.environments import Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
-from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-
-import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 
 pytestmark = pytest.mark.timeout(120)
 

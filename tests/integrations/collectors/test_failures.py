@@ -7,16 +7,16 @@ import signal
 import threading
 
 import pytest
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support import processes
 from support.calls import Call
 from support.processes import until_waits
 from support.torchrl import environments, parts, policies, probes
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
-
-import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,11 +15,6 @@ import time
 
 import pytest
 import torch
-from support.torchrl import children, parts, policies, probes
-from support.torchrl.children import HANGS
-from support.torchrl.environments import Critic, Steps
-from support.torchrl.parts import ask
-from support.torchrl.policies import Tagged
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightStrategy
@@ -27,6 +22,11 @@ from torchrl.weight_update import weight_sync_schemes as torchrls
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import children, parts, policies, probes
+from support.torchrl.children import HANGS
+from support.torchrl.environments import Critic, Steps
+from support.torchrl.parts import ask
+from support.torchrl.policies import Tagged
 
 pytestmark = pytest.mark.timeout(120)
 

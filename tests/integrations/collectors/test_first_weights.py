@@ -6,9 +6,6 @@ import functools
 
 import pytest
 import torch
-from support.torchrl import environments, parts
-from support.torchrl.parts import tags
-from support.torchrl.policies import Tagged, seen
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -16,6 +13,9 @@ from torchrl.modules import RandomPolicy
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments, parts
+from support.torchrl.parts import tags
+from support.torchrl.policies import Tagged, seen
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.torchrl import parts, policies
-from support.torchrl.parts import ask
-from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import parts, policies
+from support.torchrl.parts import ask
+from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.torchrl import environments, parts, probes
-from support.torchrl.environments import Critic
-from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Tagged, seen
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.weight_update import WeightStrategy
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments, parts, probes
+from support.torchrl.environments import Critic
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Tagged, seen
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.processes import segments
-from support.torchrl import policies, probes
-from support.torchrl.environments import Steps
-from support.torchrl.policies import Acting, Remembering, Tagged, seen
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import segments
+from support.torchrl import policies, probes
+from support.torchrl.environments import Steps
+from support.torchrl.policies import Acting, Remembering, Tagged, seen
 
 pytestmark = pytest.mark.timeout(120)
 

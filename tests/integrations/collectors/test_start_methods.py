@@ -7,15 +7,15 @@ import signal
 
 import pytest
 import torch
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.processes import alive, segments
 from support.torchrl import children, environments, parts, probes
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
-
-import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 
 pytestmark = pytest.mark.timeout(120)
 

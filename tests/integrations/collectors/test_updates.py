@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.calls import Call
-from support.torchrl import parts
-from support.torchrl.parts import ask, tags
-from support.torchrl.policies import Tagged, seen
 from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.calls import Call
+from support.torchrl import parts
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Tagged, seen
 
 pytestmark = pytest.mark.timeout(120)
 

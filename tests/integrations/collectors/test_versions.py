@@ -12,12 +12,12 @@ import threading
 
 import pytest
 import torch
-from support.torchrl import environments, parts, policies
-from support.torchrl.policies import Tagged, seen
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments, parts, policies
+from support.torchrl.policies import Tagged, seen
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+
 from support.processes import until_waits
 
 try:

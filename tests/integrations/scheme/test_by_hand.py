@@ -8,16 +8,16 @@ import pickle
 
 import pytest
 import torch
-from support.calls import Call
-from support.processes import segments, until, until_waits
-from support.torchrl import policies, probes
-from support.torchrl.policies import Tagged
 from tensordict import TensorDict
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update import weight_sync_schemes as torchrls
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.calls import Call
+from support.processes import segments, until, until_waits
+from support.torchrl import policies, probes
+from support.torchrl.policies import Tagged
 
 pytestmark = pytest.mark.timeout(120)
 

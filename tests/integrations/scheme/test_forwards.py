@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
-from support.processes import until_waits
-from support.torchrl.pair import Held, filled, net
 from torch import nn
 
 import shmsync
+from support.processes import until_waits
+from support.torchrl.pair import Held, filled, net
 
 
 def test_nothing_moves_in_a_forward_and_everything_after_it(pair):

@@ -6,14 +6,14 @@ import time
 
 import pytest
 import torch
-from support.processes import until
-from support.torchrl.pair import Counting, filled, net
 from tensordict import TensorDict
 from torch import nn
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from shmsync.memory.arena import _all_mapped
+from support.processes import until
+from support.torchrl.pair import Counting, filled, net
 
 
 def test_connect_gives_the_weights_and_send_the_new_ones(pair):

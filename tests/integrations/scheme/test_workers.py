@@ -13,13 +13,13 @@ import time
 
 import pytest
 import torch
-from support.torchrl.pair import Pair, filled, net
 from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl.pair import Pair, filled, net
 
 
 def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):

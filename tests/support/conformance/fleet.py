@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from multiprocessing import reduction, resource_sharer
 
+from shmsync.schemes import MPTransport
 from support.conformance import peers
 from support.conformance.nets import Stamped, stamp
 from support.processes import until
 from support.worker import Worker
-
-from shmsync.schemes import MPTransport
 
 
 class Crew:

@@ -7,6 +7,7 @@ import os
 import select
 
 import pytest
+
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet
 from support.one_ray import SYSTEM, instead_of_the_last

@@ -11,12 +11,12 @@ from multiprocessing import connection, reduction
 from pathlib import Path
 
 import torch
-from support.conformance.contexts import Context, Failing, Lookup, Stubborn
-from support.conformance.nets import Stamped, ask
 from tensordict import TensorDict
 
 import shmsync
 from shmsync.schemes.pipes.connection import Channel
+from support.conformance.contexts import Context, Failing, Lookup, Stubborn
+from support.conformance.nets import Stamped, ask
 
 # ---- a worker's life
 

@@ -6,10 +6,9 @@ import multiprocessing
 import os
 import signal
 
-from support.conformance.nets import Stamped, ask
-
 from shmsync.errors import WriterDied
 from shmsync.schemes import MultiProcessWeightSyncScheme
+from support.conformance.nets import Stamped, ask
 
 
 def worker_loop(index, scheme, pipe, notes):

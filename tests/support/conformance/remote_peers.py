@@ -10,9 +10,8 @@ import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.conformance import peers
-
 from shmsync.schemes.remote.parcel import stamp_of
+from support.conformance import peers
 
 
 def begin(state, index, **given):

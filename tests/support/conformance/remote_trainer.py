@@ -6,6 +6,7 @@ import io
 from functools import partial
 
 import torch
+
 from support.conformance import fleet
 from support.conformance.remote_peers import Collector
 

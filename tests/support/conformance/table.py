@@ -9,9 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from support.conformance.fleet import PipeFleet
-from support.conformance.fleet_processes import DistributedFleet, RPCFleet
-from support.conformance.fleet_ray import RayFleet, RayModuleFleet
 from torch import distributed
 
 from shmsync.schemes import (
@@ -23,6 +20,9 @@ from shmsync.schemes import (
     RPCWeightSyncScheme,
     SharedMemWeightSyncScheme,
 )
+from support.conformance.fleet import PipeFleet
+from support.conformance.fleet_processes import DistributedFleet, RPCFleet
+from support.conformance.fleet_ray import RayFleet, RayModuleFleet
 
 ALONE = {"groups": [[0], [1], [2]]}  # three workers, none of which shares anything with another
 NOT_FANNED_OUT = {"fan_out": None}

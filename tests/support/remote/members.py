@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from support.processes import segments, until
 from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, Publisher
+from support.processes import segments, until
 
 FOR_EVER = 3600.0  # a send that waited for this deadline would run into the test's watchdog
 

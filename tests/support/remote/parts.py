@@ -15,13 +15,13 @@ import socket
 from pathlib import Path
 
 import torch.distributed as dist
-from support.processes import remove_segments
-from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
-from support.worker import Worker, serve
 from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from support.processes import remove_segments
+from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
+from support.worker import Worker, serve
 
 SCHEMES = {"rpc": RPCWeightSyncScheme, "distributed": DistributedWeightSyncScheme}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from support.processes import until
-from support.remote.members import FOR_EVER, Member, Trouble, linear, members
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedTransport, RPCTransport, WeightStrategy
 from shmsync.schemes.remote.parcel import Packer
+from support.processes import until
+from support.remote.members import FOR_EVER, Member, Trouble, linear, members
 
 
 def open_transport(state, rank, **kwargs):

@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 
-from support.processes import wait_until_dead
-from support.remote.members import Trouble, members
 from torch import nn
 
 from shmsync import WeightStrategy
@@ -18,6 +16,8 @@ from shmsync.schemes.remote.distributed.transport import DistributedTransport
 from shmsync.schemes.remote.distributed.worker import Inbox
 from shmsync.schemes.remote.parcel import Announcement, Stamp
 from shmsync.schemes.remote.rpc import RPCTransport
+from support.processes import wait_until_dead
+from support.remote.members import Trouble, members
 
 
 def leave_a_version(state, value):

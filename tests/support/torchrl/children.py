@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import torch
+
 from support.processes import remove_segments
 from support.torchrl.parts import server, starting
 

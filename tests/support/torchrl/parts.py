@@ -10,12 +10,12 @@ from multiprocessing import forkserver, resource_sharer, resource_tracker
 
 import psutil
 import torch
-from support.processes import alive, until
-from support.torchrl.environments import Steps
-from support.torchrl.probes import hold
 from torchrl.collectors import MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import alive, until
+from support.torchrl.environments import Steps
+from support.torchrl.probes import hold
 
 
 class _Server(forkserver.ForkServer):

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 
 import torch
-from support.processes import until
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
+
+from support.processes import until
 
 
 class Readable:
