@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 import shmsync
 from support.environments import Constant, Counting
+from support.processes import until
 
 
 def test_a_shut_down_collector_leaves_nothing_but_its_last_batch(collector):
@@ -55,7 +55,4 @@ def test_workers_go_when_the_trainer_is_killed(tmp_path, sign):
     assert len(pids) == 2
     trainer.send_signal(sign)
     trainer.wait()
-    deadline = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids):
-        assert time.monotonic() < deadline, "workers outlive their trainer"
-        time.sleep(0.05)
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))

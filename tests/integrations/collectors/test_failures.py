@@ -13,7 +13,7 @@ import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support import processes
 from support.calls import Call
-from support.processes import until_waits
+from support.processes import until, until_waits
 from support.torchrl import environments, parts, policies, probes
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
@@ -119,8 +119,7 @@ def test_without_sync_a_death_does_not_stop_the_updates(collector):
     for number in (1, 2, 3):
         policy.set(number)
         collecting.update_policy_weights_()
-    while tag(collecting, 0) != 3:
-        pass
+    until(lambda: tag(collecting, 0) == 3)
 
 
 def test_a_death_of_one_of_two_groups_is_named_once(collector):
@@ -214,8 +213,7 @@ def test_a_worker_that_was_stopped_while_workers_parted_finds_its_way(collector)
         assert caught.value.missing == [1]
     assert tag(collecting, 0) == 2
     os.kill(pids(collecting)[1], signal.SIGCONT)
-    while tag(collecting, 1) != 3:  # without another update
-        pass
+    until(lambda: tag(collecting, 1) == 3)  # without another update
     scheme.send(Tagged(4), timeout=60)
     assert tags(collecting) == [4, 4]
 

@@ -10,6 +10,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.calls import Call
+from support.processes import until
 from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
@@ -203,8 +204,7 @@ def test_without_sync_an_update_arrives_soon(collector):
     collecting = collector(policy, scheme=ShmWeightSyncScheme(sync=False))
     policy.set(1)
     collecting.update_policy_weights_()
-    while tags(collecting) != [1, 1]:  # the watchdog is the limit
-        pass
+    until(lambda: tags(collecting) == [1, 1])
 
 
 def test_updates_may_come_from_several_threads(collector):

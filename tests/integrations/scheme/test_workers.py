@@ -9,7 +9,6 @@ import pickle
 import random
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import until
 from support.torchrl.pair import Pair, filled, net
 
 
@@ -182,10 +182,7 @@ def test_descriptors_do_not_grow_with_tensors_and_nothing_is_left(pair):
     (before, few), (_, many) = opened(1), opened(300)
     assert many[0] - before[0] == few[0] - before[0] < 40
     assert many[1] - before[1] <= 1, "one thread for all workers of a process"
-    until = time.monotonic() + 5
-    while counts() != before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert counts() == before
+    until(lambda: counts() == before)
 
 
 def test_a_scheme_nobody_shuts_down_goes_with_its_last_reference():
