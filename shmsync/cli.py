@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
-from . import __version__
 from .errors import ShmSyncError
 from .memory import segment
 
@@ -14,7 +14,7 @@ from .memory import segment
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="shmsync", description="Zero-copy weight sync on one machine.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="version", version=version("shmsync"))
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
     commands.add_parser("list", help="the arenas on this machine, and who publishes them")

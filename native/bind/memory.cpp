@@ -142,7 +142,9 @@ void bind_memory(nb::module_& m) {
   m.def(
       "manifest_offset", [](std::uint32_t slots) { return Layout::of(slots, 0, 0).manifest_offset; }, "slots"_a,
       "Where the manifest's JSON starts, in bytes from the start of the segment.");
-  m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a);
+  m.attr("MAX_VERSION") = kMaxVersion;
+  m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a, "The owner word of a process.");
+  m.def("pid_of", &pid_of, "owner"_a, "The pid in an owner word.");
   m.def("fork_generation", &fork_generation, "Number of forks between the load of this module and this process.");
   m.def("protect_in_children", &protect_in_children, "address"_a, "bytes"_a, "fd"_a,
         "Have forked children map this range read-only.");
@@ -228,13 +230,12 @@ void bind_memory(nb::module_& m) {
             const auto table = c.readers();
             if (i >= table.size()) throw nb::index_error("row out of range");
             const auto row = table.look(i);
-            return nb::make_tuple(row.owner, row.pin, row.acked, row.worker, row.pinned_at, row.reads, row.torn,
-                                  row.retries);
+            return nb::make_tuple(row.owner, row.pin == 0 ? 0 : version_of(row.pin - 1), row.acked, row.worker,
+                                  row.pinned_at, row.reads, row.torn, row.retries);
           },
           "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
-          "(owner, pin, acked, worker, pinned_at ns, reads, torn, retries) of one row; acked belongs to worker or is "
-          "0, "
-          "the other words are each on their own.")
+          "(owner, pinned version or 0, acked, worker, pinned_at ns, reads, torn, retries) of one row; acked belongs "
+          "to worker or is 0, the other words are each on their own.")
       .def(
           "workers_at",
           [](const Control& c, std::uint64_t version) {

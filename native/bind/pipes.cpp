@@ -1,7 +1,9 @@
-// frames.hpp for Python.
+// frames.hpp for Python: one Frames for each end of a pipe.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <map>
 
 #include "shmsync/frames.hpp"
 
@@ -11,23 +13,98 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-using Left = std::vector<std::pair<std::size_t, std::int64_t>>;
-
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-Left pairs(const std::vector<frames::Unsent>& unsent) {
-  Left left;
-  for (const auto& [position, taken] : unsent) left.emplace_back(position, taken);
-  return left;
-}
+// A bytes object that is filled before anybody else sees it.
+class NewBytes {
+ public:
+  explicit NewBytes(std::size_t size)
+      : bytes_(nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)))), size_(size) {
+    if (!bytes_.is_valid()) throw nb::python_error();
+  }
+  char* data() { return PyBytes_AsString(bytes_.ptr()); }
+  std::size_t size() const { return size_; }
+  nb::bytes bytes() const { return bytes_; }
 
-Left send_frame(const std::vector<int>& fds, const nb::bytes& payload) {
-  return pairs(frames::send(fds, frames::framed(view(payload))));
-}
+ private:
+  nb::bytes bytes_;
+  std::size_t size_;
+};
 
-nb::object take_frame(int fd) {
-  const auto payload = frames::take(fd);
-  return payload ? nb::object(nb::bytes(payload->data(), payload->size())) : nb::none();
+class Frames {
+ public:
+  explicit Frames(int fd) : fd_(fd) {}
+
+  nb::list send(nb::bytes payload, const std::string& group, nb::object tag) {
+    nb::list replaced;
+    for (const auto id : out_.replace(group)) {
+      replaced.append(tags_[id]);
+      tags_.erase(id);
+    }
+    push(payload, group, tag);
+    flush();
+    return replaced;
+  }
+
+  void flush() {
+    if (!out_.flush(fd_)) ended_ = true;
+    if (out_.empty()) tags_.clear();
+  }
+
+  // Appends the next message to `to`, if all of it is there: was it? In the same call, so that no interrupt can lose
+  // it.
+  bool read_into(nb::list to) {
+    switch (in_.read(fd_)) {
+      case frames::Read::frame:
+        to.append(in_.take().bytes());
+        return true;
+      case frames::Read::end:
+        ended_ = true;
+        return false;
+      case frames::Read::nothing:
+        break;
+    }
+    return false;
+  }
+
+  bool unsent() const { return !out_.empty(); }
+  bool idle() const { return out_.empty() && in_.empty(); }
+  bool ended() const { return ended_; }
+  int fd() const { return fd_; }
+
+ private:
+  void push(const nb::bytes& payload, const std::string& group, const nb::object& tag) {
+    std::shared_ptr<const void> owner(payload.ptr(), [](const void* object) {
+      const nb::gil_scoped_acquire gil;
+      Py_DECREF(static_cast<PyObject*>(const_cast<void*>(object)));
+    });
+    Py_INCREF(payload.ptr());
+    if (!group.empty()) tags_[next_] = tag;
+    out_.push({view(payload), std::move(owner)}, group, next_++);
+  }
+
+  int fd_;
+  frames::Outbox out_;
+  frames::Inbox<NewBytes> in_;
+  std::map<std::uint64_t, nb::object> tags_;  // of messages that may be replaced
+  std::uint64_t next_ = 0;
+  bool ended_ = false;
+};
+
+std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::vector<int>& watched,
+                                  const nb::bytes& message, const std::string& group, nb::object tag,
+                                  const nb::bytes& answer, std::int64_t timeout_ns) {
+  std::vector<int> fds;
+  bool all_sent = true;
+  for (auto* end : ends) {
+    end->send(message, group, tag);
+    all_sent = all_sent && !end->unsent() && !end->ended();
+    fds.push_back(end->fd());
+  }
+  if (!all_sent) return {};
+  const std::string expected = frames::framed(view(answer));
+  nb::gil_scoped_release release;
+  return frames::gather(fds, watched, expected, std::chrono::nanoseconds(timeout_ns));
 }
 
 bool wait_readable(int fd, std::int64_t timeout_ns) {
@@ -35,27 +112,26 @@ bool wait_readable(int fd, std::int64_t timeout_ns) {
   return frames::wait_readable(fd, std::chrono::nanoseconds(timeout_ns));
 }
 
-std::pair<Left, std::vector<std::size_t>> exchange_frames(const std::vector<int>& fds, const std::vector<int>& watched,
-                                                          const nb::bytes& message, const nb::bytes& answer,
-                                                          std::int64_t timeout_ns) {
-  const std::string sent = frames::framed(view(message)), expected = frames::framed(view(answer));
-  nb::gil_scoped_release release;
-  Left left = pairs(frames::send(fds, sent));
-  if (!left.empty()) return {left, {}};
-  return {left, frames::gather(fds, watched, expected, std::chrono::nanoseconds(timeout_ns))};
-}
-
 }  // namespace
 
 void bind_pipes(nb::module_& m) {
-  m.def("send_frame", &send_frame, "fds"_a, "payload"_a,
-        "Send a frame to each socket without waiting; (position, bytes taken or -1) of those that did not take all.");
-  m.def("take_frame", &take_frame, "fd"_a, nb::sig("def take_frame(fd: int) -> bytes | None"),
-        "The next frame of a socket, if it is small and all there.");
+  nb::class_<Frames>(m, "Frames",
+                     "One end of a pipe: whole messages in and out, never waiting. Borrows the descriptor.")
+      .def(nb::init<int>(), "fd"_a)
+      .def("send", &Frames::send, "payload"_a, "group"_a = "", "tag"_a = nb::none(),
+           "Send a message, as far as the pipe takes it; flush() sends the rest. It takes the place of those of its "
+           "group "
+           "that have not begun to leave; their tags.")
+      .def("flush", &Frames::flush, "Send what the pipe takes now.")
+      .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
+      .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
+      .def_prop_ro("idle", &Frames::idle, "Is no message half sent or half read?")
+      .def_prop_ro("ended", &Frames::ended, "Is the other end closed, as far as reading and sending have told?");
   m.def("wait_readable", &wait_readable, "fd"_a, "timeout_ns"_a, "Is there something to read, or the end?");
-  m.def("exchange_frames", &exchange_frames, "fds"_a, "watched"_a, "message"_a, "answer"_a, "timeout_ns"_a,
-        "Send a frame to each socket, and wait until each has given exactly the answer. (what send_frame() returns, "
-        "the positions of those that have answered). Ends early when something else comes, or happens on `watched`.");
+  m.def("exchange", &exchange, "ends"_a, "watched"_a, "message"_a, "group"_a, "tag"_a.none(), "answer"_a,
+        "timeout_ns"_a,
+        "Send a message to each, and wait until each has given exactly the answer; the positions of those that have. "
+        "Ends early when something else comes, or happens on the descriptors `watched`.");
 }
 
 }  // namespace shmsync::bind

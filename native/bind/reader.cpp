@@ -30,11 +30,11 @@ namespace {
 
 class Reader {
  public:
-  Reader(Control& control, std::uint32_t row, std::uint64_t me, std::uint32_t consistency)
+  Reader(Control& control, std::uint32_t row, std::uint64_t me, Consistency consistency)
       : table_(control.readers()),
         row_(row),
         side(control.publication(), control.slots(), control.slot_count(), table_[row], control.reply(), me,
-             static_cast<Consistency>(consistency)) {}
+             consistency) {}
 
   void check() const {
     if (generation_ != fork_generation())
@@ -44,7 +44,7 @@ class Reader {
 
   // One outermost section (or refresh) at a time; the owner thread may come again.
   void lock(nb::handle self, nb::handle timeout) {
-    if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("_timeout") : timeout));
+    if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
     try {
       check();  // it may have been closed while we waited
       if (depth == 0) {
@@ -75,7 +75,7 @@ class Reader {
         const Enter outcome = version.is_none() ? side.try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
-          self.attr("_enter_slow")(static_cast<int>(outcome), version, timeout);
+          self.attr("_enter_slow")(outcome, version, timeout);
         }
       }
       ++depth;
@@ -223,6 +223,21 @@ class Section {
 }  // namespace
 
 void bind_reader(nb::module_& m) {
+  nb::enum_<Consistency>(m, "Consistency")
+      .value("PINNED", Consistency::pinned)
+      .value("OPTIMISTIC", Consistency::optimistic)
+      .value("LIVE", Consistency::live);
+  nb::enum_<Enter>(m, "Enter", "How an attempt to enter a section ended; see read_side.hpp.")
+      .value("SAME", Enter::same)
+      .value("MOVED", Enter::moved)
+      .value("GATED", Enter::gated)
+      .value("POISONED", Enter::poisoned)
+      .value("EVICTED", Enter::evicted);
+  nb::enum_<State>(m, "State", "Of a publication; see layout.hpp.")
+      .value("OPEN", State::open)
+      .value("CLOSED", State::closed)
+      .value("POISONED", State::poisoned);
+
   nb::class_<Section>(m, "ReadSection",
                       "A stretch in which weights are used. Made by Subscriber.read(); may be entered again.")
       .def(
@@ -247,7 +262,7 @@ void bind_reader(nb::module_& m) {
           "exc"_a.none(), "traceback"_a.none());
 
   nb::class_<Reader>(m, "Reader", "The reader's side of the protocol; base of Subscriber.", nb::is_weak_referenceable())
-      .def(nb::init<Control&, std::uint32_t, std::uint64_t, std::uint32_t>(), "control"_a, "row"_a, "me"_a,
+      .def(nb::init<Control&, std::uint32_t, std::uint64_t, Consistency>(), "control"_a, "row"_a, "me"_a,
            "consistency"_a, nb::keep_alive<1, 2>())
       .def(
           "read",
@@ -272,11 +287,9 @@ void bind_reader(nb::module_& m) {
           nb::sig("def _exclusive(self) -> Exclusive"))
       .def(
           "_try_enter",
-          [](Reader& r, bool pinned) {
-            return static_cast<int>(pinned ? r.side.try_enter(Consistency::pinned) : r.side.try_enter());
-          },
+          [](Reader& r, bool pinned) { return pinned ? r.side.try_enter(Consistency::pinned) : r.side.try_enter(); },
           "pinned"_a)
-      .def("_enter_final", [](Reader& r) { return static_cast<int>(r.side.final()); })
+      .def("_enter_final", [](Reader& r) { return r.side.final(); })
       .def("_applied", [](Reader& r) { r.side.applied(); })
       .def("_forget", [](Reader& r) { r.side.forget(); })
       .def("_abandon", [](Reader& r) { return r.side.leave(); })
@@ -309,10 +322,11 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro(
           "_mine_and_pinned",
           [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id() && r.side.pinned(); })
-      .def_prop_ro("_held", [](const Reader& r) { return r.side.held(); })
+      .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side.held()); })
+      .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side.held()); })
       .def_prop_ro("_latest", [](const Reader& r) { return r.side.latest(); })
       .def_prop_ro("_last_words", [](const Reader& r) { return r.side.last_words(); })
-      .def_prop_ro("_state", [](const Reader& r) { return static_cast<int>(r.side.state()); })
+      .def_prop_ro("_state", [](const Reader& r) { return r.side.state(); })
       .def_prop_ro(
           "_counts", [](const Reader& r) { return nb::make_tuple(r.side.reads(), r.side.torn(), r.side.retries()); },
           nb::sig("def _counts(self) -> tuple[int, int, int]"))

@@ -2,7 +2,9 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 
@@ -17,35 +19,60 @@ int poll_for(std::span<pollfd> polled, std::chrono::nanoseconds timeout) {
 
 }  // namespace
 
-std::string framed(std::string_view payload) {
-  const auto size = static_cast<std::uint32_t>(payload.size());
-  std::string frame;
-  frame.reserve(kHeader + payload.size());
-  for (int shift = 24; shift >= 0; shift -= 8) frame.push_back(static_cast<char>(size >> shift & 0xff));
-  return frame.append(payload);
+std::string header_of(std::size_t size) {
+  const bool is_long = size > 0x7fffffff;
+  std::string header(is_long ? kHeader : 0, static_cast<char>(0xff));
+  for (int shift = is_long ? 56 : 24; shift >= 0; shift -= 8) header.push_back(static_cast<char>(size >> shift & 0xff));
+  return header;
 }
 
-std::vector<Unsent> send(std::span<const int> fds, std::string_view frame) {
-  std::vector<Unsent> left;
-  for (std::size_t i = 0; i < fds.size(); ++i) {
-    const auto sent = ::send(fds[i], frame.data(), frame.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent == static_cast<ssize_t>(frame.size())) continue;
-    const bool later = sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-    left.push_back({i, sent >= 0 ? sent : later ? 0 : -1});
+std::string framed(std::string_view payload) { return header_of(payload.size()).append(payload); }
+
+void Outbox::push(Payload payload, std::string group, std::uint64_t id) {
+  std::string header = header_of(payload.bytes.size());
+  frames_.push_back({std::move(header), std::move(payload), std::move(group), id});
+}
+
+std::vector<std::uint64_t> Outbox::replace(std::string_view group) {
+  std::vector<std::uint64_t> replaced;
+  std::erase_if(frames_, [&](const Frame& frame) {
+    const bool goes = !group.empty() && frame.group == group && frame.sent == 0;
+    if (goes) replaced.push_back(frame.id);
+    return goes;
+  });
+  return replaced;
+}
+
+bool Outbox::flush(int fd) {
+  while (!frames_.empty()) {
+    Frame& frame = frames_.front();
+    const std::string_view bytes = frame.payload.bytes;
+    const std::size_t in_header = std::min(frame.sent, frame.header.size()), in_body = frame.sent - in_header;
+    std::array<iovec, 2> parts{{{frame.header.data() + in_header, frame.header.size() - in_header},
+                                {const_cast<char*>(bytes.data()) + in_body, bytes.size() - in_body}}};
+    msghdr message{};
+    message.msg_iov = parts.data();
+    message.msg_iovlen = parts.size();
+    const auto sent = ::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
+      frames_.clear();
+      return false;
+    }
+    frame.sent += static_cast<std::size_t>(sent);
+    if (frame.sent == frame.header.size() + bytes.size()) frames_.pop_front();
   }
-  return left;
+  return true;
 }
 
-std::optional<std::string> take(int fd) {
-  std::array<char, kSmall> bytes;
-  const auto got = ::recv(fd, bytes.data(), bytes.size(), MSG_PEEK | MSG_DONTWAIT);
-  if (got < static_cast<ssize_t>(kHeader)) return std::nullopt;
-  std::uint32_t size = 0;
-  for (std::size_t i = 0; i < kHeader; ++i) size = size << 8 | static_cast<unsigned char>(bytes[i]);
-  if (size == 0 || kHeader + size > static_cast<std::size_t>(got)) return std::nullopt;
-  if (::recv(fd, bytes.data(), kHeader + size, MSG_DONTWAIT) != static_cast<ssize_t>(kHeader + size))
-    return std::nullopt;  // somebody else reads from it
-  return std::string(bytes.data() + kHeader, size);
+std::int64_t receive(int fd, char* to, std::size_t size) {
+  for (;;) {
+    const auto got = ::recv(fd, to, size, MSG_DONTWAIT);
+    if (got >= 0) return got;
+    if (errno == EINTR) continue;
+    return errno == EAGAIN || errno == EWOULDBLOCK ? -1 : 0;
+  }
 }
 
 bool wait_readable(int fd, std::chrono::nanoseconds timeout) {

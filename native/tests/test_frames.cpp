@@ -13,6 +13,10 @@ using namespace std::chrono_literals;
 
 namespace {
 
+struct Text : std::string {
+  explicit Text(std::size_t size) : std::string(size, '\0') {}
+};
+
 struct Pair {
   Pair() { CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends.data()) == 0); }
   ~Pair() {
@@ -23,24 +27,60 @@ struct Pair {
   std::array<int, 2> ends;
 };
 
-void a_frame_is_taken_only_when_it_is_all_there() {
+// What a reader of a socket pair finds, a frame at a time.
+struct Reader {
+  frames::Read read() { return inbox.read(fd); }
+  std::string next() {
+    CHECK(read() == frames::Read::frame);
+    return inbox.take();
+  }
+  int fd;
+  frames::Inbox<Text> inbox{};
+};
+
+void a_frame_is_whole_whatever_parts_it_comes_in() {
   const Pair pair;
+  Reader reader{pair.ends[0]};
   const std::string frame = frames::framed("hello");
   CHECK(frame.size() == 9 && frame[3] == 5);
   for (const char byte : frame) {
-    CHECK(!frames::take(pair.ends[0]));
+    CHECK(reader.read() == frames::Read::nothing);
     pair.write({&byte, 1});
   }
-  pair.write(frames::framed("next"));
-  CHECK(frames::take(pair.ends[0]) == "hello");
-  CHECK(frames::take(pair.ends[0]) == "next");
+  pair.write(frames::framed("next") + frames::framed("") + frame.substr(0, 2));
+  CHECK(reader.next() == "hello");
+  CHECK(reader.next() == "next");
+  CHECK(reader.next().empty());
+  CHECK(reader.read() == frames::Read::nothing && !reader.inbox.empty());
+  pair.write(frame.substr(2));
+  CHECK(reader.next() == "hello" && reader.inbox.empty());
 }
 
-void a_large_frame_stays_in_the_pipe() {
+void no_byte_of_the_next_frame_is_taken() {
   const Pair pair;
-  pair.write(frames::framed(std::string(frames::kSmall, 'x')));
-  CHECK(!frames::take(pair.ends[0]));
-  CHECK(frames::wait_readable(pair.ends[0], 0ns));
+  Reader reader{pair.ends[0]};
+  pair.write(frames::framed("mine") + "rest");
+  CHECK(reader.next() == "mine");
+  std::array<char, 8> rest;
+  CHECK(::read(pair.ends[0], rest.data(), rest.size()) == 4);
+}
+
+void a_long_header_has_twelve_bytes() {
+  CHECK(frames::header_of(0x7fffffff) == std::string("\x7f\xff\xff\xff", 4));
+  const std::string header = frames::header_of(0x80000000);
+  CHECK(header == std::string("\xff\xff\xff\xff\0\0\0\0\x80\0\0\0", 12));
+  const Pair pair;
+  Reader reader{pair.ends[0]};
+  pair.write(std::string("\xff\xff\xff\xff\0\0\0\0\0\0\0\x02", 12) + "hi");
+  CHECK(reader.next() == "hi");
+}
+
+void the_end_is_told() {
+  const Pair pair;
+  Reader reader{pair.ends[0]};
+  pair.write(frames::framed("last").substr(0, 6));
+  ::shutdown(pair.ends[1], SHUT_WR);
+  CHECK(reader.read() == frames::Read::end);
 }
 
 void gathering_takes_the_expected_and_nothing_else() {
@@ -55,10 +95,10 @@ void gathering_takes_the_expected_and_nothing_else() {
   });
   CHECK(frames::gather(fds, {}, yes, 10s).size() == 3);
   late.join();
-  CHECK(frames::take(fds[0]) == "mine");
+  CHECK(Reader{fds[0]}.next() == "mine");
   pairs[1].write(frames::framed("no!"));
   CHECK(frames::gather(fds, {}, yes, 10s).empty());
-  CHECK(frames::take(fds[1]) == "no!");
+  CHECK(Reader{fds[1]}.next() == "no!");
   CHECK(frames::gather(fds, {}, yes, 1ms).empty());
 }
 
@@ -69,24 +109,64 @@ void gathering_ends_when_a_watched_descriptor_speaks() {
   CHECK(frames::gather(fds, others, frames::framed("yes"), 100s).empty());
 }
 
-void what_a_socket_does_not_take_is_told() {
+frames::Payload owned(const std::string& text) {
+  const auto kept = std::make_shared<std::string>(text);
+  return {*kept, kept};
+}
+
+void what_a_socket_does_not_take_is_sent_later() {
   const Pair pair;
-  const std::array<int, 1> fds{pair.ends[0]};
-  const std::string frame = frames::framed(std::string(50'000, 'x'));
-  std::vector<frames::Unsent> left;
-  while ((left = frames::send(fds, frame)).empty()) continue;
-  CHECK(left[0].position == 0 && left[0].taken >= 0 && left[0].taken < static_cast<std::int64_t>(frame.size()));
-  Pair closed;
-  ::shutdown(closed.ends[0], SHUT_WR);
-  CHECK(frames::send(std::array<int, 1>{closed.ends[0]}, frame)[0].taken == -1);
+  frames::Outbox out;
+  const std::string text(50'000, 'x');
+  int pushed = 0;
+  while (out.empty()) {
+    out.push(owned(text + std::to_string(pushed++)), "", 0);
+    CHECK(out.flush(pair.ends[1]));
+  }
+  Reader reader{pair.ends[0]};
+  for (int i = 0; i < pushed; ++i) {
+    while (reader.read() != frames::Read::frame) CHECK(out.flush(pair.ends[1]));
+    CHECK(reader.inbox.take() == text + std::to_string(i));
+  }
+  CHECK(out.empty());
+}
+
+void newer_of_a_group_replaces_what_has_not_begun_to_leave() {
+  const Pair pair;
+  frames::Outbox out;
+  const std::string large(1'000'000, 'x');  // more than the socket takes
+  out.push(owned(large), "a", 1);
+  CHECK(out.flush(pair.ends[1]) && !out.empty());
+  out.push(owned("old"), "a", 2);
+  out.push(owned("other"), "b", 3);
+  CHECK(out.replace("a") == std::vector<std::uint64_t>{2});  // 1 has begun to leave
+  CHECK(out.replace("").empty());
+  out.push(owned("new"), "a", 4);
+  Reader reader{pair.ends[0]};
+  for (const auto& expected : {large, std::string("other"), std::string("new")}) {
+    while (reader.read() != frames::Read::frame) CHECK(out.flush(pair.ends[1]));
+    CHECK(reader.inbox.take() == expected);
+  }
+}
+
+void a_closed_socket_takes_nothing() {
+  const Pair pair;
+  ::shutdown(pair.ends[1], SHUT_WR);
+  frames::Outbox out;
+  out.push(owned("x"), "", 0);
+  CHECK(!out.flush(pair.ends[1]) && out.empty());
 }
 
 }  // namespace
 
 int main() {
-  a_frame_is_taken_only_when_it_is_all_there();
-  a_large_frame_stays_in_the_pipe();
+  a_frame_is_whole_whatever_parts_it_comes_in();
+  no_byte_of_the_next_frame_is_taken();
+  a_long_header_has_twelve_bytes();
+  the_end_is_told();
   gathering_takes_the_expected_and_nothing_else();
   gathering_ends_when_a_watched_descriptor_speaks();
-  what_a_socket_does_not_take_is_told();
+  what_a_socket_does_not_take_is_sent_later();
+  newer_of_a_group_replaces_what_has_not_begun_to_leave();
+  a_closed_socket_takes_nothing();
 }

@@ -17,7 +17,7 @@ BUFFERS = 2
 Leaves = dict[Key, tuple[torch.dtype, tuple[int, ...]]]  # of one frame
 
 
-class Place(NamedTuple):
+class BufferSpec(NamedTuple):
     """Where the buffers are, for a worker."""
 
     path: str
@@ -30,10 +30,10 @@ class Place(NamedTuple):
 class Buffers:
     """`views[k]`: buffer k as a TensorDict of batch size [rows, steps]; a row is an environment."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        manifest = _manifest(place.leaves, place.rows, place.steps)
-        storage = torch.from_file(place.path, shared=True, size=place.nbytes, dtype=torch.uint8).untyped_storage()
+    def __init__(self, spec: BufferSpec) -> None:
+        self.spec = spec
+        manifest = _manifest(spec.leaves, spec.rows, spec.steps)
+        storage = torch.from_file(spec.path, shared=True, size=spec.nbytes, dtype=torch.uint8).untyped_storage()
         self.tensors: list[dict[Key, torch.Tensor]] = [
             {
                 leaf.key: view(storage, leaf.dtype, leaf.shape, k * manifest.slot_bytes + leaf.offset)
@@ -56,7 +56,7 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
     fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, nbytes)
-        return Buffers(Place(f"/proc/{os.getpid()}/fd/{fd}", nbytes, leaves, rows, steps)), fd
+        return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", nbytes, leaves, rows, steps)), fd
     except BaseException:
         os.close(fd)
         raise

@@ -24,8 +24,8 @@ from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from . import buffers, checks
 from .buffers import BUFFERS
-from .fleet import DIED, Fleet, Member, pack, raise_for
-from .worker import BATCH, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, Job
+from .fleet import DIED, Fleet, WorkerProcess, pack, raise_for
+from .worker import BATCH, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, WorkerSpec
 
 OnLag = Literal["warn", "wait", "drop"]
 
@@ -128,8 +128,8 @@ class MultiprocessCollector:
         self._fd = -1
         base = secrets.randbits(31) if seed is None else seed
         packed = pack(policy, values=not isinstance(self._scheme, SharedMemWeightSyncScheme))
-        self._jobs = [
-            Job(
+        self._specs = [
+            WorkerSpec(
                 index,
                 cloudpickle.dumps([makers[index]] * envs_per_worker),
                 packed,
@@ -150,7 +150,7 @@ class MultiprocessCollector:
 
     def _start(self, rows: int, steps: int) -> None:
         deadline = time.monotonic() + self._start_timeout
-        members = [self._fleet.start(job) for job in self._jobs]
+        members = [self._fleet.start(spec) for spec in self._specs]
         self._fleet.gather(HELLO, deadline)
         self._scheme.init_on_sender(
             "policy",
@@ -162,8 +162,8 @@ class MultiprocessCollector:
         self._sender.send(timeout=self._start_timeout)
         self._fleet.tell_all(LAYOUT)
         layouts = self._fleet.gather(LAYOUT, deadline)
-        self._buffers, self._fd = buffers.create(checks.agreed(layouts), rows, steps)
-        self._fleet.tell_all(START, self._buffers.place)
+        self._memory, self._fd = buffers.create(checks.agreed(layouts), rows, steps)
+        self._fleet.tell_all(START, self._memory.spec)
         if not self._sync:
             for index in self._owed:
                 for buffer in range(BUFFERS):
@@ -271,7 +271,7 @@ class MultiprocessCollector:
                     self._order(index, buffer)
             while any(self._owed.values()):
                 self._await_batch(None)
-            batch = self._buffers.batch(buffer)
+            batch = self._memory.batch(buffer)
             if not self._too_old(batch):
                 self._turn = (buffer + 1) % BUFFERS
                 return batch
@@ -288,7 +288,7 @@ class MultiprocessCollector:
                 continue
             self._ready.remove(chosen)
             index, buffer = chosen
-            batch = self._buffers.batch(buffer, slice(*self._jobs[index].rows))
+            batch = self._memory.batch(buffer, slice(*self._specs[index].rows))
             if self._too_old(batch):
                 self._order(index, buffer)
                 continue
@@ -311,7 +311,7 @@ class MultiprocessCollector:
             if word in (DIED, ERROR):
                 self._lost(event)
 
-    def _lost(self, event: tuple[Member, str, Any]) -> None:
+    def _lost(self, event: tuple[WorkerProcess, str, Any]) -> None:
         member = event[0]
         if not (self._restart_workers and member.delivered):
             raise_for(event)
@@ -322,14 +322,14 @@ class MultiprocessCollector:
         deadline = time.monotonic() + self._start_timeout
         self._restarts += 1
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
-        job = replace(self._jobs[index], seed=self._jobs[index].seed + 7919 * self._restarts)
-        member = self._fleet.start(job)
+        spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self._restarts)
+        member = self._fleet.start(spec)
         self._fleet.gather(HELLO, deadline, [index])
         self._sender.register_worker(index, member.weights, member.process)
         resend = getattr(self._sender, "resend", None)  # not in schemes without pipes
         if resend is not None:
             resend(index, timeout=self._start_timeout)
-        member.tell(START, self._buffers.place)
+        member.tell(START, self._memory.spec)
         for buffer in list(self._owed[index]):
             self._order(index, buffer)
 
@@ -356,8 +356,8 @@ class MultiprocessCollector:
             return None
         oldest = {index: min([*owed.values()], default=self._sender.version) for index, owed in self._owed.items()}
         for index, buffer in self._ready:
-            rows = slice(*self._jobs[index].rows)
-            version = int(self._buffers.tensors[buffer][("policy_version",)][rows].min())
+            rows = slice(*self._specs[index].rows)
+            version = int(self._memory.tensors[buffer][("policy_version",)][rows].min())
             oldest[index] = min(oldest[index], version)
         index = min(oldest, key=oldest.__getitem__)
         return index if self._sender.version - oldest[index] >= self._max_lag else None

@@ -16,22 +16,22 @@ import torch
 from torch import nn
 
 from ..errors import AckTimeout, WorkerDied
-from ..schemes.peer import Peer
-from .worker import ERROR, STOP, Job, run
+from ..memory.process import Peer
+from .worker import ERROR, STOP, WorkerSpec, run
 
 DIED = "died"
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 
 
-class Member:
+class WorkerProcess:
     """One worker process and its two pipes: one for weights, one for everything else."""
 
-    def __init__(self, context: Any, job: Job) -> None:
-        self.index = job.index
+    def __init__(self, context: Any, spec: WorkerSpec) -> None:
+        self.index = spec.index
         self.weights, weights_there = context.Pipe()
         self.control, control_there = context.Pipe()
-        name = f"shmsync-collector-{job.index}"
-        self.process = context.Process(target=run, args=(job, weights_there, control_there), name=name, daemon=True)
+        name = f"shmsync-collector-{spec.index}"
+        self.process = context.Process(target=run, args=(spec, weights_there, control_there), name=name, daemon=True)
         self.process.start()
         weights_there.close()
         control_there.close()
@@ -71,16 +71,16 @@ class Fleet:
         if start_method == "forkserver":
             self._context.set_forkserver_preload(PRELOADED)
         self.pid = os.getpid()
-        self.members: dict[int, Member] = {}
-        self._unheard: list[tuple[Member, str, Any]] = []
+        self.members: dict[int, WorkerProcess] = {}
+        self._unheard: list[tuple[WorkerProcess, str, Any]] = []
 
-    def start(self, job: Job) -> Member:
+    def start(self, spec: WorkerSpec) -> WorkerProcess:
         """Start a worker, in place of an earlier one of its index."""
-        earlier = self.members.get(job.index)
+        earlier = self.members.get(spec.index)
         if earlier is not None:
             earlier.end(0.0)
             self._unheard = [event for event in self._unheard if event[0] is not earlier]
-        member = self.members[job.index] = Member(self._context, job)
+        member = self.members[spec.index] = WorkerProcess(self._context, spec)
         return member
 
     def tell_all(self, word: str, content: Any = None) -> None:
@@ -88,7 +88,7 @@ class Fleet:
         for member in self.members.values():
             member.tell(word, content)
 
-    def events(self, deadline: float, workers: Iterable[int] | None = None) -> Iterator[tuple[Member, str, Any]]:
+    def events(self, deadline: float, workers: Iterable[int] | None = None) -> Iterator[tuple[WorkerProcess, str, Any]]:
         """What workers say, as it comes, for ever: (who, word, content). A worker that failed says ERROR, a dead one
         DIED. Raises AckTimeout when nobody has said anything until the deadline."""
         members = [member for member in self.members.values() if workers is None or member.index in workers]
@@ -96,7 +96,7 @@ class Fleet:
             for event in [event for event in self._unheard if event[0] in members]:
                 self._unheard.remove(event)
                 yield event
-            sources: dict[Any, Member] = {member.control: member for member in members}
+            sources: dict[Any, WorkerProcess] = {member.control: member for member in members}
             sources |= {member.process.sentinel: member for member in members}
             timeout = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             ready = wait(list(sources), timeout)
@@ -119,7 +119,7 @@ class Fleet:
         failed with. Anything else they say is kept for events()."""
         awaited = set(self.members if workers is None else workers)
         said: dict[int, Any] = {}
-        others: list[tuple[Member, str, Any]] = []
+        others: list[tuple[WorkerProcess, str, Any]] = []
         try:
             for event in self.events(deadline, awaited):
                 member, heard, content = event
@@ -144,14 +144,14 @@ class Fleet:
         self.members.clear()
 
 
-def _heard(member: Member) -> tuple[str, Any]:
+def _heard(member: WorkerProcess) -> tuple[str, Any]:
     try:
         return member.control.recv()
     except (EOFError, ConnectionResetError):
         return DIED, None
 
 
-def raise_for(event: tuple[Member, str, Any]) -> None:
+def raise_for(event: tuple[WorkerProcess, str, Any]) -> None:
     """Raise what an ERROR or DIED event tells."""
     member, word, content = event
     if word == DIED:

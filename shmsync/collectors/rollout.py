@@ -92,7 +92,7 @@ class Rollout:
             given = {key: tensors[key][rows] for key in tensors if key not in arrays}
             arrays[("worker",)][:] = self._worker
             self._frames.append((arrays, given))
-        self.steps = buffers.place.steps
+        self.steps = buffers.spec.steps
 
     def collect(self, buffer: int, between: Callable[[], bool]) -> bool:
         """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""

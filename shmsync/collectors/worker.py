@@ -16,10 +16,10 @@ import cloudpickle
 import numpy as np
 import torch
 
+from ..engine.outcome import Failure
 from ..errors import WriterDied
 from ..schemes import WeightSyncScheme
-from ..schemes.pipes.messages import Failure
-from .buffers import Buffers
+from .buffers import Buffers, BufferSpec
 from .rollout import Rollout
 
 # What the trainer says, and what it hears; each is (word, content).
@@ -28,7 +28,7 @@ HELLO, LAYOUT, BATCH, ERROR = "hello", "layout", "batch", "error"
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerSpec:
     """What a worker is started with."""
 
     index: int
@@ -39,28 +39,28 @@ class Job:
     rows: tuple[int, int]  # of the batch
 
 
-def run(job: Job, weights: Connection, control: Connection) -> None:
+def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     """The main function of the process."""
     torch.set_num_threads(1)
     try:
         with contextlib.suppress(EOFError, WriterDied, BrokenPipeError, KeyboardInterrupt):  # the trainer is gone
-            _serve(job, weights, control)
+            _serve(spec, weights, control)
     except Exception as error:
         with contextlib.suppress(OSError):
-            control.send((ERROR, Failure.of(error, None)))
+            control.send((ERROR, Failure.of(error)))
         raise SystemExit(1) from None
 
 
-def _serve(job: Job, weights: Connection, control: Connection) -> None:
-    random.seed(job.seed)
-    np.random.seed(job.seed % 2**32)
-    torch.manual_seed(job.seed)
-    policy = cloudpickle.loads(job.policy)
-    envs = [make() for make in cloudpickle.loads(job.makers)]
+def _serve(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
+    random.seed(spec.seed)
+    np.random.seed(spec.seed % 2**32)
+    torch.manual_seed(spec.seed)
+    policy = cloudpickle.loads(spec.policy)
+    envs = [make() for make in cloudpickle.loads(spec.makers)]
     try:
-        scheme = job.scheme
-        scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=job.index)
-        _Worker(job, policy, envs, weights, control).serve()
+        scheme = spec.scheme
+        scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
+        _Worker(spec, policy, envs, weights, control).serve()
         scheme.get_receiver().close()
     finally:
         for env in envs:
@@ -68,11 +68,13 @@ def _serve(job: Job, weights: Connection, control: Connection) -> None:
 
 
 class _Worker:
-    def __init__(self, job: Job, policy: Any, envs: list[Any], weights: Connection, control: Connection) -> None:
-        self._receiver = receiver = job.scheme.get_receiver()
-        self._job = job
+    def __init__(
+        self, spec: WorkerSpec, policy: Any, envs: list[Any], weights: Connection, control: Connection
+    ) -> None:
+        self._receiver = receiver = spec.scheme.get_receiver()
+        self._spec = spec
         self._control = control
-        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=job.index)
+        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=spec.index)
         self._weights_fd = weights.fileno()
         self._control_fd = control.fileno()
         self._poll = select.poll()
@@ -115,15 +117,15 @@ class _Worker:
         return bool(ready)
 
     def _layout(self, _: Any) -> None:
-        self._rollout.reset(self._job.seed)
+        self._rollout.reset(self._spec.seed)
         self._control.send((LAYOUT, self._rollout.layout()))
 
-    def _start(self, place: Any) -> None:
-        self._rollout.use(Buffers(place), slice(*self._job.rows))
-        torch.manual_seed(self._job.seed)
-        self._rollout.reset(self._job.seed)
+    def _start(self, memory: BufferSpec) -> None:
+        self._rollout.use(Buffers(memory), slice(*self._spec.rows))
+        torch.manual_seed(self._spec.seed)
+        self._rollout.reset(self._spec.seed)
         for i, env in enumerate(self._rollout.envs):
-            env.action_space.seed(self._job.seed + i)
+            env.action_space.seed(self._spec.seed + i)
 
     def _collect(self, buffer: int) -> None:
         if self._rollout.collect(buffer, self._between):

@@ -5,11 +5,20 @@ from __future__ import annotations
 import time
 
 from .. import _native
-from ..errors import AckTimeout, WorkerDied
+from ..errors import AckTimeout
 from ..memory import reader_table
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
+from .outcome import Outcome, Wording, listed
 from .timing import slice_until
+
+_WORDING = Wording(
+    "a worker applies at its next read section or refresh()",
+    sent="is published",
+    after_death='The others have it. Start the dead again, or go on without them: wait="all" leaves them out, a list '
+    "must not name them",
+    after_lateness="A late worker still applies it; give more time with timeout=",
+)
 
 
 def wait_for_acks(
@@ -55,13 +64,7 @@ def wait_for_acks(
         if absent and not rows:
             time.sleep(0.0005)  # a named worker that has not attached yet
     if dead:
-        names_of_dead = list(dead.values())
-        raise WorkerDied(
-            f"version {version} is published, but {reader_table.listed(names_of_dead)} died before applying it; all others "
-            'have it. Start them again, or go on without: wait="all" leaves them out, a list must not name them',
-            version=version,
-            missing=names_of_dead,
-        )
+        raise _outcome(list(dead.values())).death(f"version {version}", version)
 
 
 def _applied(row: reader_table.Row, version: int) -> bool:
@@ -94,16 +97,17 @@ def _late(
     absent: list[int],
     dead: list[int | str],
 ) -> AckTimeout:
-    late = [reader_table.name_of(control, row) for row in rows]
-    gone = [worker for worker in absent if worker not in late]
-    late += gone
+    outcome = _outcome(dead)
+    attached = [reader_table.name_of(control, row) for row in rows]
+    missing = [worker for worker in absent if worker not in attached]
+    outcome.late = [*attached, *missing]
     stopped = sum(peers.state(owner) is ProcessState.STOPPED for _, owner in rows)
-    return AckTimeout(
-        f"version {version} is published, but {reader_table.listed(late)} did not apply it in time"
-        + (f" ({stopped} of them stopped)" if stopped else "")
-        + "; a worker applies at its next read section or refresh()"
-        + (f"; not attached: {reader_table.listed(list(gone))}" if gone else "")
-        + (f"; dead: {reader_table.listed(dead)}" if dead else ""),
-        version=version,
-        missing=[*late, *dead],
-    )
+    outcome.notes += [f"{stopped} of them stopped"] if stopped else []
+    outcome.notes += [f"not attached: {listed(missing)}"] if missing else []
+    return outcome.lateness(f"version {version}", version)
+
+
+def _outcome(dead: list[int | str]) -> Outcome:
+    outcome = Outcome(_WORDING)
+    outcome.dead = dict.fromkeys(dead, "")
+    return outcome

@@ -1,10 +1,6 @@
-"""Adoption: a module's parameters become the slab itself, and its optimizer steps inside update()."""
+"""Adoption: a module's parameters become the slab itself."""
 
 from __future__ import annotations
-
-import threading
-from types import MethodType
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +9,6 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from .sources import Filter, collect
-
-if TYPE_CHECKING:
-    from .publisher import Publisher
 
 
 def check(module: nn.Module, arena: Arena, filter: Filter, optimizer: torch.optim.Optimizer | None) -> None:
@@ -47,19 +40,19 @@ class Adoption:
     def __init__(self, module: nn.Module, arena: Arena, filter: Filter) -> None:
         views = arena.views(0, writable=True)
         tensors = collect(module, filter).tensors
-        self._parameters = [(t, views[key]) for key, t in tensors.items() if isinstance(t, nn.Parameter)]
+        self._placed_parameters = [(t, views[key]) for key, t in tensors.items() if isinstance(t, nn.Parameter)]
         # Forward passes write buffers (BatchNorm), outside any update(): they stay private and are copied at its end.
-        self._buffers = [(t, views[key]) for key, t in tensors.items() if not isinstance(t, nn.Parameter)]
-        for parameter, view in self._parameters:
+        self._private_buffers = [(t, views[key]) for key, t in tensors.items() if not isinstance(t, nn.Parameter)]
+        for parameter, view in self._placed_parameters:
             parameter.data = view
-        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._parameters])
+        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._placed_parameters])
 
     def take_back(self) -> int:
         """Inside update(): `.data = x`, `.half().float()` and the like moved parameters out of the slab; their values
         go in again. The bytes copied."""
         if self._placed.revalidate() and not self._placed.moved:
             return 0
-        away = [(t, view) for t, view in self._parameters if t.data_ptr() != view.data_ptr()]
+        away = [(t, view) for t, view in self._placed_parameters if t.data_ptr() != view.data_ptr()]
         wrong = [t for t, view in away if t.shape != view.shape or t.dtype != view.dtype or t.device != view.device]
         if wrong:
             raise ManifestMismatch(
@@ -71,33 +64,18 @@ class Adoption:
             for parameter, view in away:
                 view.copy_(parameter)
                 parameter.data = view
-        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._parameters])
+        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._placed_parameters])
         return sum(view.nbytes for _, view in away)
 
     def copy_buffers(self) -> int:
         """Bring the slab's copies of the buffers up to date; the bytes copied."""
         with torch.no_grad():
-            for buffer, view in self._buffers:
+            for buffer, view in self._private_buffers:
                 view.copy_(buffer)
-        return sum(view.nbytes for _, view in self._buffers)
+        return sum(view.nbytes for _, view in self._private_buffers)
 
     def give_back(self) -> None:
         """Make the parameters private again, with the values they have."""
-        for parameter, view in self._parameters:
+        for parameter, view in self._placed_parameters:
             if parameter.data_ptr() == view.data_ptr():
                 parameter.data = view.clone()
-
-
-def step_inside_update(optimizer: torch.optim.Optimizer, publisher: Publisher) -> None:
-    """From now on optimizer.step() opens an update() section, unless its thread is in one already."""
-    step = optimizer.step
-
-    def step_in_update(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if publisher._closed or publisher._side.updating_thread == threading.get_ident():
-            return step(*args, **kwargs)
-        with publisher.update():
-            return step(*args, **kwargs)
-
-    if hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler made later looks whether the attribute is there at all
-        step_in_update._wrapped_by_lr_sched = step._wrapped_by_lr_sched  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step_in_update, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,14 +21,12 @@ from ..memory.arena import Arena
 from ..memory.manifest import Key
 from .copying import describe_problems, mismatches, tied_apart
 from .guard import Guard
+from .reading import ReadPath
 from .sources import Filter, collect, not_saved
 
-if TYPE_CHECKING:
-    from .subscriber import Subscriber
-
 _EVERYTHING = Filter.of(None, None)
-# Which Subscriber moves a submodule's tensors: the last one that bound it.
-_bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Subscriber]] = weakref.WeakKeyDictionary()
+# Which subscriber moves a submodule's tensors: the last one that bound it.
+_bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ReadPath]] = weakref.WeakKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -57,7 +55,8 @@ class Binding:
         ]
         self._viewed_keys = [key for key, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
-        self._copied = [(key, tensor) for key, tensor in unique.values() if tensor not in _Identity(self._viewed)]
+        shown = {id(tensor) for tensor in self._viewed}
+        self.copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._placed: _native.Sources | None = None  # notices a tensor that is no longer where it was put
 
@@ -78,10 +77,10 @@ class Binding:
             deque(map(_set_data, self._viewed, views), 0)  # 0.12 to 0.25 µs a tensor
             if self._arena.slots == 1:
                 self._placed = _native.Sources([], [(tensor, 0, 0) for tensor in self._viewed])
-        if self._copied:
+        if self.copied:
             made = self._arena.views(slot)
             with torch.no_grad():
-                for key, buffer in self._copied:
+                for key, buffer in self.copied:
                     buffer.copy_(made[key])
         return True
 
@@ -93,19 +92,8 @@ class Binding:
                 tensor.data = tensor.data.clone()
 
 
-class _Identity:
-    """Membership by identity; `in` on a list of tensors compares values."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._ids = {id(tensor) for tensor in tensors}
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._ids
-
-
 def bind_module(
-    subscriber: Subscriber,
-    arena: Arena,
+    path: ReadPath,
     module: nn.Module,
     *,
     guard: bool,
@@ -114,7 +102,7 @@ def bind_module(
     copies: bool = False,
     beside: Collection[Key] = (),
 ) -> Binding:
-    """Check everything, then prepare the module. Its tensors move when the caller moves the binding.
+    """Check everything, then prepare the module for the arena of `path`. Its tensors move with the binding.
 
     copies: parameters too are private copies, on whatever device they are. beside: leaves of the arena that are no
     tensors of the module.
@@ -123,6 +111,7 @@ def bind_module(
         raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
     if buffers not in ("copy", "view"):
         raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
+    arena = path.arena
     original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
     _refuse_unsafe(original)
     tensors = collect(original, _EVERYTHING).tensors
@@ -141,7 +130,7 @@ def bind_module(
     ]
     problems = problems or tied_apart(tensors, arena, "module")
     if problems:
-        raise ManifestMismatch(describe_problems(problems, f"arena {subscriber.name!r}", "the module to bind"))
+        raise ManifestMismatch(describe_problems(problems, f"arena {path.name!r}", "the module to bind"))
     binding = Binding(original, arena, tensors, buffers, copies)
     _take_over(module, binding.owners())  # the last that can refuse
     for key, tensor in tensors.items():
@@ -150,9 +139,9 @@ def bind_module(
         elif not isinstance(tensor, nn.Parameter):
             tensor.data = tensor.data.clone()  # private, whatever it was before: forward passes write buffers
     if guard:
-        module.forward = Guard(module, module.forward, subscriber, clone_outputs)
+        Guard(module, path, clone_outputs)
     for owner in binding.owners():
-        _bound_to[owner] = weakref.ref(subscriber)
+        _bound_to[owner] = weakref.ref(path)
     return binding
 
 
@@ -160,11 +149,7 @@ def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
     """Take submodules back from whoever bound them before: two would take turns in moving their tensors."""
     previous = {ref() for owner in owners if (ref := _bound_to.get(owner)) is not None}
     overlapping = [
-        (subscriber, old)
-        for subscriber in previous
-        if subscriber is not None
-        for old in subscriber._bindings
-        if old.owners() & owners
+        (path, old) for path in previous if path is not None for old in path.followers if old.owners() & owners
     ]
     for _, old in overlapping:
         if old.owners() - owners:
@@ -172,8 +157,8 @@ def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
                 f"{len(old.owners() & owners)} submodule(s) of this module are bound already, as part of a larger one; "
                 "bind the larger one again, or a fresh copy of this one"
             )
-    for subscriber, old in overlapping:
-        subscriber._bindings.remove(old)
+    for path, old in overlapping:
+        path.followers.remove(old)
     for child in module.modules():
         guard = child.__dict__.get("forward")
         if isinstance(guard, Guard):

@@ -1,18 +1,16 @@
 """From a checked source to the bytes in a slot.
 
-A Transfer is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. Used again, it
+A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. Used again, it
 only checks that nothing changed (see native/bind/sources.hpp); what changed is planned anew by its maker. Never
 guess from autograd's version counters what changed: writes through `.data` or numpy do not move them.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
@@ -24,7 +22,7 @@ from .sources import Collected, problem_with
 _native.set_exchange_table(torch.Tensor)
 
 
-class Transfer:
+class CopyPlan:
     """A checked source: which of its tensors are copied, which are staged first, which leaves it leaves alone."""
 
     def __init__(self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool) -> None:
@@ -112,40 +110,6 @@ class Transfer:
     def copy_to(self, address: int) -> None:
         """Write the given leaves into the slot that starts at `address`; one native call, without the GIL."""
         self._sources.copy_to(address)
-
-
-class Recent:
-    """The plan for the last TensorDict: for the same one again, or for another that shows the same tensors, as each
-    TensorDict.from_module() of a module does.
-
-    It keeps no weights alive: without the TensorDict it keeps only a plan for a module's parameters.
-    """
-
-    def __init__(self) -> None:
-        self._source: weakref.ref[TensorDictBase] | None = None
-        self._plan: Transfer | None = None
-
-    def find(self, source: TensorDictBase, arena: Arena, collected: Callable[[], Collected]) -> Transfer | None:
-        """A plan for this source that is still right."""
-        plan = self._plan
-        if plan is None or not plan.still_valid(arena):
-            return None
-        same = self._source is not None and self._source() is source
-        return plan if same or plan.shows(collected().tensors) else None
-
-    def keep(self, source: TensorDictBase, plan: Transfer) -> None:
-        """Remember."""
-        self.clear()
-        self._plan = plan
-        self._source = weakref.ref(source, None if plan.has_parameters else self._gone)
-
-    def clear(self) -> None:
-        """Forget."""
-        self._plan = self._source = None
-
-    def _gone(self, reference: weakref.ref[TensorDictBase]) -> None:
-        if self._source is reference:
-            self.clear()
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,9 +14,7 @@ from torch import nn
 from torch._dynamo.decorators import skip
 
 from ..errors import ClosedError
-
-if TYPE_CHECKING:
-    from .subscriber import Subscriber
+from .reading import ReadPath
 
 
 def forward(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -52,35 +51,55 @@ def _any_leaf(td: TensorDictBase, test: Callable[[Any], bool]) -> bool:
     return False
 
 
-class Guard:
-    """Stands in for an instance's `forward`: one read section around each call.
+class StandIn:
+    """Stands in for a method of one module.
 
-    A copy (deepcopy, pickle) of a bound module is a plain private module: its guard has no subscriber and just calls
-    the copy's own forward.
+    A copy (deepcopy, pickle) of the module has its own method in this place, and knows nothing of what stood here.
     """
 
-    def __init__(
-        self, module: nn.Module, inner: Callable[..., Any], subscriber: Subscriber | None, clone_outputs: bool
-    ) -> None:
-        self._module = module
-        self._inner = inner
-        self._subscriber = subscriber
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] = getattr(module, name)
+        self._name = name
+        functools.update_wrapper(cast(Any, self), self.inner, updated=())  # callers read a policy's signature
+        setattr(module, name, self)
+
+    def remove(self) -> None:
+        """Give the module its own method back."""
+        if self.module.__dict__.get(self._name) is self:
+            if getattr(self.inner, "__func__", None) is getattr(type(self.module), self._name):
+                delattr(self.module, self._name)
+            else:
+                setattr(self.module, self._name, self.inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.inner, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.inner,)
+
+
+def _itself(method: Any) -> Any:
+    return method
+
+
+class Guard(StandIn):
+    """Stands in for a bound module's `forward`: one read section around each call."""
+
+    def __init__(self, module: nn.Module, path: ReadPath, clone_outputs: bool) -> None:
+        super().__init__(module, "forward")
+        self._path = path
+        self._section = path.read()
+        self._aliases = path._aliases
         self._clone_outputs = clone_outputs
-        self._looked = subscriber is None
-        self._repeats = False
+        self._repeats = path.optimistic
+        self._looked = False
         self._replaced = False  # by another binding of the module
-        if subscriber is not None:
-            self._section = subscriber.read()
-            self._aliases = subscriber._aliases
-            self._repeats = subscriber._consistency == "optimistic"
 
     def remove(self) -> None:
         """Give the module its own forward back. A call that another thread has begun here goes there too."""
         self._replaced = True
-        if getattr(self._inner, "__func__", None) is type(self._module).forward:
-            del self._module.forward
-        else:
-            self._module.forward = self._inner
+        super().remove()
 
     # Marks this frame alone: Dynamo skips it and compiles the module's own forward below. A frame that Dynamo traced
     # would break at the section, and leave everything below eager without a word. Not torch.compiler.disable(
@@ -88,18 +107,15 @@ class Guard:
     @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, inside a section."""
-        subscriber = self._subscriber
-        if subscriber is None:
-            return self._inner(*args, **kwargs)
         if not self._looked and torch.is_grad_enabled():
             self._look()
         try:
             if self._repeats:
-                return subscriber.run(self._call, args, kwargs)
+                return self._path.run(self._call, args, kwargs)
             with self._section:
                 if self._replaced:  # this section does not protect what the module shows now
-                    return self._module.forward(*args, **kwargs)
-                out = forward(self._inner, args, kwargs)
+                    return self.module.forward(*args, **kwargs)
+                out = forward(self.inner, args, kwargs)
                 if not self._clone_outputs:
                     return out
                 if type(out) is torch.Tensor:
@@ -108,30 +124,24 @@ class Guard:
         except ClosedError:
             if not self._replaced:
                 raise
-        return self._module.forward(*args, **kwargs)
+        return self.module.forward(*args, **kwargs)
 
     @skip
     def _call(self, args: Any, kwargs: Any) -> Any:
         if self._replaced:
-            return self._module.forward(*args, **kwargs)
-        out = forward(self._inner, args, kwargs)
+            return self.module.forward(*args, **kwargs)
+        out = forward(self.inner, args, kwargs)
         return unalias(out, self._aliases) if self._clone_outputs else out
 
     def _look(self) -> None:
         """On the first call with gradients on: warn if they may come out wrong."""
-        if self._subscriber is not None and self._subscriber._mine:
+        if self._path._mine:
             return  # the caller's section may well cover the backward pass
         self._looked = True
-        if not any(p.requires_grad for p in self._module.parameters()):
+        if not any(p.requires_grad for p in self.module.parameters()):
             return
         warnings.warn(
             "a bound module ran with gradients on: if the weights change before backward(), the gradients are wrong. "
             "Put forward and backward in one `with sub.read():`, or use torch.no_grad()",
             stacklevel=3,
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guard:
-        return Guard(copy.deepcopy(self._module, memo), copy.deepcopy(self._inner, memo), None, self._clone_outputs)
-
-    def __reduce__(self) -> Any:
-        return Guard, (self._module, self._inner, None, self._clone_outputs)

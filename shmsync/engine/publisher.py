@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import time
 import warnings
-import weakref
 from collections.abc import Container, Iterable, Sequence
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
-from ..errors import ClosedError, ForkedHandle, ManifestMismatch, ProtocolError, WriterBusy
+from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
 from ..memory.manifest import Key, Manifest
 from ..memory.process import me
+from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from . import adopting
-from .copying import Recent, Transfer, same_bytes
-from .sources import Collected, Filter, Patterns, Weights, check_keys, collect, problem_with
-from .stats import PublisherStats, ReaderInfo
+from .copying import CopyPlan, same_bytes
+from .plans import Plans
+from .sources import Filter, Patterns, Weights, check_keys, collect, problem_with
+from .stats import PublisherStats, ReaderInfo, reader_infos
 from .timing import check_timeout, check_worker, deadline_after
-from .update import Update
-from .writing import Wanted, WriteSide
+from .update import Update, step_inside_update
+from .writing import NO_ACKS, Acks, WriteSide
 
 Wait = Literal["all"] | Sequence[int] | None
 
@@ -68,27 +67,17 @@ class Publisher:
         exclude: Patterns = None,
         timeout: float = 10.0,
     ) -> None:
-        self._closed = True  # until all of it is there; __del__ may run before
         _check_arguments(slots, max_readers, device, dtype)
-        self._name = segment.new_name() if name is None else segment.check_name(name)
-        self._timeout = check_timeout(timeout)
-        self._any_device = device is not None
-        self._source = weights
+        name = segment.new_name() if name is None else segment.check_name(name)
+        timeout = check_timeout(timeout)
+        self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
-        self._generation = _native.fork_generation()
-        self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
-        self._adopted: adopting.Adoption | None = None
-        self._transfers: weakref.WeakKeyDictionary[nn.Module, Transfer] = weakref.WeakKeyDictionary()
-        self._source_transfer: Transfer | None = None
-        self._recent = Recent()
-
         manifest = _manifest_of(weights, self._filter, dtype)
-        self._arena, created = create(self._name, manifest, slots=slots, max_readers=max_readers)
-        self._side = WriteSide(self._arena, me().owner)
-        self._closed = False
-        self._finalizer = util.Finalize(
-            self, _clean_up, (self._name, created.fd, self._side, self._closing), exitpriority=20
-        )
+        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
+        self._side = WriteSide(self._arena, name, me().owner, timeout)
+        self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
+        self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
+        self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
             self.publish()
             segment.make_ready(created)
@@ -96,14 +85,10 @@ class Publisher:
             self.close()
             raise
 
-    def _forget_source(self) -> None:
-        """Keep the first weights no longer: every publish() will be given others."""
-        self._source = self._source_transfer = None
-
     @property
     def name(self) -> str:
         """The arena's name."""
-        return self._name
+        return self._side.name
 
     @property
     def version(self) -> int:
@@ -119,7 +104,7 @@ class Publisher:
     @property
     def handle(self) -> Handle:
         """What a worker needs to attach; picklable."""
-        return Handle(self._name, self._arena.session)
+        return Handle(self.name, self._arena.session)
 
     def publish(self, weights: Weights | None = None, *, wait: Wait = None, timeout: float | None = None) -> int:
         """Copy weights into the arena and make them the new version.
@@ -141,66 +126,17 @@ class Publisher:
             (this thread is inside a read section that is in the way): nothing was published.
             WorkerDied, AckTimeout: published, but not applied by all.
         """
-        deadline = deadline_after(timeout, self._timeout)
-        waits, wanted = _wanted(wait)
+        deadline = deadline_after(timeout, self._side.timeout)
+        acks = _acks(wait)
         self._check()
         with self._side.lock:
-            return self._publish(weights, deadline, waits, wanted)
+            return self._side.publish(self._checked(weights), deadline, acks)
 
-    def _publish(
-        self,
-        weights: Weights | None,
-        deadline: float,
-        waits: bool = False,
-        wanted: Wanted = None,
-        *,
-        version: int | None = None,
-        optional: Container[Key] | None = None,
-    ) -> int:
-        """`version`: publish this one instead of the next; `optional`: as in _checked(). The caller holds the lock."""
-        side = self._side
-        transfer = self._checked(weights, optional)
-        if waits:
-            side.refuse_own_section(wanted)
-        transfer.stage()
-        started = time.perf_counter()
-        try:
-            if version is not None:
-                side.skip_to(version)
-            side.begin(deadline)
-            self._write(transfer)
-            version = int(side.writer.commit())
-        except BaseException:  # an interrupt may land anywhere
-            side.undo()
-            raise
-        side.counts.publish.add(time.perf_counter() - started)
-        if waits:
-            side.wait_acks(version, wanted, deadline)
-        return version
-
-    def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> Transfer:
+    def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
         """The plan for a publish that nothing speaks against. `optional`: the leaves that may be missing; None: all."""
         self._check()  # close() may have come between
-        transfer = self._transfer(weights)
-        if optional is not None and not transfer.whole:
-            missing = [leaf.name for leaf in transfer.carried if leaf.key not in optional]
-            if missing:
-                raise ManifestMismatch(
-                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
-                )
-        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
-        if not transfer.whole or (transfer.in_place and self._adopted is None):
-            self._side.refuse_poisoned()
-        return transfer
-
-    def _write(self, transfer: Transfer) -> None:
-        """Into the slot that begin() chose; it remains to commit."""
-        side = self._side
-        if self._arena.slots > 1:
-            side.carry(transfer.carried + transfer.in_place)
-        transfer.copy_to(side.address())
-        side.counts.publishes += 1
-        side.counts.bytes_copied += transfer.nbytes
+        source = self._source if weights is None else weights
+        return self._side.checked(self._plans.find(source, default=source is self._source), optional)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
@@ -211,7 +147,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, *_wanted(wait), None if timeout is None else check_timeout(timeout))
+        return Update(self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
 
     def adopt(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
@@ -230,20 +166,22 @@ class Publisher:
             raise ValueError(
                 f"adopt() needs slots=1 but this arena has slots={self._arena.slots}; use publish() instead"
             )
-        with self._side.lock:
+        side = self._side
+        with side.lock:
             self._check()
-            if self._adopted is not None:
+            if side.adopted is not None:
                 raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
-            transfer = self._plan(module)
-            if not transfer.whole:
-                raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in transfer.carried))
+            plan = self._plans.make(module)
+            if not plan.whole:
+                raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.carried))
             adopting.check(module, self._arena, self._filter, optimizer)
             if self._differs(module):
-                self._publish(module, deadline_after(None, self._timeout))
-            self._adopted = adopting.Adoption(module, self._arena, self._filter)
-            self._source, self._source_transfer = module, None
+                side.publish(side.checked(plan), deadline_after(None, side.timeout))
+            side.adopted = adopting.Adoption(module, self._arena, self._filter)
+            self._source = module
+            self._plans.forget()
         if optimizer is not None:
-            adopting.step_inside_update(optimizer, self)
+            step_inside_update(optimizer, side, self.update)
 
     def _differs(self, module: nn.Module) -> bool:
         tensors = collect(module, self._filter).tensors
@@ -255,7 +193,7 @@ class Publisher:
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, the dead ones not yet swept included."""
         self._check()
-        return reader_table.infos(self._arena.control, self._side.peers, self.version)
+        return reader_infos(self._arena.control, self._side.peers, self.version)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
@@ -266,17 +204,17 @@ class Publisher:
 
         Raises WriterBusy when another thread is publishing, or from inside update().
         """
-        if self._closed or self._generation != _native.fork_generation():
+        side = self._side
+        if side.closed or side.in_parent:
             return
-        with self._side.lock:
+        with side.lock:
             try:
-                if self._adopted is not None:
-                    self._adopted.give_back()
+                if side.adopted is not None:
+                    side.adopted.give_back()
             finally:
-                self._closed = True
-                self._adopted = self._source_transfer = None
-                self._transfers.clear()
-                self._recent.clear()
+                side.closed = True
+                side.adopted = None
+                self._plans.forget()
                 self._closing.append(True)
                 self._finalizer()
 
@@ -294,54 +232,104 @@ class Publisher:
             # The caller's own error tells more; the arena ends with the process.
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"version {self.version}"
-        return f"<shmsync.Publisher {self._name!r}, {state}, slots={self._arena.slots}>"
+        state = "closed" if self._side.closed else f"version {self.version}"
+        return f"<shmsync.Publisher {self.name!r}, {state}, slots={self._arena.slots}>"
 
     def __del__(self) -> None:
-        if not self._closed and self._generation == _native.fork_generation():
-            warnings.warn(f"Publisher {self._name!r} was not closed", ResourceWarning, stacklevel=2)
+        side = getattr(self, "_side", None)  # absent when the constructor refused its arguments
+        if side is not None and not side.closed and not side.in_parent:
+            warnings.warn(f"Publisher {side.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
 
     def _check(self) -> None:
-        if self._generation != _native.fork_generation():
-            raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
-        if self._closed:
-            raise ClosedError(f"arena {self._name!r} is closed; make a new Publisher")
+        self._side.check()
 
-    def _transfer(self, weights: Weights | None) -> Transfer:
-        """The plan for this source: the one made before if nothing about it changed."""
-        source = self._source if weights is None else weights
-        if isinstance(source, TensorDictBase):
-            return self._transfer_of(source)
-        cached = None
-        if source is self._source:
-            cached = self._source_transfer
-        elif isinstance(source, nn.Module):
-            cached = self._transfers.get(source)
-        if cached is not None and cached.still_valid(self._arena):
-            return cached
-        plan = self._plan(source)
-        if source is self._source:
-            self._source_transfer = plan
-        elif isinstance(source, nn.Module):
-            # The plan holds the module's dicts and tensors, not the module: no cycle keeps the key alive.
-            self._transfers[source] = plan
-        return plan
+    # For the layers above the engine.
 
-    def _transfer_of(self, source: TensorDictBase) -> Transfer:
-        collected = functools.cache(lambda: collect(source, self._filter, self._arena.manifest))
-        plan = self._recent.find(source, self._arena, collected)
-        if plan is None:
-            plan = self._plan(source, collected())
-            self._recent.keep(source, plan)
-        return plan
+    @property
+    def manifest(self) -> Manifest:
+        """The leaves of the arena."""
+        return self._arena.manifest
 
-    def _plan(self, source: Weights, collected: Collected | None = None) -> Transfer:
-        partial = not isinstance(source, nn.Module)
-        collected = collected or collect(source, self._filter, self._arena.manifest)
-        return Transfer(collected, self._arena, self._name, partial=partial, any_device=self._any_device)
+    def forget_source(self) -> None:
+        """Keep the constructor's weights no longer: from now on publish() is always given some."""
+        self._source = None
+        self._plans.forget()
+
+    def applied_by(self, version: int) -> list[int]:
+        """The workers whose newest applied version is this one, those that have left or died since included."""
+        workers: list[int] = self._arena.control.workers_at(version)
+        return workers
+
+    def attached_rows(self) -> dict[int, RowId]:
+        """The row of each worker in the reader table."""
+        return {row.worker: row.id for row in reader_table.claimed(self._arena.control)}
+
+    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
+        """Wait until these rows have acked, at most so long; those that have not."""
+        late: list[RowId] = self._side.writer.wait_acks(version, rows, nanoseconds)
+        return late
+
+
+class Publication(NamedTuple):
+    """What to publish where."""
+
+    publisher: Publisher
+    weights: Weights | None
+    optional: Container[Key] | None = None  # leaves that may be missing; None: all
+
+
+def publish_all(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
+    """Publish each of these in its arena, all as `version`, by the monotonic time `deadline`. None: each as its next.
+
+    Every source is checked, and every arena's slot is free to write, before the first byte moves. With slots = 1 no
+    gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
+    sees all of them before or all of them after.
+
+    Returns the versions. Raises as Publisher.publish() does; then nothing was published.
+    """
+    return _publish_locked(publications, version, deadline, len(publications))
+
+
+def _publish_locked(publications: Sequence[Publication], version: int | None, deadline: float, left: int) -> list[int]:
+    # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an
+    # ExitStack, lose some.
+    if left == 0:
+        return _publish(publications, version, deadline)
+    with publications[-left].publisher._side.lock:
+        return _publish_locked(publications, version, deadline, left - 1)
+
+
+def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
+    plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
+    if len(plans) == 1:
+        side, plan = plans[0]
+        return [side.publish(plan, deadline, version=version)]
+    for _, plan in plans:
+        plan.stage()
+    try:
+        for side, _ in plans:
+            if version is not None:
+                side.skip_to(version)
+            side.begin(deadline)
+    except BaseException:
+        for side, _ in plans:
+            side.writer.abort()  # nothing is written yet
+        raise
+    uncommitted = [side for side, _ in plans]
+    try:
+        for side, plan in plans:
+            side.write(plan)
+        while uncommitted:
+            uncommitted[0].writer.commit()
+            del uncommitted[0]
+    except BaseException:
+        for side in uncommitted:
+            side.undo()
+        raise
+    return [side.writer.version for side, _ in plans]
 
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) -> Manifest:
@@ -355,25 +343,24 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) ->
     return Manifest.of(tensors, dtype=dtype, filtered=filter.filters)
 
 
-def _clean_up(name: str, fd: int, side: WriteSide, closing: list[bool]) -> None:
+def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     """Without the Publisher, so that it can run after it: at close(), at collection, at exit."""
     side.writer.close()
-    segment.unlink(name, fd)
+    segment.unlink(side.name, fd)
     os.close(fd)
     side.peers.close()
     if closing or not side.lock.locked():  # else a daemon thread still copies while the process exits
         side.arena.release()
 
 
-def _wanted(wait: Wait) -> tuple[bool, Wanted]:
-    """Does it wait at all, and for whom: None is everybody."""
+def _acks(wait: Wait) -> Acks:
     if wait is None:
-        return False, None
+        return NO_ACKS
     if isinstance(wait, str) and wait == "all":
-        return True, None
+        return Acks(True)
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is None, "all" or a list of worker indices, not {wait!r}')
-    return True, [check_worker(worker) for worker in wait]
+    return Acks(True, [check_worker(worker) for worker in wait])
 
 
 def _check_arguments(

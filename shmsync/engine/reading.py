@@ -1,4 +1,4 @@
-"""Entering a read section when it is not the common case: something is new, somebody is in the way, or dead.
+"""Reading: one section after the other, each at one version.
 
 The common case is native (native/bind/reader.cpp), which calls the hooks here for all else.
 """
@@ -6,19 +6,23 @@ The common case is native (native/bind/reader.cpp), which calls the hooks here f
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
+from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
+from .._native import Consistency, Enter, State
 from ..errors import ClosedError, Poisoned, ProtocolError, PublishTimeout, WriterBusy, WriterDied
 from ..memory.attaching import Attached
 from ..memory.process import Peers, pid_of
-from .stats import Samples
+from .stats import Samples, SubscriberStats
 from .timing import check_version, deadline_after, slice_until
 
-_SAME, _MOVED, _GATED, _POISONED, _EVICTED = range(5)  # Enter in native/include/shmsync/read_side.hpp
-_CLOSED = 1  # State in layout.hpp
+T = TypeVar("T")
+
+_TEARS_BEFORE_PIN = 3
 
 
 class Follower(Protocol):
@@ -38,28 +42,111 @@ class Pinned(float):
 class ReadPath(_native.Reader):
     """The state that a read section moves, and how to enter one. Base of Subscriber."""
 
-    def __init__(self, attached: Attached, peers: Peers, consistency: int, name: str, timeout: float) -> None:
+    def __init__(self, attached: Attached, peers: Peers, consistency: Consistency, name: str, timeout: float) -> None:
         super().__init__(attached.arena.control, attached.row, attached.owner, consistency)
         begin, end = attached.arena.readonly_range()
         self._set_slab(begin, end)
-        self._arena = attached.arena
+        self.arena = attached.arena
+        self.timeout = timeout  # default of waits, in seconds
+        self.followers: list[Follower] = []
+        self.optimistic = consistency is Consistency.OPTIMISTIC
         self._writer_owner = attached.writer
         self._peers = peers
         self._name = name
-        self._timeout = timeout
-        self._optimistic = consistency == 1
-        self._bindings: list[Follower] = []
         self._version = 0
         self._slot = 0
         self._moves = 0
         self._waits = Samples()
 
+    @property
+    def name(self) -> str:
+        """The arena's name."""
+        return self._name
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
+        self._check()
+        return self.arena.weights(self._slot)
+
+    @property
+    def version(self) -> int:
+        """The applied version."""
+        return self._version
+
+    @property
+    def latest(self) -> int:
+        """The published version."""
+        return self._latest
+
+    @property
+    def lag(self) -> int:
+        """Published versions not applied yet."""
+        return max(0, self._latest - self._version)
+
+    def stats(self) -> SubscriberStats:
+        """Counts since this subscriber was attached."""
+        reads, torn, retries = self._counts
+        return SubscriberStats(
+            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency()
+        )
+
+    def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """fn(*args, **kwargs) computed on untorn weights, in one section.
+
+        With consistency="optimistic" it is called again when its section was torn, and the fourth time under a pin;
+        so it must not mind being repeated. An exception from a torn call is not the caller's: it is repeated too. With
+        "live" nothing is promised.
+        """
+        if not self.optimistic or self._mine:
+            with self.read():
+                return fn(*args, **kwargs)
+        for _ in range(_TEARS_BEFORE_PIN):
+            section = self.read()
+            try:
+                with section:
+                    result = fn(*args, **kwargs)
+            except Exception:
+                if not section.torn:
+                    raise
+            else:
+                if not section.torn:
+                    return result
+            self._count_retry()
+        with self._exclusive():
+            self._forget()  # so that entering takes the slow path, which knows about Pinned
+            with self.read(timeout=Pinned(self.timeout)):
+                return fn(*args, **kwargs)
+
+    def wait_version(self, version: int, timeout: float | None = None) -> int:
+        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
+
+        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
+        publisher would wait for this process in turn.
+        """
+        self._check()
+        if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
+            raise ProtocolError(
+                "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
+                "leave the section first, or use more slots",
+                version=version,
+            )
+        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout))
+
+    def show(self, follower: Follower) -> None:
+        """Let it show the version that is applied, and from now on each version that comes."""
+        with self._exclusive():
+            if self._version:
+                with self.read():
+                    follower.move(self._held_slot)
+            self.followers.append(follower)
+
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise.
 
-    def _enter_slow(self, outcome: int, version: int | None, timeout: float | None) -> None:
+    def _enter_slow(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter, or raise."""
         started = time.perf_counter()
-        deadline = deadline_after(timeout, self._timeout)
+        deadline = deadline_after(timeout, self.timeout)
         pinned = isinstance(timeout, Pinned)
         if version is not None:
             version = check_version(version)
@@ -67,34 +154,34 @@ class ReadPath(_native.Reader):
         if version is not None or pinned:
             outcome = self._leave_if_entered(outcome, pinned)
         waited = False
-        while outcome not in (_SAME, _MOVED):
+        while outcome not in (Enter.SAME, Enter.MOVED):
             waited = True
             outcome = self._try_again(outcome, deadline, pinned)
-        if version is not None and self._held >> 8 != version:
+        if version is not None and self._held_version != version:
             raise ProtocolError(
-                f"version {version} is gone, the arena is at {self._held >> 8}; read without version=, or make the "
+                f"version {version} is gone, the arena is at {self._held_version}; read without version=, or make the "
                 "publisher wait for acks",
                 version=version,
             )
-        if outcome == _MOVED:
+        if outcome == Enter.MOVED:
             self._move()
         if waited:
             self._waits.add(time.perf_counter() - started)
 
-    def _leave_if_entered(self, outcome: int, pinned: bool) -> int:
+    def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
         """Start over with a pin; the native side may have entered in its own mode already."""
-        if outcome in (_SAME, _MOVED):
+        if outcome in (Enter.SAME, Enter.MOVED):
             self._abandon()
         return self._try_enter(pinned)
 
-    def _try_again(self, outcome: int, deadline: float, pinned: bool) -> int:
-        if outcome == _POISONED:
+    def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
+        if outcome == Enter.POISONED:
             raise Poisoned(
                 f"the publisher of arena {self._name!r} failed in the middle of version {self._latest + 1}; it has to "
                 "publish() all weights again",
                 version=self._latest + 1,
             )
-        if outcome == _EVICTED:
+        if outcome == Enter.EVICTED:
             raise ProtocolError(
                 f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
                 "and look for what writes beyond its memory"
@@ -102,7 +189,7 @@ class ReadPath(_native.Reader):
         # Death first, then the state, which nobody changes any more.
         if not self._peers.alive(self._writer_owner):
             outcome = self._enter_final()
-            if outcome == _POISONED:
+            if outcome == Enter.POISONED:
                 raise Poisoned(
                     f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
                     f"version {self._latest + 1}, so the weights are half written; restart it",
@@ -120,29 +207,29 @@ class ReadPath(_native.Reader):
 
     def _move(self) -> None:
         """Make everything that shows the weights show the version that is held, then ack."""
-        slot = self._held & 0x7F
-        for binding in [b for b in self._bindings if not b.move(slot)]:
-            self._bindings.remove(binding)  # its module is gone
+        slot = self._held_slot
+        for follower in [each for each in self.followers if not each.move(slot)]:
+            self.followers.remove(follower)  # its module is gone
         self._slot = slot
-        self._version = self._held >> 8
+        self._version = self._held_version
         self._moves += 1
         self._applied()
 
     def _refresh_slow(self) -> bool:
         before = self._version
         outcome = self._try_enter(False)
-        if outcome != _SAME:
+        if outcome != Enter.SAME:
             self._enter_slow(outcome, None, None)
-        while self._abandon() and self._optimistic:  # torn while buffers were copied
+        while self._abandon() and self.optimistic:  # torn while buffers were copied
             self._forget()
-            self._enter_slow(_GATED, None, Pinned(self._timeout))
+            self._enter_slow(Enter.GATED, None, Pinned(self.timeout))
         return self._version != before
 
     def _wait_for(self, version: int, deadline: float) -> int:
         while True:
             if self._wait_version(version, slice_until(deadline)):
                 return self._latest
-            if self._state == _CLOSED:
+            if self._state == State.CLOSED:
                 if self._latest >= version:
                     return self._latest
                 raise ClosedError(
@@ -150,7 +237,7 @@ class ReadPath(_native.Reader):
                     version=version,
                 )
             if not self._peers.alive(self._writer_owner):
-                last = max(self._latest, self._last_words if self._arena.slots == 1 else 0)
+                last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
                 if last >= version:
                     return last
                 raise WriterDied(

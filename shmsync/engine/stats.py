@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
-from ..memory.process import ProcessState
+from .. import _native
+from ..memory import reader_table
+from ..memory.process import Peers, ProcessState, pid_of
 
 _KEPT = 4096  # samples per distribution
 
@@ -93,3 +96,25 @@ class SubscriberStats:
     retries: int  # attempts to enter that met the writer
     moves: int  # versions applied
     wait: Latency  # sections that could not be entered at once
+
+
+def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:
+    """What Publisher.readers() returns; `version` is the published one."""
+    rows = reader_table.claimed(control)
+    peers.keep_only({row.owner for row in rows})
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    return [
+        ReaderInfo(
+            worker=None if row.worker < 0 else row.worker,
+            pid=pid_of(row.owner),
+            state=peers.state(row.owner),
+            acked=row.acked,
+            lag=max(0, version - row.acked),
+            pinned=row.pinned or None,
+            pin_age=max(0.0, (now - row.pinned_at) / 1e9) if row.pinned else 0.0,
+            reads=row.reads,
+            torn=row.torn,
+            retries=row.retries,
+        )
+        for row in rows
+    ]

@@ -12,14 +12,13 @@ from torch import nn
 from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key, tie
+from . import extra_state
 from .copying import plain, same_bytes
 from .sources import Filter, check_keys, collect, not_saved, problem_with
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
 _EVERYTHING = Filter.of(None, None)
-# What a module keeps beside its tensors (get_extra_state()): its key in a state_dict, and in a TensorDict.
-_EXTRA = ("_extra_state", "__extra_state__")
 
 
 class WeightStrategy:
@@ -79,10 +78,10 @@ class WeightStrategy:
         for module, state in extra:
             module.set_extra_state(getattr(state, "data", state))
 
-    def check_weights(self, destination: Any, weights: Any) -> _Plan:
+    def check_weights(self, destination: Any, weights: Any) -> _Fit:
         """Raise as apply_weights() does, and write nothing."""
         if weights is None:
-            return _Plan({}, {}, [])
+            return _Fit({}, {}, [])
         if not isinstance(weights, (TensorDictBase, Mapping)):
             raise ValueError(
                 f"weights to apply are a TensorDict or a dict, not a {type(weights).__name__}; extract_weights() makes "
@@ -102,15 +101,17 @@ class WeightStrategy:
             modules = {tuple(name.split(".")) if name else (): child for name, child in destination.named_modules()}
         problems = _differences(targets, given, optional)
         if modules:
-            problems += [f"unexpected: {'.'.join((*path, _EXTRA[0]))}" for path in extra if path not in modules]
+            problems += [
+                f"unexpected: {'.'.join((*path, extra_state.STATE_DICT_KEY))}" for path in extra if path not in modules
+            ]
         if problems:
             raise ManifestMismatch(
                 "the weights do not fit where they should go: " + "; ".join(problems) + ". Nothing was written"
             )
-        return _Plan(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
+        return _Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
 
-class _Plan(NamedTuple):
+class _Fit(NamedTuple):
     """Checked: each given leaf has its target."""
 
     targets: dict[Key, Any]
@@ -149,11 +150,11 @@ def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[d
     """Tensors by key path, and what modules keep beside them by the module's path."""
     extra: dict[Key, Any] = {}
     if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
-        keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in _EXTRA]
+        keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in extra_state.KEYS]
         extra = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys}
     tensors = unflattened(collect(source, _EVERYTHING).tensors)
-    extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in _EXTRA}
+    extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in extra_state.KEYS}
     return tensors, extra
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,15 +18,12 @@ from ..memory import attaching
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import bind_module
-from .reading import Pinned, ReadPath
-from .stats import SubscriberStats
-from .timing import check_timeout, check_version, check_worker, deadline_after
+from .reading import ReadPath
+from .timing import check_timeout, check_worker
 
 Consistency = Literal["pinned", "optimistic", "live"]
-T = TypeVar("T")
 
-_CONSISTENCIES: dict[str, int] = {"pinned": 0, "optimistic": 1, "live": 2}
-_TEARS_BEFORE_PIN = 3
+_CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
 
 
 class Snapshot(NamedTuple):
@@ -81,44 +77,19 @@ class Subscriber(ReadPath):
             super().__init__(attached, peers, _CONSISTENCIES[consistency], name, timeout)
             self._consistency = consistency
             self._finalizer = util.Finalize(self, release, exitpriority=30)
-            self._arena.reader = weakref.ref(self)
-            self._first_version()
+            self.arena.reader = weakref.ref(self)
+            self.attached()
         except BaseException:
             release()
             raise
 
-    def _first_version(self) -> None:
-        """Apply what is there. A poisoned or closed gate is no reason not to attach: the next section will tell."""
+    def attached(self) -> None:
+        """Called once, at the end of the constructor: apply what is there. A poisoned gate is no reason not to attach,
+        since the next section will tell."""
         try:
             self.refresh()
         except Poisoned:
             pass
-
-    @property
-    def name(self) -> str:
-        """The arena's name."""
-        return self._name
-
-    @property
-    def weights(self) -> TensorDictBase:
-        """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
-        self._check()
-        return self._arena.weights(self._slot)
-
-    @property
-    def version(self) -> int:
-        """The applied version."""
-        return self._version
-
-    @property
-    def latest(self) -> int:
-        """The published version."""
-        return self._latest
-
-    @property
-    def lag(self) -> int:
-        """Published versions not applied yet."""
-        return max(0, self._latest - self._version)
 
     def bind(
         self,
@@ -146,42 +117,8 @@ class Subscriber(ReadPath):
         """
         self._check()
         with self._exclusive():
-            binding = bind_module(self, self._arena, module, guard=guard, buffers=buffers, clone_outputs=clone_outputs)
-            if self._version:
-                with self.read():
-                    binding.move(self._held & 0x7F)
-            self._bindings.append(binding)
+            self.show(bind_module(self, module, guard=guard, buffers=buffers, clone_outputs=clone_outputs))
         return module
-
-    def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """fn(*args, **kwargs) computed on untorn weights, in one section.
-
-        With consistency="optimistic" it is called again when its section was torn, and the fourth time under a pin;
-        so it must not mind being repeated. An exception from a torn call is not the caller's: it is repeated too. With
-        "live" nothing is promised.
-        """
-        if self._consistency != "optimistic" or self._mine:
-            with self.read():
-                return fn(*args, **kwargs)
-        for _ in range(_TEARS_BEFORE_PIN):
-            section = self.read()
-            try:
-                with section:
-                    result = fn(*args, **kwargs)
-            except Exception:
-                if not section.torn:
-                    raise
-            else:
-                if not section.torn:
-                    return result
-            self._count_retry()
-        return self._pinned(fn, args, kwargs)
-
-    def _pinned(self, fn: Callable[..., T], args: Any, kwargs: Any) -> T:
-        with self._exclusive():
-            self._forget()  # so that entering takes the slow path, which knows about Pinned
-            with self.read(timeout=Pinned(self._timeout)):
-                return fn(*args, **kwargs)
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
         """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
@@ -190,12 +127,12 @@ class Subscriber(ReadPath):
         before anything is written; otherwise as read().
         """
         if out is None:
-            tensors = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self._arena.manifest.leaves}
-            targets = {leaf.key: tensors[leaf.name] for leaf in self._arena.manifest.leaves}
+            tensors = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self.arena.manifest.leaves}
+            targets = {leaf.key: tensors[leaf.name] for leaf in self.arena.manifest.leaves}
             out = _nested(targets)
-        for leaf in self._arena.manifest.leaves:
+        for leaf in self.arena.manifest.leaves:
             target = out.get(leaf.key)
-            if target is not None and self._arena.overlaps(target):
+            if target is not None and self.arena.overlaps(target):
                 raise ValueError(
                     f"{leaf.name} of out lies in the arena itself; nothing was written, pass memory of yours"
                 )
@@ -204,15 +141,14 @@ class Subscriber(ReadPath):
                     f"{leaf.name} is {leaf.dtype} {leaf.shape} in the arena but "
                     f"{None if target is None else (target.dtype, tuple(target.shape))} in out; nothing was written"
                 )
-        pairs = [(out.get(leaf.key), leaf) for leaf in self._arena.manifest.leaves]
+        pairs = [(out.get(leaf.key), leaf) for leaf in self.arena.manifest.leaves]
         plain = all(target.is_contiguous() and target.device.type == "cpu" for target, _ in pairs)
         version = 0
 
         def copy() -> None:
             nonlocal version
-            slot = self._held & 0x7F
-            version = self._held >> 8
-            views = self._arena.views(slot)
+            version = self._held_version
+            views = self.arena.views(self._held_slot)
             if plain:
                 _native.copy([(t.data_ptr(), views[leaf.key].data_ptr(), leaf.nbytes) for t, leaf in pairs])
             else:
@@ -221,28 +157,6 @@ class Subscriber(ReadPath):
 
         self.run(copy)
         return Snapshot(out, version)
-
-    def wait_version(self, version: int, timeout: float | None = None) -> int:
-        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
-
-        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
-        publisher would wait for this process in turn.
-        """
-        self._check()
-        if self._arena.slots == 1 and self._mine_and_pinned and self._latest < version:
-            raise ProtocolError(
-                "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
-                "leave the section first, or use more slots",
-                version=version,
-            )
-        return self._wait_for(check_version(version), deadline_after(timeout, self._timeout))
-
-    def stats(self) -> SubscriberStats:
-        """Counts since this subscriber was attached."""
-        reads, torn, retries = self._counts
-        return SubscriberStats(
-            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency()
-        )
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but nothing protects them any more; a module that was
@@ -257,7 +171,7 @@ class Subscriber(ReadPath):
             with self._exclusive():
                 self._retire()
                 try:
-                    self._bindings.clear()
+                    self.followers.clear()
                 finally:
                     self._finalizer()
         except ClosedError:
@@ -272,12 +186,12 @@ class Subscriber(ReadPath):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"version {self._version} of {self._latest}"
-        return f"<shmsync.Subscriber of {self._name!r}, {state}, {self._consistency}>"
+        state = "closed" if self._closed else f"version {self.version} of {self.latest}"
+        return f"<shmsync.Subscriber of {self.name!r}, {state}, {self._consistency}>"
 
     def __del__(self) -> None:
         if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:
-            warnings.warn(f"Subscriber of {self._name!r} was not closed", ResourceWarning, stacklevel=2)
+            warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")

@@ -1,10 +1,12 @@
-"""Arguments that publishers and subscribers share: checked, and turned into deadlines."""
+"""Timeouts, deadlines and other arguments that publishers and subscribers share, checked."""
 
 from __future__ import annotations
 
 import math
 import time
 from numbers import Integral, Real  # numpy's numbers are among them
+
+from .. import _native
 
 
 def check_timeout(timeout: float) -> float:
@@ -16,7 +18,7 @@ def check_timeout(timeout: float) -> float:
 
 def check_version(version: int) -> int:
     """Versions count from 1."""
-    if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version < 1 << 55:
+    if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version <= _native.MAX_VERSION:
         raise ValueError(f"a version is a whole number, 0 or more, not {version!r}")
     return int(version)
 

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .. import _native
-from ..errors import Poisoned, ProtocolError, ReaderStalled
+from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
 from ..memory import reader_table
 from ..memory.arena import Arena
-from ..memory.manifest import Leaf
+from ..memory.manifest import Key, Leaf
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import wait_for_acks
+from .adopting import Adoption
+from .copying import CopyPlan
+from .outcome import listed
 from .stats import PublisherStats, Samples
 from .timing import slice_until
 
-Wanted = list[int] | None  # whose acks are waited for; None: everybody's
+
+class Acks(NamedTuple):
+    """Whose acks a call waits for."""
+
+    wanted: bool
+    workers: list[int] | None = None  # their indices; None: everybody's
+
+
+NO_ACKS = Acks(False)
 
 
 @dataclass
@@ -36,16 +49,74 @@ class Counts:
 class WriteSide:
     """The writer of one arena. Hold `lock` around everything else; it refuses instead of waiting."""
 
-    def __init__(self, arena: Arena, owner: int) -> None:
+    def __init__(self, arena: Arena, name: str, owner: int, timeout: float) -> None:
         self.arena = arena
+        self.name = name
+        self.timeout = timeout  # the arena's default, in seconds
         self.writer = _native.Writer(arena.control, owner)
         self.peers = Peers()
         self.counts = Counts()
+        self.lock = _native.WriterLock()
+        self.closed = False
+        self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
+        self._generation = _native.fork_generation()
         self._me = owner
         self._died: dict[RowId, int | str] = {}  # reaped in this call
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
-        self.lock = _native.WriterLock()
+
+    @property
+    def in_parent(self) -> bool:
+        """Was it made before a fork that this process comes from?"""
+        return self._generation != _native.fork_generation()
+
+    def check(self) -> None:
+        """Raise if this process may not write here (any more)."""
+        if self.in_parent:
+            raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
+        if self.closed:
+            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
+
+    def checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
+        """The plan, if nothing speaks against it. `optional`: the leaves that it may lack; None: all."""
+        if optional is not None and not plan.whole:
+            missing = [leaf.name for leaf in plan.carried if leaf.key not in optional]
+            if missing:
+                raise ManifestMismatch(
+                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                )
+        # An adopted module is the slab: publishing it as it is after a failure is its owner's decision.
+        if not plan.whole or (plan.in_place and self.adopted is None):
+            self.refuse_poisoned()
+        return plan
+
+    def publish(self, plan: CopyPlan, deadline: float, acks: Acks = NO_ACKS, version: int | None = None) -> int:
+        """Carry out a checked plan. `version`: publish this one instead of the next."""
+        if acks.wanted:
+            self.refuse_own_section(acks)
+        plan.stage()
+        started = time.perf_counter()
+        try:
+            if version is not None:
+                self.skip_to(version)
+            self.begin(deadline)
+            self.write(plan)
+            version = int(self.writer.commit())
+        except BaseException:  # an interrupt may land anywhere
+            self.undo()
+            raise
+        self.counts.publish.add(time.perf_counter() - started)
+        if acks.wanted:
+            self.wait_acks(version, acks, deadline)
+        return version
+
+    def write(self, plan: CopyPlan) -> None:
+        """Into the slot that begin() chose; it remains to commit."""
+        if self.arena.slots > 1:
+            self.carry(plan.carried + plan.in_place)
+        plan.copy_to(self.address())
+        self.counts.publishes += 1
+        self.counts.bytes_copied += plan.nbytes
 
     @property
     def next_version(self) -> int:
@@ -109,21 +180,22 @@ class WriteSide:
                 version=self.next_version,
             )
 
-    def refuse_own_section(self, wanted: Wanted) -> None:
+    def refuse_own_section(self, acks: Acks) -> None:
         """Raise if this call would wait for an ack that only its own thread could give."""
         held = self.arena.rows_held_by_this_thread()
         rows = [reader_table.read(self.arena.control, index) for index in held]
-        if any(wanted is None or row.worker in wanted for row in rows):
+        if any(acks.workers is None or row.worker in acks.workers for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
                 version=self.next_version,
             )
 
-    def wait_acks(self, version: int, wanted: Wanted, deadline: float) -> None:
+    def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
         """After the commit."""
         started = time.perf_counter()
         try:
-            wait_for_acks(self.writer, self.arena.control, self.peers, version, wanted, deadline, self._me, self._died)
+            workers, control = acks.workers, self.arena.control
+            wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, self._died)
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # somebody was late; those who left meanwhile need no watching
@@ -171,7 +243,7 @@ class WriteSide:
         stopped = sum(self.peers.state(owner) is ProcessState.STOPPED for _, owner, _ in blockers)
         return ReaderStalled(
             f"version {self.next_version} was not written: the slot it needs is held by "
-            f"{reader_table.listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
+            f"{listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
             "read sections, use more slots, or give more time with timeout=",
             version=self.next_version,
             missing=missing,

@@ -27,6 +27,13 @@ def _all_mapped() -> list[Arena]:
         return list(_mapped)
 
 
+def lies_in_a_slab(tensor: torch.Tensor) -> bool:
+    """Does a CPU tensor start in the read-only mapping of some arena of this process?"""
+    address = tensor.data_ptr()
+    ranges = (arena.readonly_range() for arena in _all_mapped() if arena.mapped)
+    return any(begin <= address < end for begin, end in ranges)
+
+
 class Arena:
     """Both parts of an arena as mapped in this process. Publisher and Subscriber each own one.
 
@@ -44,6 +51,11 @@ class Arena:
         self._weights: dict[tuple[int, bool], TensorDict] = {}
         with _mapped_lock:
             _mapped.add(self)
+
+    @property
+    def mapped(self) -> bool:
+        """False after release()."""
+        return self._slab is not None
 
     @property
     def slab(self) -> Slab:

@@ -24,23 +24,23 @@ class Attached(NamedTuple):
 
 def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
     """Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull. `session`: the one a handle was made for."""
-    control, identity = segment.attach(name, session, time.monotonic() + timeout)
+    control, header = segment.attach(name, session, time.monotonic() + timeout)
     text = control.manifest()
-    if fingerprint(text) != identity.fingerprint:
+    if fingerprint(text) != header.fingerprint:
         raise ArenaCorrupt(
             f"the manifest of arena {name!r} has fingerprint {fingerprint(text):#x} but its header says "
-            f"{identity.fingerprint:#x}; attach again"
+            f"{header.fingerprint:#x}; attach again"
         )
-    manifest = Manifest.from_json(text, identity.slot_bytes)
-    if manifest.slot_bytes != identity.slot_bytes:
-        raise ArenaCorrupt(f"slots of arena {name!r} are {identity.slot_bytes} bytes, not {manifest.slot_bytes}")
-    size = slab.slab_bytes(identity.slots, identity.slot_bytes)
-    memory = slab.attach(identity.owner, identity.slab_fd, identity.slab_inode, size, identity.session)
-    arena = Arena(control, memory, manifest, slots=identity.slots, session=identity.session)
+    manifest = Manifest.from_json(text, header.slot_bytes)
+    if manifest.slot_bytes != header.slot_bytes:
+        raise ArenaCorrupt(f"slots of arena {name!r} are {header.slot_bytes} bytes, not {manifest.slot_bytes}")
+    size = slab.slab_bytes(header.slots, header.slot_bytes)
+    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session)
+    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
     owner = me().owner
     row = _claim(control, peers, owner, -1 if worker is None else worker, name)
-    peers.keep_only({identity.owner})  # the other readers' were only looked at
-    return Attached(arena, identity.owner, row, owner)
+    peers.keep_only({header.owner})  # the other readers' were only looked at
+    return Attached(arena, header.owner, row, owner)
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
@@ -64,6 +64,7 @@ class Release:
         self._done = False
 
     def __call__(self) -> None:
+        """Idempotent."""
         if self._done:
             return
         self._done = True

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
+import weakref
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _native
-
-_TICKS_MASK = (1 << 42) - 1
+from .._native import pid_of
 
 
 class ProcessState(str, Enum):
@@ -30,7 +31,7 @@ class ProcessState(str, Enum):
 class Identity(NamedTuple):
     """This process, as it signs what it owns."""
 
-    owner: int  # pid << 42 | start ticks
+    owner: int  # its owner word: pid and start ticks, see native/include/shmsync/layout.hpp
     boot_id: bytes
     pid_namespace: int
 
@@ -41,17 +42,16 @@ def _stat_fields(pid: int) -> list[str]:
     return text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and parentheses
 
 
-def start_ticks(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; raises OSError when it is gone."""
-    return int(_stat_fields(pid)[19]) & _TICKS_MASK
+def owner_word(pid: int) -> int:
+    """The owner word of the process that has this pid now; raises OSError when there is none."""
+    return int(_native.pack_owner(pid, int(_stat_fields(pid)[19])))
 
 
 @lru_cache(maxsize=4)
 def _identity(pid: int, forks: int) -> Identity:
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = bytes.fromhex(file.read().strip().replace("-", ""))
-    owner = _native.pack_owner(pid, start_ticks(pid))
-    return Identity(owner, boot_id, os.stat("/proc/self/ns/pid").st_ino)
+    return Identity(owner_word(pid), boot_id, os.stat("/proc/self/ns/pid").st_ino)
 
 
 def me() -> Identity:
@@ -59,43 +59,113 @@ def me() -> Identity:
     return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
 
 
-def pid_of(owner: int) -> int:
-    """The pid in an owner word."""
-    return owner >> 42
+class Peer:
+    """Another process, known by its owner word or by its multiprocessing.Process.
+
+    Raises ValueError for a Process that is not started.
+    """
+
+    def __init__(self, *, owner: int = 0, process: Any = None) -> None:
+        self._owner = owner  # 0: a child of ours, which keeps its pid until we wait for it
+        self._process = process
+        self.pid: int = pid_of(owner) if process is None else process.pid
+        if self.pid is None:
+            raise ValueError("this worker process is not started; call its start() first")
+        self.fd: int | None = None  # a pidfd, which poll() finds readable when the process has ended
+        self._closing: weakref.finalize[..., Any] | None = None
+        self._dead = process is not None and process.exitcode is not None
+        if not self._dead:
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self.fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._dead = True
+        except OSError:  # no descriptor is free, or this sandbox has no pidfd
+            self._dead = not self._has_its_pid()
+        else:
+            self._closing = weakref.finalize(self, os.close, self.fd)
+            self._dead = not self._has_its_pid()  # the pid may have been reused before we opened it
+
+    def _has_its_pid(self) -> bool:
+        try:
+            return not self._owner or owner_word(self.pid) == self._owner
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        except OSError:  # it could not be found out, which is not "dead"
+            return True
+
+    @property
+    def dead(self) -> bool:
+        """Has it ended? A stopped process has not."""
+        return self.ends_within(0)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long for its end."""
+        if not self._dead:
+            if self.fd is None:
+                self._open()
+            else:
+                poller = select.poll()
+                poller.register(self.fd, select.POLLIN)
+                # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.
+                self._dead = any(events & select.POLLIN for _, events in poller.poll(int(seconds * 1000)))
+        return self._dead
+
+    @property
+    def finished(self) -> bool:
+        """Did it end by itself, with exit code 0? Known of a Process only."""
+        if self._process is None or not self.dead:
+            return False
+        try:
+            self._process.join(1)  # a fork server tells the code a moment after the death
+        except ValueError:  # its close() was called
+            return False
+        return self._exit_code == 0
+
+    @property
+    def _exit_code(self) -> int | None:
+        try:
+            return getattr(self._process, "exitcode", None)
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """Close the pidfd. Idempotent; it also happens when the Peer is collected."""
+        if self._closing is not None:
+            self._closing()
+        self.fd = None
+
+    def __str__(self) -> str:
+        code = self._exit_code
+        if code is None:
+            return f"pid {self.pid}"
+        if code < 0:
+            try:
+                return f"pid {self.pid}, killed by {signal.Signals(-code).name}"
+            except ValueError:
+                pass
+        return f"pid {self.pid}, exit code {code}"
 
 
 class Peers:
-    """Liveness of other processes; keeps one pidfd for each, so that asking again costs one poll. Thread-safe."""
+    """Other processes by owner word; keeps one pidfd for each, so that asking again costs one poll. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pidfds: dict[int, int] = {}
+        self._known: dict[int, Peer] = {}
         self._lock = threading.RLock()  # a finaliser may close in the middle of a question
 
     def alive(self, owner: int) -> bool:
         """Does the process behind this owner word still run? A stopped one does."""
         with self._lock:
-            return self._alive(owner)
-
-    def _alive(self, owner: int) -> bool:
-        pidfd = self._pidfds.get(owner)
-        if pidfd is None:
-            try:
-                pidfd = os.pidfd_open(pid_of(owner))
-            except ProcessLookupError:
-                return False
-            except OSError:  # out of descriptors, or no pidfd in this sandbox: the ticks alone
-                return self._same_ticks(owner)
-            if not self._same_ticks(owner):  # the pid was reused before we opened it
-                os.close(pidfd)
-                return False
-            self._pidfds[owner] = pidfd
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        # POLLIN alone means dead; a descriptor that is closed shows POLLNVAL.
-        if not any(events & select.POLLIN for _, events in poller.poll(0)):
-            return True
-        self._forget(owner)
-        return False
+            peer = self._known.get(owner)
+            if peer is None:
+                peer = self._known[owner] = Peer(owner=owner)
+            alive = not peer.dead
+            if not alive or peer.fd is None:
+                self._forget(owner)
+            return alive
 
     def state(self, owner: int) -> ProcessState:
         """Live, stopped (SIGSTOP, a debugger) or dead."""
@@ -103,32 +173,27 @@ class Peers:
             return ProcessState.DEAD
         try:
             letter = _stat_fields(pid_of(owner))[0]
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return ProcessState.DEAD
+        except OSError:
+            return ProcessState.LIVE
         return ProcessState.STOPPED if letter in "Tt" else ProcessState.LIVE
 
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of everybody else."""
         with self._lock:
-            for owner in list(self._pidfds):
+            for owner in list(self._known):
                 if owner not in owners:
                     self._forget(owner)
 
     def __len__(self) -> int:
-        return len(self._pidfds)
+        return len(self._known)
 
     def close(self) -> None:
         """Close every pidfd."""
         self.keep_only(set())
 
     def _forget(self, owner: int) -> None:
-        pidfd = self._pidfds.pop(owner, None)
-        if pidfd is not None:
-            os.close(pidfd)
-
-    @staticmethod
-    def _same_ticks(owner: int) -> bool:
-        try:
-            return start_ticks(pid_of(owner)) == owner & _TICKS_MASK
-        except OSError:
-            return False
+        peer = self._known.pop(owner, None)
+        if peer is not None:
+            peer.close()

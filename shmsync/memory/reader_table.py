@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
 from .. import _native
-from ..engine.stats import ReaderInfo
-from .process import Peers, pid_of
+from .process import pid_of
 
 RowId = tuple[int, int]  # (number, owner): the row while it is this process's
 
@@ -17,7 +15,7 @@ class Row(NamedTuple):
 
     number: int
     owner: int
-    pin: int  # 0, or the pinned `current` + 1
+    pinned: int  # version; 0: none
     acked: int
     worker: int  # -1: none was given
     pinned_at: int  # CLOCK_MONOTONIC, ns
@@ -47,30 +45,3 @@ def name_of(control: _native.Control, row: RowId) -> int | str:
     number, owner = row
     found = read(control, number)
     return found.worker if found.owner == owner and found.worker >= 0 else f"pid {pid_of(owner)}"
-
-
-def listed(names: list[int | str]) -> str:
-    """The same for several, in a sentence."""
-    return ", ".join(f"worker {name}" if isinstance(name, int) else name for name in names)
-
-
-def infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:
-    """What Publisher.readers() returns; `version` is the published one."""
-    rows = claimed(control)
-    peers.keep_only({row.owner for row in rows})
-    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    return [
-        ReaderInfo(
-            worker=None if row.worker < 0 else row.worker,
-            pid=pid_of(row.owner),
-            state=peers.state(row.owner),
-            acked=row.acked,
-            lag=max(0, version - row.acked),
-            pinned=(row.pin - 1) >> 8 if row.pin else None,
-            pin_age=max(0.0, (now - row.pinned_at) / 1e9) if row.pin else 0.0,
-            reads=row.reads,
-            torn=row.torn,
-            retries=row.retries,
-        )
-        for row in rows
-    ]

@@ -20,7 +20,7 @@ import posix_ipc
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from .process import Peers, me, pid_of
+from .process import Peer, me, pid_of
 
 PREFIX = "/shmsync."
 _FOLDER = "/dev/shm"
@@ -34,7 +34,7 @@ class Handle(NamedTuple):
     session: bytes
 
 
-class Identity(NamedTuple):
+class Header(NamedTuple):
     """The header of a segment as it was read, checked or not; see Identity in native/include/shmsync/layout.hpp."""
 
     ready: bool
@@ -81,7 +81,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def create(name: str, size: int, **identity: Any) -> Created:
+def create(name: str, size: int, **header: Any) -> Created:
     """Make the segment of an arena. Raises ArenaExists when a live publisher has the name; sweeps a dead one's."""
     for _ in range(100):
         try:
@@ -99,7 +99,7 @@ def create(name: str, size: int, **identity: Any) -> Created:
             continue
         try:
             _allocate(memory.fd, size)
-            return Created(_native.Control.create(fd=memory.fd, **identity), memory.fd)
+            return Created(_native.Control.create(fd=memory.fd, **header), memory.fd)
         except BaseException:
             unlink(name, memory.fd)
             os.close(memory.fd)
@@ -123,26 +123,26 @@ def make_ready(created: Created) -> None:
     fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 
-def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Identity]:
+def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
     """Map the segment of a live arena, after checking all of its header. `session`: the one a handle was made for."""
     check_name(name)
     unlocked_since: float | None = None
     while True:
         with _opened(name) as fd:
-            identity = None if fd is None else _read(fd)
-            if fd is None or (identity is not None and identity.ready):
-                if fd is None or identity is None:
+            header = None if fd is None else _read(fd)
+            if fd is None or (header is not None and header.ready):
+                if fd is None or header is None:
                     raise ArenaNotFound(
                         f"there is no arena {name!r} (any more); start its publisher first, or check the name"
                     )
-                if session is not None and identity.session != session:
+                if session is not None and header.session != session:
                     raise ArenaNotFound(
-                        f"arena {name!r} is session {identity.session.hex()} but the handle is of session "
+                        f"arena {name!r} is session {header.session.hex()} but the handle is of session "
                         f"{session.hex()}; the publisher was restarted, pass the new handle"
                     )
-                _check_identity(name, identity)
-                control = _native.Control.attach(fd, identity.slots, identity.readers, identity.manifest_bytes)
-                return control, identity
+                _check_header(name, header)
+                control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
+                return control, header
             unlocked_since = None if _locked(fd) else unlocked_since or time.monotonic()
             if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # not just about to lock it
                 raise WriterDied(
@@ -177,16 +177,16 @@ def sweep(name: str) -> int | None:
     with _opened(name) as fd:
         if fd is None:
             return None
-        identity = _read(fd)
-        if identity is not None and identity.ready and _may_live(identity):
-            return pid_of(identity.owner)
+        header = _read(fd)
+        if header is not None and header.ready and _may_live(header):
+            return pid_of(header.owner)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work
-            return pid_of(identity.owner) if identity else 0
-        identity = _read(fd)
-        if identity is not None and identity.ready and _may_live(identity):
-            return pid_of(identity.owner)
+            return pid_of(header.owner) if header else 0
+        header = _read(fd)
+        if header is not None and header.ready and _may_live(header):
+            return pid_of(header.owner)
         unlink(name, fd)
         return None
 
@@ -204,59 +204,51 @@ def owner_of(name: str) -> str:
     """One line about the process behind a name."""
     try:
         with _opened(name) as fd:
-            identity = None if fd is None else _read(fd)
+            header = None if fd is None else _read(fd)
     except ArenaNotFound:
         return "another user's"
-    if identity is None or not identity.ready:
+    if header is None or not header.ready:
         return "not ready"
-    pid = pid_of(identity.owner)
-    return f"pid {pid}" if _may_live(identity) else f"pid {pid}, dead: `shmsync gc` removes it"
+    pid = pid_of(header.owner)
+    return f"pid {pid}" if _may_live(header) else f"pid {pid}, dead: `shmsync gc` removes it"
 
 
-def _read(fd: int) -> Identity | None:
+def _read(fd: int) -> Header | None:
     fields: dict[str, Any] | None = _native.read_identity(fd)
-    return None if fields is None else Identity(**fields)
+    return None if fields is None else Header(**fields)
 
 
-def _may_live(identity: Identity) -> bool:
+def _may_live(header: Header) -> bool:
     """Could the owner be alive? Across pid namespaces we cannot see, so we leave it alone."""
     here = me()
-    if identity.magic != _native.MAGIC or identity.boot_id != here.boot_id:
+    if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
         return False
-    if identity.pid_namespace != here.pid_namespace:
+    if header.pid_namespace != here.pid_namespace:
         return True
-    peers = Peers()
-    try:
-        return peers.alive(identity.owner)
-    finally:
-        peers.close()
+    return not Peer(owner=header.owner).dead
 
 
-def _check_identity(name: str, identity: Identity) -> None:
+def _check_header(name: str, header: Header) -> None:
     def need(what: str, found: object, expected: object, error: type[Exception] = ArenaCorrupt) -> None:
         if found != expected:
             raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")
 
     here = me()
-    need("magic", identity.magic, _native.MAGIC)
-    need("abi", identity.abi, _native.ABI)
-    need("endian tag", identity.endian, _native.ENDIAN_TAG)
-    need("slab kind", identity.slab_kind, _native.SLAB_MEMFD)
-    need("crc", identity.crc, zlib.crc32(identity.covered))
-    if not (0 < identity.slots <= _native.MAX_SLOTS and 0 < identity.readers <= _native.MAX_READERS):
-        raise ArenaCorrupt(f"arena {name!r} has {identity.slots} slots and {identity.readers} reader rows")
-    size = _native.segment_bytes(identity.slots, identity.readers, identity.manifest_bytes)
-    need("segment size", identity.segment_bytes, size)
-    need("file size", identity.file_bytes, size)
-    need("manifest offset", identity.manifest_offset, _native.manifest_offset(identity.slots))
-    need("boot id", identity.boot_id, here.boot_id, ArenaNotFound)
-    need("pid namespace", identity.pid_namespace, here.pid_namespace, ArenaNotFound)
-    peers = Peers()
-    try:
-        if not peers.alive(identity.owner):
-            raise WriterDied(f"the publisher of arena {name!r} (pid {pid_of(identity.owner)}) is dead; start it again")
-    finally:
-        peers.close()
+    need("magic", header.magic, _native.MAGIC)
+    need("abi", header.abi, _native.ABI)
+    need("endian tag", header.endian, _native.ENDIAN_TAG)
+    need("slab kind", header.slab_kind, _native.SLAB_MEMFD)
+    need("crc", header.crc, zlib.crc32(header.covered))
+    if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
+        raise ArenaCorrupt(f"arena {name!r} has {header.slots} slots and {header.readers} reader rows")
+    size = _native.segment_bytes(header.slots, header.readers, header.manifest_bytes)
+    need("segment size", header.segment_bytes, size)
+    need("file size", header.file_bytes, size)
+    need("manifest offset", header.manifest_offset, _native.manifest_offset(header.slots))
+    need("boot id", header.boot_id, here.boot_id, ArenaNotFound)
+    need("pid namespace", header.pid_namespace, here.pid_namespace, ArenaNotFound)
+    if Peer(owner=header.owner).dead:
+        raise WriterDied(f"the publisher of arena {name!r} (pid {pid_of(header.owner)}) is dead; start it again")
 
 
 _NEXT: dict[type[Exception], str] = {

@@ -1,6 +1,7 @@
 """Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API.
 
 The schemes for several machines are imported when they are first used.
+May be imported by collectors and integrations.
 """
 
 from importlib import import_module as _import_module
@@ -8,14 +9,11 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from ..engine.strategy import WeightStrategy
-from .base import TransportBackend, WeightSyncScheme
+from .api import TransportBackend, WeightReceiver, WeightSender, WeightSyncScheme
 from .none import NoWeightSyncScheme
 from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
-from .pipes.shared_memory import SharedMemWeightSyncScheme
-from .pipes.shared_transport import SharedMemTransport
+from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
 from .pipes.together import send_together
-from .receiver import WeightReceiver
-from .sender import WeightSender
 
 if _TYPE_CHECKING:
     from .remote import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import Any
 
 
@@ -55,3 +56,15 @@ def find_model(context: Any, model_id: str) -> Any:
         return resolve_model(context, model_id)
     except (AttributeError, KeyError, IndexError):
         return None
+
+
+def process_of(arguments: Arguments, index: int) -> Any:
+    """A function that gives the worker's process as soon as there is one, or None."""
+    procs, context = arguments.get("procs"), arguments.context
+    held = None if context is None or getattr(context, "procs", None) is not procs else weakref.ref(context)
+
+    def process() -> Any:
+        current = procs if held is None else getattr(held(), "procs", None)
+        return current[index] if current is not None and index < len(current) else None
+
+    return process

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import WeightSyncScheme
-from .receiver import WeightReceiver
-from .sender import WeightSender
+from typing_extensions import override
+
+from .api import WeightReceiver, WeightSender, WeightSyncScheme
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -16,13 +16,13 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """A transport to nowhere."""
         return NoTransport()
 
+    @override
     def create_sender(self) -> WeightSender:
-        """As in WeightSyncScheme."""
-        return _Sender(self)
+        return NoSender(self)
 
+    @override
     def create_receiver(self) -> WeightReceiver:
-        """As in WeightSyncScheme."""
-        return _Receiver(self)
+        return NoReceiver(self)
 
 
 class NoTransport:
@@ -52,18 +52,24 @@ class NoTransport:
         return True
 
 
-class _Sender(WeightSender):
-    _sends = False
+class NoSender(WeightSender):
+    """Leaves the workers' weights, and so its version, as they are."""
 
+    sends = False
+
+    @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> list[Any]:
-        return []  # the version stays: the workers' weights do too
+        return []
 
 
-class _Receiver(WeightReceiver):
+class NoReceiver(WeightReceiver):
+    """Never has news; needs neither a pipe nor a model."""
+
+    @override
     def set_up(self, arguments: Any) -> None:
-        """As in WeightReceiver; neither a pipe nor a model is needed."""
         self._model_id = arguments.model_id
         self._transport = self._scheme.create_transport(None)
 
+    @override
     def apply_weights(self, weights: Any) -> None:
         """Nothing."""

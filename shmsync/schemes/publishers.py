@@ -1,23 +1,43 @@
-"""The sender's side of the shared-memory scheme: one arena for each model and group of workers."""
+"""The publishers of a scheme: one for each model and group of workers, and all of their arenas as one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import util
+from typing import NamedTuple
 
 from torch import nn
 
-from ..engine.joint import Source, publish_jointly
-from ..engine.publisher import Publisher
+from ..engine.publisher import Publication, Publisher, publish_all
 from ..engine.sources import Weights, not_saved
 from ..memory.manifest import Key
-from .pipes.sender import Plan
 
 ALL = 0  # the group of every worker, where no groups= were given
 
 
-class Arenas:
+class Plan(NamedTuple):
+    """New weights of one model, checked and not yet visible to anybody."""
+
+    publications: list[Publication]  # what remains to be written into arenas
+    accept: Callable[[], None]
+    discard: Callable[[], None]
+
+
+def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
+    """Make all of the plans real, or none."""
+    publications = [publication for plan in plans for publication in plan.publications]
+    try:
+        publish_all(publications, version, deadline)
+    except BaseException:
+        for plan in plans:
+            plan.discard()
+        raise
+    for plan in plans:
+        plan.accept()
+
+
+class Publishers:
     """Publishers by model and group. All groups of a model share one numbering of versions, and skip what a send to
     others used."""
 
@@ -87,10 +107,10 @@ class Arenas:
         """Leaves that weights of the model may lack: its buffers that are never saved."""
         return self._optional.get(model_id, set())
 
-    def applied(self, model_id: str, group: int, worker: int) -> bool:
+    def applied(self, model_id: str, worker: int) -> bool:
         """Has this worker used the newest version, whether it still runs or not?"""
-        publisher = self._publishers.get(model_id, {}).get(group)
-        return publisher is not None and worker in publisher._arena.control.workers_at(publisher.version)
+        publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
+        return publisher is not None and worker in publisher.applied_by(publisher.version)
 
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:
         """Make `source` that version for these groups: arenas where there are none yet, a publish where there are.
@@ -113,7 +133,7 @@ class Arenas:
         except BaseException:
             discard()
             raise
-        old = [Source(made[group], source, self.optional(model_id)) for group in groups if group in made]
+        old = [Publication(made[group], source, self.optional(model_id)) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
     def _make(self, source: Weights, readers: int, version: int) -> Publisher:
@@ -133,9 +153,9 @@ class Arenas:
             if self._alias:
                 publisher.adopt(source)  # type: ignore[arg-type]
             if not isinstance(source, nn.Module):
-                publisher._forget_source()  # a relay's weights are a buffer that comes and goes
+                publisher.forget_source()  # a relay's weights are a buffer that comes and goes
             if version > 1:  # the model's other groups have come that far
-                publish_jointly([Source(publisher, source)], version, math.inf)  # nobody reads it yet
+                publish_all([Publication(publisher, source)], version, math.inf)  # nobody reads it yet
         except BaseException:
             publisher.close()
             raise

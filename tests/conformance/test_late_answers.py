@@ -12,7 +12,9 @@ from torch import nn
 
 import shmsync
 from shmsync.schemes import (
+    MPTransport,
     MultiProcessWeightSyncScheme,
+    SharedMemTransport,
     SharedMemWeightSyncScheme,
     WeightStrategy,
     send_together,
@@ -97,6 +99,32 @@ def test_a_late_answer_never_counts_for_another_sender_of_the_same_pipe(connect,
     assert worker.value("policy") == 2 and version > old.version
     first.shutdown()
     second.shutdown()
+
+
+def mp_transport(pipe):
+    return MPTransport(pipe, timeout=0.2)
+
+
+def shared_transport(pipe):
+    transport = SharedMemTransport(timeout=0.2)
+    transport.register_pipe(pipe)
+    return transport
+
+
+@pytest.mark.parametrize(("make", "words"), [(mp_transport, [None]), (shared_transport, [None, ("policy", 1)])])
+def test_a_late_answer_never_counts_for_another_transport_of_the_same_pipe(make, words):
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        first, second = make(ours), make(ours)
+        first.send_weights_async("policy", {"weight": torch.ones(3)})
+        kinds = [theirs.recv()[1] for _ in words]
+        second.send_weights_async("policy", {"weight": torch.zeros(3)})
+        for data, kind in zip(words, kinds, strict=True):  # late, and to the first transport's messages alone
+            theirs.send((data, "registered" if kind == "register_shared_weights" else "updated"))
+        with pytest.raises(shmsync.AckTimeout):
+            second.wait_ack()
+    for transport in (first, second):
+        getattr(transport, "close", lambda: None)()
 
 
 @pytest.mark.parametrize("make", SCHEMES)

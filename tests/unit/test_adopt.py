@@ -55,7 +55,7 @@ def test_a_failing_close_still_ends_the_arena(publisher, monkeypatch):
     def no_memory():
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(pub._adopted, "give_back", no_memory)
+    monkeypatch.setattr(pub._side.adopted, "give_back", no_memory)
     with pytest.raises(RuntimeError, match="no memory"):
         pub.close()
     with pytest.raises(shmsync.ArenaNotFound):

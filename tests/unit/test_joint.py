@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.joint import Source, publish_jointly
+from shmsync.engine.publisher import Publication as Source
+from shmsync.engine.publisher import publish_all as publish_jointly
 
 
 def weights(value):

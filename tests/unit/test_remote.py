@@ -11,7 +11,7 @@ from torch import nn
 
 import shmsync
 from shmsync import RPCWeightSyncScheme
-from shmsync.schemes.pipes.messages import Failure
+from shmsync.engine.outcome import Failure
 from shmsync.schemes.remote.parcel import Packer, Stamp
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 

@@ -1,11 +1,17 @@
-// The common case of the schemes' pipes: small whole frames, read only when they are all there, so that whatever is
-// unusual stays in the pipe for shmsync/schemes/_channel.py. Nothing here waits without a deadline.
+// The frames of the schemes' pipes: whole messages over a socket, in and out, without ever blocking on one.
 //
-// A frame is that of multiprocessing.Connection: a big-endian int32, the number of bytes, and the bytes.
+// A frame is that of multiprocessing.Connection: a big-endian int32, the number of bytes, and the bytes. For 2 GiB and
+// more the int32 is -1 and a big-endian uint64 follows.
+//
+// INV: between two calls Outbox and Inbox know exactly which bytes have left and come. Python's signal handlers run
+//      between calls, so an interrupt never leaves a stream in an unknown place.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -15,21 +21,91 @@
 namespace shmsync::frames {
 
 inline constexpr std::size_t kHeader = 4;
-inline constexpr std::size_t kSmall = 4096;  // the largest frame that take() takes, header included
+inline constexpr std::size_t kLongHeader = 12;
 
+std::string header_of(std::size_t size);
 std::string framed(std::string_view payload);
 
-// A socket that did not take all of a frame.
-struct Unsent {
-  std::size_t position;
-  std::int64_t taken;  // bytes; -1: the other end is closed
+// A payload that its owner keeps alive.
+struct Payload {
+  std::string_view bytes;
+  std::shared_ptr<const void> owner;
 };
 
-// Sends one frame to each socket, without waiting.
-std::vector<Unsent> send(std::span<const int> fds, std::string_view frame);
+// Messages on their way out of one socket.
+class Outbox {
+ public:
+  // `group`: a later message of the same group takes the place of this one as long as nothing of it has left; "":
+  // never.
+  void push(Payload payload, std::string group, std::uint64_t id);
+  // Removes the messages of a group that have not begun to leave; their ids.
+  std::vector<std::uint64_t> replace(std::string_view group);
+  // Sends what the socket takes now. False: the other end is closed, and nothing is left to send.
+  bool flush(int fd);
+  bool empty() const { return frames_.empty(); }
 
-// The payload of the next frame, if it is small and all there.
-std::optional<std::string> take(int fd);
+ private:
+  struct Frame {
+    std::string header;
+    Payload payload;
+    std::string group;
+    std::uint64_t id;
+    std::size_t sent = 0;  // bytes, header included
+  };
+  std::deque<Frame> frames_;
+};
+
+enum class Read { frame, nothing, end };
+
+// Reads up to `size` bytes without waiting: how many; 0 at the end, -1 when nothing is there.
+std::int64_t receive(int fd, char* to, std::size_t size);
+
+// The message that is half read from one socket. Takes no byte of the next one, so that a plain reader may go on.
+template <class Buffer>  // Buffer(size), data(), size()
+class Inbox {
+ public:
+  // Goes on reading; `frame`: take() gives a whole payload.
+  Read read(int fd) {
+    while (have_ < need()) {
+      const auto got = receive(fd, header_.data() + have_, need() - have_);
+      if (got <= 0) return got == 0 ? Read::end : Read::nothing;
+      have_ += static_cast<std::size_t>(got);
+    }
+    if (!body_) body_.emplace(size());
+    while (filled_ < body_->size()) {
+      const auto got = receive(fd, body_->data() + filled_, body_->size() - filled_);
+      if (got <= 0) return got == 0 ? Read::end : Read::nothing;
+      filled_ += static_cast<std::size_t>(got);
+    }
+    return Read::frame;
+  }
+  Buffer take() {
+    Buffer whole = std::move(*body_);
+    body_.reset();
+    have_ = filled_ = 0;
+    return whole;
+  }
+  bool empty() const { return have_ == 0; }
+
+ private:
+  bool is_long() const {
+    for (std::size_t i = 0; i < kHeader; ++i)
+      if (header_[i] != static_cast<char>(0xff)) return false;
+    return have_ >= kHeader;
+  }
+  std::size_t need() const { return is_long() ? kLongHeader : kHeader; }
+  std::size_t size() const {
+    std::size_t size = 0;
+    for (std::size_t i = is_long() ? kHeader : 0; i < need(); ++i)
+      size = size << 8 | static_cast<unsigned char>(header_[i]);
+    return size;
+  }
+
+  std::array<char, kLongHeader> header_{};
+  std::size_t have_ = 0;  // of the header
+  std::optional<Buffer> body_;
+  std::size_t filled_ = 0;
+};
 
 // Is there something to read, or the end, within that time?
 bool wait_readable(int fd, std::chrono::nanoseconds timeout);

@@ -49,6 +49,7 @@ constexpr bool gated(std::uint64_t current) { return (current & kGate) != 0; }
 constexpr std::uint64_t pack_owner(std::uint64_t pid, std::uint64_t start_ticks) {
   return pid << 42 | (start_ticks & ((std::uint64_t{1} << 42) - 1));
 }
+constexpr std::uint64_t pid_of(std::uint64_t owner) { return owner >> 42; }
 
 enum class State : std::uint32_t { open = 0, closed = 1, poisoned = 2 };
 enum class SlabKind : std::uint32_t { memfd = 1, cuda = 2 };

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...memory.arena import Arena, _all_mapped
+from ...memory.arena import lies_in_a_slab
 
 
 @functools.cache
@@ -24,14 +24,7 @@ def send_bound_tensors_by_value() -> None:
 
 
 def _reduce(reduce: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
-    if tensor.device.type == "cpu" and any(_holds(arena, tensor.data_ptr()) for arena in _all_mapped()):
+    if tensor.device.type == "cpu" and lies_in_a_slab(tensor):
         copy = tensor.detach().clone()
         tensor = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
     return reduce(tensor)
-
-
-def _holds(arena: Arena, address: int) -> bool:
-    if arena._slab is None:
-        return False
-    begin, end = arena.readonly_range()
-    return begin <= address < end

@@ -12,9 +12,9 @@ from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
+from ...engine import extra_state
 from ...engine.strategy import WeightStrategy, is_flat
 from ...engine.timing import check_timeout
-from . import extra_state
 from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
 from .trainer.groups import Groups

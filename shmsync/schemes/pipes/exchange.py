@@ -1,118 +1,60 @@
-"""One wait over all pipes and all worker processes, with one deadline."""
+"""Messages to all workers and their answers: the common case in one native call, all else in one wait over all pipes
+and all worker processes, with one deadline."""
 
 from __future__ import annotations
 
 import select
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ...errors import AckTimeout, WorkerDied
-from ...memory.reader_table import listed
-from ..peer import Peer
-from .connection import Channel, milliseconds
-from .messages import Failure, Tag
-from .sender_end import Answers, Result
+from ... import _native
+from ...engine.outcome import Outcome, Wording
+from ...engine.timing import slice_until
+from .connection import milliseconds
+from .messages import Tag
+from .sender_end import Link, Result
 
-
-class Link:
-    """A worker as a sender knows it.
-
-    Args:
-        pipe: the sender's end of a duplex multiprocessing.Pipe.
-        process: the worker's Process, or a function that gives it (or None) once it is there.
-    """
-
-    def __init__(self, pipe: Any, process: Any = None) -> None:
-        self.pipe = pipe
-        self._process = process
-        self.answers = Answers.of(Channel.of(pipe))
-        if process is not None:
-            self.answers.peer = None  # perhaps a new process at an old pipe
-        self.reported = False  # WorkerDied has named it
-
-    @property
-    def peer(self) -> Peer | None:
-        """The process at the other end, once it is known."""
-        answers = self.answers
-        if answers.peer is None and self._process is not None:
-            process = self._process() if callable(self._process) else self._process
-            if process is not None and process.pid is not None:
-                answers.peer = Peer(process=process)
-        return answers.peer
-
-    @property
-    def dead(self) -> bool:
-        """Is its process gone, or its end of the pipe closed? What it sent before can still be read."""
-        channel = self.answers.channel
-        return channel.ended or channel.closed or (self.peer is not None and self.peer.dead)
-
-    @property
-    def finished(self) -> bool:
-        """Did its process end by itself, with exit code 0?"""
-        return self.peer is not None and self.peer.finished
-
-    def take_pending(self) -> list[Any]:
-        """Messages from the worker that are no answers, oldest first; each is given once."""
-        self.answers.pump()
-        return self.answers.channel.take_pending()
-
-    def __str__(self) -> str:
-        channel = self.answers.channel
-        if self.peer is not None:
-            return str(self.peer)
-        return "this end of its pipe is closed" if channel.closed else "its end of the pipe is closed"
+WORDING = Wording("a worker applies at its next receive()")
+_MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
 
 
-class Outcome:
-    """Who did what by the deadline. Workers are named by their index, others in words."""
+class Route:
+    """The quick way to these workers, prepared: one message to each, one answer from each."""
 
-    def __init__(self, hint: str = "a worker applies at its next receive()") -> None:
-        self.done: list[Any] = []
-        self.late: list[Any] = []
-        self.dead: dict[Any, str] = {}
-        self.failed: dict[Any, Failure | str] = {}
-        self._hint = hint  # what may keep the late
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self.links = dict(links)
+        # Every route locks in one order.
+        ordered = sorted(self.links.items(), key=lambda item: item[1].end.channel.fd)
+        self._indices = [index for index, _ in ordered]
+        self._ends = [link.end for _, link in ordered]
+        self._frames = [end.channel.frames for end in self._ends]
+        peers = [link.peer for _, link in ordered]
+        self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]
+        self.complete = len(self._processes) == len(peers)  # else some process may become known yet
 
-    def check(self, what: str, version: int | None) -> None:
-        """Raise what went wrong, if anything did: a worker's own exception first, then deaths, then the late."""
-        rest = [f"dead: {_named(self.dead)}"] if self.dead else []
-        rest += [f"late: {listed(list(self.late))}"] if self.late else []
-        if self.failed:
-            self._raise_failure(what, rest)
-        if self.dead:
-            raise WorkerDied(
-                f"{what} reached {_others(self.done)}, but {_named(self.dead)} died before applying it"
-                + (f"; {rest[-1]}" if self.late else "")
-                + ". The next send goes on without the dead; start others in their place",
-                version=version,
-                missing=[*self.dead, *self.late],
-            )
-        if self.late:
-            raise AckTimeout(
-                f"{what} was sent, but {listed(list(self.late))} did not apply it in time; {self._hint}. Their late "
-                "answers count for nothing: send again, or give more time with timeout=",
-                version=version,
-                missing=list(self.late),
-            )
-
-    def _raise_failure(self, what: str, rest: Sequence[str]) -> None:
-        worker, failure = next(iter(self.failed.items()))
-        if isinstance(failure, str):
-            raise RuntimeError(f"{listed([worker])} was sent {what}, but {failure} instead of 'updated'")
-        texts = [
-            f"{listed([index])} failed while it applied {what}:\n{each.trace}"
-            for index, each in self.failed.items()
-            if isinstance(each, Failure)
-        ]
-        raise failure.exception() from RemoteTraceback("\n".join([*texts, *rest]))
-
-
-class RemoteTraceback(Exception):
-    """The tracebacks of workers, as the cause of the exception that one of them raised."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
+    def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
+        """Send `message` to all, and wait a moment for `answer` from all. The workers that still owe it; the tag is
+        awaited from them, so gather() can go on."""
+        locked = []
+        try:
+            for end in self._ends:
+                end.lock.acquire()
+                locked.append(end.lock)
+            if not all(end.idle for end in self._ends):
+                for end in self._ends:
+                    end.send(message, tag, replaceable=True)
+                return self._indices
+            moment = min(slice_until(deadline), _MOMENT)
+            done = _native.exchange(self._frames, self._processes, message, tag.model_id, tag, answer, moment)
+            if len(done) == len(self._ends):
+                return []
+            late = sorted(set(range(len(self._ends))) - set(done))
+            for position in late:
+                self._ends[position].expect(tag)
+            return [self._indices[position] for position in late]
+        finally:
+            for lock in locked:
+                lock.release()
 
 
 def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float) -> Outcome:
@@ -120,23 +62,23 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
 
     What is not answered by then is forgotten: its answer will be dropped. The slowest worker sets the time.
     """
-    outcome = Outcome()
+    outcome = Outcome(WORDING)
     waiting = dict(links)
     try:
         _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
-        watch = _Watch(waiting)
+        watch = _Poll(waiting)
         while waiting:
             for index, readable in watch.news(waiting, deadline):
                 if index not in waiting:
                     continue  # its pipe and its process had news
                 link = waiting[index]
-                answers = link.answers
+                end = link.end
                 gone = not readable and link.dead  # before the last look: what it sent, it sent before it died
-                if not answers.channel.closed:
-                    answers.pump()
-                if all(answers.answered(tag) for tag in tags[index]):
-                    _settle(outcome, index, [answers.take(tag) for tag in tags[index]])
-                elif gone or answers.channel.ended:
+                if not end.channel.closed:
+                    end.pump()
+                if all(end.answered(tag) for tag in tags[index]):
+                    _settle(outcome, index, [end.take(tag) for tag in tags[index]])
+                elif gone or end.channel.ended:
                     outcome.dead[index] = str(link)
                 else:
                     watch.renew(index, link)
@@ -149,12 +91,12 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
     finally:  # an interrupt may land anywhere
         for index, link in links.items():
             for tag in tags[index]:
-                link.answers.forget(tag)
+                link.end.forget(tag)
     outcome.late = sorted(waiting)
     return outcome
 
 
-class _Watch:
+class _Poll:
     """The one poll() over the pipes and the processes of all workers."""
 
     def __init__(self, links: Mapping[int, Link]) -> None:
@@ -166,7 +108,7 @@ class _Watch:
 
     def renew(self, index: int, link: Link) -> None:
         """Watch for what this worker is waited for now."""
-        channel = link.answers.channel
+        channel = link.end.channel
         if not channel.closed:
             self._pipes[channel.fd] = index
             self._poll.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
@@ -178,7 +120,7 @@ class _Watch:
     def drop(self, link: Link) -> None:
         """Watch it no more."""
         peer = link.peer
-        for table, fd in ((self._pipes, link.answers.channel.fd), (self._processes, None if peer is None else peer.fd)):
+        for table, fd in ((self._pipes, link.end.channel.fd), (self._processes, None if peer is None else peer.fd)):
             if fd is not None and table.pop(fd, None) is not None:
                 self._poll.unregister(fd)
 
@@ -196,8 +138,8 @@ class _Watch:
 
 def _settle_answered(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
     for index, link in list(waiting.items()):
-        if all(link.answers.answered(tag) for tag in tags[index]):
-            _settle(outcome, index, [link.answers.take(tag) for tag in tags[index]])
+        if all(link.end.answered(tag) for tag in tags[index]):
+            _settle(outcome, index, [link.end.take(tag) for tag in tags[index]])
             del waiting[index]
 
 
@@ -207,11 +149,3 @@ def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:
         outcome.done.append(index)
     else:
         outcome.failed[index] = failure
-
-
-def _named(dead: Mapping[Any, str]) -> str:
-    return ", ".join(f"{listed([name])} ({how})" for name, how in dead.items())
-
-
-def _others(done: Sequence[int]) -> str:
-    return f"{len(done)} worker{'' if len(done) == 1 else 's'}"

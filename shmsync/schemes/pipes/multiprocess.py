@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
+from ...engine.pickling import dumps
 from ...engine.strategy import Form
 from ...engine.timing import check_timeout
-from ..base import WeightSyncScheme
+from ..api import WeightSyncScheme
+from ..publishers import Plan
 from . import messages
-from .exchange import Link
-from .messages import Tag, Tagged
+from .carrier import PipeCarrier
+from .messages import Message, Tag, Tagged
 from .receiver import PipeReceiver
-from .sender import PipeSender, Plan
+from .sender import PipeSender
+from .sender_end import Link
 from .transport import PipeTransport
-from .worker_end import Message
+
+
+class MultiProcessCarrier(PipeCarrier):
+    """The weights themselves go through the pipes; pickled once for all workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest: dict[str, tuple[int, bytes]] = {}  # version, and the message that carries it
+
+    @override
+    def version(self, model_id: str) -> int:
+        return self._newest[model_id][0] if model_id in self._newest else 0
+
+    @override
+    def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
+        message = dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
+
+        def accept() -> None:
+            self._newest[model_id] = version, message
+
+        return Plan([], accept, lambda: None)
+
+    @override
+    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        version, message = self._newest[model_id]
+        tag = Tag(model_id, version)
+        for link in links.values():
+            link.end.send(message, tag, replaceable=True)
+        return {index: [tag] for index in links}
 
 
 class MPTransport(PipeTransport):
-    """Weights through one pipe, in either direction.
+    """Weights through one pipe, in either direction; see PipeTransport.
 
     Args:
         pipe_connection: one end of a duplex multiprocessing.Pipe; None makes a transport without a worker.
@@ -26,24 +60,12 @@ class MPTransport(PipeTransport):
     """
 
     def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
-        super().__init__(pipe_connection, timeout)
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send, and wait until the worker has applied them. Raises WorkerDied, AckTimeout, the worker's exception, or
-        RuntimeError for an unexpected answer."""
-        self.send_weights_async(model_id, weights)
-        self.wait_ack()
-
-    def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
-        tag = Tag(model_id, self.link.answers.highest(model_id) + 1)
-        message = messages.dumps(Tagged(((model_id, weights), messages.UPDATE), tag))
-        self.link.answers.send(message, tag, replaceable=True)
+        super().__init__(pipe_connection, timeout, MultiProcessCarrier())
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next weights of any model, as (model_id, weights); None if none came. send_ack()
         answers."""
-        message = self.next_message(lambda message: message.kind == messages.UPDATE, timeout)
+        message = self.end.take((messages.UPDATE,), time.monotonic() + check_timeout(timeout))
         return None if message is None else (message.model_id, message.content)
 
 
@@ -59,53 +81,37 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy)
         self.timeout = check_timeout(timeout)
 
+    @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """As in WeightSyncScheme; `pipes` must be given."""
         if kwargs.get("pipes") is None and getattr(context, "pipes", None) is None:
             raise ValueError("pipes must be given, as pipes= or by a context that has .pipes")
         super().init_on_sender(model_id, context, **kwargs)
 
+    @override
     def create_transport(self, pipe_or_context: Any) -> MPTransport:
-        """The transport over this pipe."""
         return MPTransport(getattr(pipe_or_context, "pipe", pipe_or_context), self.timeout)
 
+    @override
     def create_sender(self) -> PipeSender:
-        """As in WeightSyncScheme."""
-        return _Sender(self)
+        return PipeSender(self, self.create_carrier())
 
+    @override
     def create_receiver(self) -> PipeReceiver:
-        """As in WeightSyncScheme."""
-        return _Receiver(self)
+        return MultiProcessReceiver(self)
+
+    def create_carrier(self) -> MultiProcessCarrier:
+        """What a new sender sends with."""
+        return MultiProcessCarrier()
 
 
-class _Sender(PipeSender):
-    def __init__(self, scheme: MultiProcessWeightSyncScheme) -> None:
-        super().__init__(scheme)
-        self._payload = b""  # the newest weights, pickled once for all workers
+class MultiProcessReceiver(PipeReceiver):
+    """Copies weights that came through the pipe into the model."""
 
-    def _plan(self, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
-        message = Tagged(((self._model_id, self._prepared(weights)), messages.UPDATE), Tag(self._model_id, version))
-        payload = messages.dumps(message)
-
-        def accept() -> None:
-            self._payload = payload
-
-        return Plan([], accept, lambda: None)
-
-    def _send_version(self, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        tag = Tag(self._model_id, self._version)
-        for link in links.values():
-            link.answers.send(self._payload, tag, replaceable=True)
-        return {index: [tag] for index in links}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_payload": b"", "_version": 0}
-
-
-class _Receiver(PipeReceiver):
+    @override
     def _check(self, message: Message) -> None:
         self._strategy.check_weights(self._resolve_model(), message.content)
 
+    @override
     def _use(self, message: Message) -> None:
         self._strategy.apply_weights(self._resolve_model(), message.content)
         if message.tag is not None:

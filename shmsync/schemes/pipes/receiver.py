@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...engine.timing import check_timeout
-from ..receiver import WeightReceiver
+from ..api import WeightReceiver
 from . import messages
 from .connection import Channel
-from .worker_end import Inbox, Message
+from .messages import Message
+from .worker_end import WorkerEnd
 
 _log = logging.getLogger("shmsync")
 
@@ -24,15 +25,15 @@ class PipeReceiver(WeightReceiver):
     worker looks for another model's weights; but never one that another thread uses.
     """
 
-    _inbox: Inbox
+    _end: WorkerEnd
     _thread: int | None = None  # that called receive() last
     _has_news = False  # another receiver's receive() has applied weights to this model
 
     def register_worker_transport(self, pipe: Any) -> None:
         """As in WeightReceiver."""
         self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
-        self._inbox = Inbox.of(Channel.of(self._transport.pipe))
-        self._inbox.receivers[self._model_id] = self
+        self._end = WorkerEnd.of(Channel.of(self._transport.pipe))
+        self._end.receivers[self._model_id] = self
 
     def receive(self, timeout: float = 0.001) -> bool:
         """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there: here they are
@@ -40,31 +41,31 @@ class PipeReceiver(WeightReceiver):
         deadline = time.monotonic() + check_timeout(timeout)
         if self._transport is None:
             return False
-        inbox = self._inbox
-        with inbox.lock:  # from here on no other thread applies weights to this model
+        end = self._end
+        with end.lock:  # from here on no other thread applies weights to this model
             self._thread = threading.get_ident()
-            inbox.receivers[self._model_id] = self
-        if not self._has_news and (message := inbox.quick(deadline)) is not None:
+            end.receivers[self._model_id] = self
+        if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
                 self._has_news = self._apply_one(message)
-                if not inbox.channel.readable:
+                if not end.channel.readable:
                     news, self._has_news = self._has_news, False
                     return news
             else:
-                inbox.put_back(message)
+                end.put_back(message)
         while not self._has_news:
-            message = inbox.next(self._concerns, deadline)
+            message = end.next(self._concerns, deadline)
             if message is None:
                 return False
             self._handle(message)
-        while (message := inbox.next(self._concerns, 0.0)) is not None:
+        while (message := end.next(self._concerns, 0.0)) is not None:
             self._handle(message)
         self._has_news = False
         return True
 
     def _serves(self, model_id: str) -> PipeReceiver | None:
         """The receiver of this model, if this thread may apply to it at this moment."""
-        receiver: PipeReceiver | None = self._inbox.receivers.get(model_id)
+        receiver: PipeReceiver | None = self._end.receivers.get(model_id)
         if receiver is None or receiver._thread not in (None, self._thread) or not receiver._ready():
             return None
         return receiver
@@ -78,10 +79,10 @@ class PipeReceiver(WeightReceiver):
         if message.kind == messages.PREPARE:
             self._receive_jointly(message)
         elif message.model_id:  # else it ends a meeting that is over
-            with self._inbox.lock:
+            with self._end.lock:
                 receiver = self._serves(message.model_id)
                 if receiver is None:  # its own thread was quicker
-                    self._inbox.put_back(message)
+                    self._end.put_back(message)
                 elif message.kind == messages.REGISTER:
                     receiver._join(message)
                 else:
@@ -89,9 +90,9 @@ class PipeReceiver(WeightReceiver):
 
     def _receive_jointly(self, first: Message) -> None:
         """Several models at once: no forward runs in here, so none sees one model new and another old."""
-        inbox = self._inbox
+        end = self._end
         ids, (number, version) = first.content
-        inbox.answer(first, messages.PREPARED)
+        end.answer(first, messages.PREPARED)
         served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
 
         def belongs(message: Message) -> bool:
@@ -103,11 +104,11 @@ class PipeReceiver(WeightReceiver):
         arrived: dict[str, Message] = {}
         superseded: list[Message] = []
         while len(arrived) < len(served):
-            message = inbox.next(belongs, time.monotonic() + 0.05)
+            message = end.next(belongs, time.monotonic() + 0.05)
             if message is None:
                 continue
             if message.kind == messages.PREPARE:  # the sender has given this meeting up
-                inbox.put_back(message)
+                end.put_back(message)
                 break
             if message.kind == messages.RESUME:
                 break
@@ -116,10 +117,10 @@ class PipeReceiver(WeightReceiver):
                 arrived[message.model_id] = message
             else:  # a registration, or an earlier send of this model alone
                 self._handle(message)
-        with inbox.lock:
+        with end.lock:
             _apply_all(arrived, served)
         for message in superseded:
-            inbox.answer(message, messages.UPDATED)
+            end.answer(message, messages.UPDATED)
 
     def _apply_one(self, message: Message) -> bool:
         """What _apply_all() does, quicker; was it applied?"""
@@ -130,12 +131,12 @@ class PipeReceiver(WeightReceiver):
             self._refused(message, error)
             self._resolve_model()  # a receiver without a model raises here too
             return False
-        self._inbox.answer(message, messages.UPDATED)
+        self._end.answer(message, messages.UPDATED)
         return True
 
     def _refused(self, message: Message, error: Exception) -> None:
         _log.warning("weights of %r were refused: %s", self._model_id, error)
-        self._inbox.answer_failure(message, error)
+        self._end.answer_failure(message, error)
 
     def _join(self, message: Message) -> None:
         try:
@@ -143,10 +144,14 @@ class PipeReceiver(WeightReceiver):
         except Exception as error:
             self._refused(message, error)
         else:
-            self._inbox.answer(message, messages.REGISTERED)
+            self._end.answer(message, messages.REGISTERED)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_inbox", "_thread")}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread")}
+
+    def model(self) -> Any:
+        """The model that weights are applied to. Raises ValueError when there is none."""
+        return self._resolve_model()
 
     # What the schemes do differently.
 
@@ -174,7 +179,7 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
     """Apply all of them, or none. A receiver without a model raises here too: that is the worker's own mistake."""
     try:
         for model_id, message in given.items():
-            served[model_id]._resolve_model()
+            served[model_id].model()
             served[model_id]._check(message)
         for model_id, message in given.items():
             served[model_id]._use(message)
@@ -182,9 +187,9 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
         for model_id, message in given.items():
             served[model_id]._refused(message, error)
         for model_id in given:
-            served[model_id]._resolve_model()
+            served[model_id].model()
         return
     for model_id, message in given.items():
         receiver = served[model_id]
         receiver._has_news = True
-        receiver._inbox.answer(message, messages.UPDATED)
+        receiver._end.answer(message, messages.UPDATED)

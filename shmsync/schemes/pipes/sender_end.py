@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ..peer import Peer
+from ...engine.outcome import Failure
+from ...memory.process import Peer
 from . import messages
 from .connection import Channel
-from .messages import Failure, Tag
+from .messages import Tag
 
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 
 
-class Answers:
+class SenderEnd:
     """Shared by the senders of all models that use the pipe."""
 
     def __init__(self, channel: Channel) -> None:
@@ -30,8 +31,8 @@ class Answers:
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
 
     @classmethod
-    def of(cls, channel: Channel) -> Answers:
-        """The answers that arrive on a channel; the same object each time."""
+    def of(cls, channel: Channel) -> SenderEnd:
+        """That of a channel; the same object each time."""
         if not isinstance(channel.role, cls):
             if channel.role is not None:
                 raise ValueError("this end of the pipe is a worker's; a sender needs the other end")
@@ -43,7 +44,7 @@ class Answers:
         with self.lock:
             self.expect(tag)
             if not self.channel.closed:  # else the wait will find it dead
-                for replaced in self.channel.queue(payload, tag if replaceable else None):
+                for replaced in self.channel.send(payload, tag if replaceable else None):
                     if replaced != tag:
                         self._awaited.pop(replaced, None)  # it never left, so nobody will answer it
 
@@ -92,11 +93,11 @@ class Answers:
         """Write what can be written, read what is there."""
         channel = self.channel
         with self.lock:
-            if channel.unsent:
-                channel.flush()
+            channel.flush()
             try:
-                while (message := channel.read()) is not None:
-                    self._sort(message[0])
+                while (found := channel.peek()) is not None:
+                    self._sort(found[0])
+                    channel.drop()
             except EOFError:
                 pass  # channel.ended says so
 
@@ -134,3 +135,51 @@ class Answers:
 def unexpected(word: str) -> str:
     """What is wrong with an answer that is none of ours."""
     return f"it answered {word!r}"
+
+
+class Link:
+    """A worker as a sender knows it.
+
+    Args:
+        pipe: the sender's end of a duplex multiprocessing.Pipe.
+        process: the worker's Process, or a function that gives it (or None) once it is there.
+    """
+
+    def __init__(self, pipe: Any, process: Any = None) -> None:
+        self.pipe = pipe
+        self.end = SenderEnd.of(Channel.of(pipe))
+        self.reported = False  # WorkerDied has named it
+        self._process = process
+        if process is not None:
+            self.end.peer = None  # perhaps a new process at an old pipe
+
+    @property
+    def peer(self) -> Peer | None:
+        """The process at the other end, once it is known."""
+        end = self.end
+        if end.peer is None and self._process is not None:
+            process = self._process() if callable(self._process) else self._process
+            if process is not None and process.pid is not None:
+                end.peer = Peer(process=process)
+        return end.peer
+
+    @property
+    def dead(self) -> bool:
+        """Is its process gone, or its end of the pipe closed? What it sent before can still be read."""
+        channel = self.end.channel
+        return channel.ended or channel.closed or (self.peer is not None and self.peer.dead)
+
+    @property
+    def finished(self) -> bool:
+        """Did its process end by itself, with exit code 0?"""
+        return self.peer is not None and self.peer.finished
+
+    def take_pending(self) -> list[Any]:
+        """Messages from the worker that are no answers, oldest first; each is given once."""
+        self.end.pump()
+        return self.end.channel.take_pending()
+
+    def __str__(self) -> str:
+        if self.peer is not None:
+            return str(self.peer)
+        return "this end of its pipe is closed" if self.end.channel.closed else "its end of the pipe is closed"

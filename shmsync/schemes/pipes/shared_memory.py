@@ -2,23 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
+from typing_extensions import override
 
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout
-from ..base import WeightSyncScheme
+from ..api import WeightSyncScheme
+from ..publishers import Publishers
+from ..subscriptions import Subscriptions
 from . import messages
-from .exchange import Link, Outcome
-from .messages import Tag
+from .messages import Message
 from .receiver import PipeReceiver
-from .sender import PipeSender, Plan, Posted
-from .shared_transport import SharedMemTransport
-from .worker_end import Message
+from .sender import PipeSender
+from .sender_end import Link
+from .shared_carrier import SharedMemCarrier
+from .transport import PipeTransport
+
+
+class SharedMemTransport(PipeTransport):
+    """Weights in arenas, and small messages about them over pipes; see PipeTransport. One for all workers in the
+    trainer; one for each worker on the other side.
+
+    Args:
+        policy_weights: plain shared TensorDicts by model id, which every send also writes in place.
+        auto_register: let the first send of a model register it.
+        slots, consistency: of the arenas and of their subscribers; see Publisher and Subscriber.
+        groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one.
+        timeout: default of a send, in seconds.
+        alias: adopt the first module that is sent: its own parameters become the shared memory.
+    """
+
+    carrier: SharedMemCarrier
+
+    def __init__(
+        self,
+        policy_weights: dict[str, TensorDictBase] | None = None,
+        auto_register: bool = True,
+        *,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        groups: Sequence[Sequence[int]] | None = None,
+        timeout: float = 10.0,
+        alias: bool = False,
+    ) -> None:
+        publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias)
+        self.policy_weights = {} if policy_weights is None else policy_weights
+        super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
+        self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout)
+
+    def register_pipe(self, pipe: Any, worker_idx: int | None = None, process: Any = None) -> int:
+        """Reach a worker over this pipe; the index it has from now on."""
+        return self.carrier.register_pipe(pipe, worker_idx, process)
+
+    def register_weights(self, model_id: str, weights: Any) -> None:
+        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
+        self.carrier.register_weights(model_id, weights)
+
+    @override
+    def _links(self) -> dict[int, Link]:
+        return self.carrier.living()
+
+    @override
+    def wait_ack(self) -> None:
+        if not self._posted:
+            raise RuntimeError("no send is pending; call send_weights_async() first")
+        super().wait_ack()
+
+    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+        """In the worker: the weights of the next version of any model, as (model_id, zero-copy TensorDict), protected
+        only inside a read section; None if none came. send_ack() answers. Registrations are answered by themselves."""
+        kinds, deadline = (messages.UPDATE, messages.REGISTER), time.monotonic() + check_timeout(timeout)
+        while (message := self.end.take(kinds, deadline)) is not None:
+            if message.kind == messages.UPDATE:
+                subscriber = self.subscriptions.needed(message.model_id)
+                subscriber.refresh()
+                return message.model_id, subscriber.weights
+            self.subscriptions.join(message.model_id, message.content, message.worker)
+            self.send_ack(messages.REGISTERED)
+        return None
+
+    def close(self) -> None:
+        """End the arenas, or leave them. Idempotent."""
+        self.carrier.close()
+        self.subscriptions.close()
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -56,9 +128,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.groups = groups
         self.timeout = check_timeout(timeout)
         self.alias = alias
-        self._transport = self._make_transport()
+        self._transport = self.make_transport()
 
-    def _make_transport(self) -> SharedMemTransport:
+    def make_transport(self) -> SharedMemTransport:
+        """A new transport with this scheme's options, for either side."""
         return SharedMemTransport(
             self.policy_weights,
             self.auto_register,
@@ -69,12 +142,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             alias=self.alias,
         )
 
+    def create_carrier(self) -> SharedMemCarrier:
+        """What senders send with: one for all models."""
+        return self._transport.carrier
+
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Register a model before its first send; see SharedMemTransport.register_weights()."""
+        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
         self._transport.register_weights(model_id, weights)
 
+    @override
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
-        """The sender's transport, which is one for all workers; with a pipe, that worker is registered. In a worker,
+        """The trainer's transport, which is one for all workers; with a pipe, that worker is registered. In a worker,
         its receiver's."""
         if self._receiver is not None:
             return self._receiver.transport
@@ -82,122 +160,94 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             self._transport.register_pipe(getattr(pipe_or_context, "pipe", pipe_or_context))
         return self._transport
 
+    @override
     def create_sender(self) -> PipeSender:
-        """As in WeightSyncScheme."""
-        return _Sender(self)
+        return SharedMemSender(self)
 
+    @override
     def create_receiver(self) -> PipeReceiver:
-        """As in WeightSyncScheme."""
-        return _Receiver(self)
+        return SharedMemReceiver(self)
 
+    @override
     def shutdown(self) -> None:
-        """End the arenas, or leave them."""
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # What lies in arenas stays here; plain shared TensorDicts are the user's configuration.
-        return {**super().__getstate__(), "policy_weights": dict(self._transport._plain), "_transport": None}
+        return {**super().__getstate__(), "policy_weights": dict(self._transport.carrier.plain), "_transport": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._transport = self._make_transport()
+        self._transport = self.make_transport()
 
 
-class _Sender(PipeSender):
-    _scheme: SharedMemWeightSyncScheme
+class SharedMemSender(PipeSender):
+    """Writes weights into the arenas of its scheme."""
+
+    carrier: SharedMemCarrier
 
     def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
-        super().__init__(scheme)
-        self._transport = scheme._transport
-        self._links = self._transport.links
+        super().__init__(scheme, scheme.create_carrier())
         # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
         self._extracts = type(scheme).prepare_weights is not WeightSyncScheme.prepare_weights
 
-    @property
-    def version(self) -> int:
-        """As in WeightSender."""
-        return max(self._version, self._transport.arenas.version(self._model_id))
-
-    @property
-    def worker_ids(self) -> list[int]:
-        """As in WeightSender."""
-        return sorted(self._links)
-
-    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        """As in WeightSender."""
-        self._transport.register_pipe(getattr(pipe_or_context, "pipe", pipe_or_context), worker_idx, process)
-
+    @override
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
-        """As in WeightSender. The common case, a module for all workers, has a path of its own."""
-        route = self._transport.route(self._model_id) if worker_ids is None and self._pending is None else None
-        if route is None or self._extracts:
+        common = worker_ids is None and not (self._pending or self._extracts)
+        if not common or not self.carrier.is_common(self.model_id):
             return super().send(weights, worker_ids, timeout=timeout)
         source = self._source(weights)
         if not isinstance(source, nn.Module):
             return super().send(source, timeout=timeout)
         deadline = self._deadline(timeout)
-        publisher, optional = route.publisher, route.optional
-        with publisher._side.lock:
-            self._version = version = publisher._publish(source, deadline, optional=optional)
-        tag = Tag(self._model_id, version)
-        sent = messages.small(((self._model_id, version), messages.UPDATE))
-        late = route.exchange(sent, messages.small(((self._model_id, version), messages.UPDATED)), tag, deadline)
-        if late:
-            links = {index: self._links[index] for index in late}
-            self._collect(late, Posted(version, links, {index: [tag] for index in late}), deadline)
-        return version
+        posted = self.carrier.post_common(self.model_id, source, deadline)
+        if posted.links:
+            self.carrier.collect(posted, deadline)
+        return posted.version
 
+    @override
+    def sent_weights(self, weights: Any) -> Any:
+        return self._prepared(weights) if self._extracts else self._source(weights)
+
+    @override
     def set_up(self, arguments: Any) -> None:
-        """As in WeightSender; weights that are known already are registered with the workers."""
+        """Weights that are known already are registered with the workers."""
         arguments.needed("pipes")
         super().set_up(arguments)
         cached = arguments.get("cached_weights")
         get_cached = getattr(arguments.context, "get_cached_weights", None)
         if cached is None and callable(get_cached):
-            cached = get_cached(self._model_id)
-        if cached is not None and self._model_id not in self._transport._plain:
-            self._transport.register_weights(self._model_id, cached)
-        elif self._model_id in self._transport._plain and self._links:
-            self._transport.open(self._model_id)
-
-    def _mark(self, outcome: Outcome) -> None:
-        # A forward may use a version before receive() answers for it, so a worker may finish its work and leave with
-        # the version applied and not answered.
-        for index in list(outcome.dead):
-            group = self._transport.arenas.group_of(index)
-            if self._links[index].finished and self._transport.arenas.applied(self._model_id, group, index):
-                del outcome.dead[index]
-                outcome.done.append(index)
-                self._links[index].reported = True  # it needs no more weights
-        super()._mark(outcome)
-
-    def _plan(self, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
-        source = self._prepared(weights) if self._extracts else self._source(weights)
-        return self._transport.plan(self._model_id, source, links, version)
-
-    def _send_version(self, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        return self._transport.announce(self._model_id, links)
+            cached = get_cached(self.model_id)
+        if cached is not None and self.model_id not in self.carrier.plain:
+            self.carrier.register_weights(self.model_id, cached)
+        elif self.model_id in self.carrier.plain and self.carrier.links:
+            self.carrier.open(self.model_id)
 
 
-class _Receiver(PipeReceiver):
+class SharedMemReceiver(PipeReceiver):
+    """Binds the model to the arena, and moves it to each version that is announced."""
+
     _scheme: SharedMemWeightSyncScheme
     _transport: SharedMemTransport
 
+    @override
     def _make_transport(self, pipe: Any) -> SharedMemTransport:
-        transport = self._scheme._make_transport()
+        transport = self._scheme.make_transport()
         transport.pipe = pipe
         return transport
 
     @property
+    @override
     def version(self) -> int:
-        """As in WeightReceiver. Between two calls of receive() it may move on: each forward uses the newest."""
+        """Of the weights that the model uses now. Between two calls of receive() it may move on: each forward uses the
+        newest."""
         subscriber = self._transport and self._transport.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else 0
 
+    @override
     def apply_weights(self, weights: Any) -> None:
-        """As in WeightReceiver."""
         subscriptions = self._transport.subscriptions
         subscriber = subscriptions.get(self._model_id)
         if subscriber is not None and weights is subscriber.weights:
@@ -206,21 +256,26 @@ class _Receiver(PipeReceiver):
         else:
             super().apply_weights(weights)
 
+    @override
     def close(self) -> None:
         """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
         self._transport.close()
 
+    @override
     def _ready(self) -> bool:
         return not self._transport.subscriptions.inside_section(self._model_id)
 
+    @override
     def _attach(self, message: Message) -> None:
         self._transport.subscriptions.join(message.model_id, message.content, message.worker)
         self._transport.subscriptions.bind(message.model_id, self._resolve_model())
 
+    @override
     def _check(self, message: Message) -> None:
         if not isinstance(message.content, int):
             raise ValueError(f"weights of {message.model_id!r} came through the pipe; use this scheme on both sides")
         self._transport.subscriptions.needed(message.model_id)
 
+    @override
     def _use(self, message: Message) -> None:
         self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model())

@@ -11,15 +11,17 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ...engine.outcome import Outcome, listed
+from ...engine.pickling import dumps
 from ...engine.timing import deadline_after
 from ...errors import AckTimeout
-from ...memory.reader_table import listed
-from ..base import WeightSyncScheme
-from ..sender import WeightSender
+from ..api import WeightSender, WeightSyncScheme
+from ..publishers import write
 from . import messages
-from .exchange import Link, Outcome, gather
+from .exchange import gather
 from .messages import Tag
-from .sender import PipeSender, write
+from .sender import PipeSender
+from .sender_end import Link
 
 _numbers = itertools.count(1)
 _one_at_a_time = threading.Lock()
@@ -51,57 +53,61 @@ def send_together(
 def _send_together(
     pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[int] | None, timeout: float | None
 ) -> int:
-    for sender, _ in pairs:
-        sender._refuse_pending("send_together")
-    links = {sender.model_id: sender._alive(sender._chosen(worker_ids)) for sender, _ in pairs}
-    first = links[pairs[0][0].model_id]
-    for sender, _ in pairs:
-        reached = links[sender.model_id]
-        if reached.keys() != first.keys() or any(reached[i].answers is not first[i].answers for i in first):
+    links = {sender: sender.ready("send_together", worker_ids) for sender, _ in pairs}
+    one, first = next(iter(links.items()))
+    for sender, reached in links.items():
+        if reached.keys() != first.keys() or any(reached[i].end is not first[i].end for i in first):
             raise ValueError(
-                f"{sender.model_id!r} and {pairs[0][0].model_id!r} reach different workers, or over different pipes; "
+                f"{sender.model_id!r} and {one.model_id!r} reach different workers, or over different pipes; "
                 "models that are sent together share one pipe for each worker"
             )
-    deadline = deadline_after(timeout, max(sender._default_timeout for sender, _ in pairs))
-    version = max(sender._next_version(links[sender.model_id]) for sender, _ in pairs)
-    meeting = _Meeting(list(links), version, first)
+    deadline = deadline_after(timeout, max(sender.default_timeout for sender in links))
+    version = max(sender.carrier.next_version(sender.model_id, reached) for sender, reached in links.items())
+    meeting = _Meeting([sender.model_id for sender in links], version, first)
     met = meeting.wait(deadline)
     try:
         if met.late:
             raise AckTimeout(
-                f"nothing was sent: {listed(list(met.late))} did not come to receive() in time, and the models "
-                f"{', '.join(map(repr, links))} change only together. Call receive() more often, or give more time "
-                "with timeout=",
+                f"nothing was sent: {listed(met.late)} did not come to receive() in time, and the models "
+                f"{', '.join(repr(sender.model_id) for sender in links)} change only together. Call receive() more "
+                "often, or give more time with timeout=",
                 version=version,
                 missing=met.late,
             )
-        for sender, _ in pairs:
-            PipeSender._mark(sender, met)  # a worker that left is gone, whatever it has applied before
+        for index in met.dead:  # a worker that left is gone, whatever it has applied before
+            _report(links, index, True)
         if not met.done:
             met.check("the call to receive together", None)
-        ready = {sender: {i: links[sender.model_id][i] for i in met.done} for sender, _ in pairs}
-        write([sender._plan(weights, ready[sender], version) for sender, weights in pairs], version, deadline)
+        ready = {sender: {i: reached[i] for i in met.done} for sender, reached in links.items()}
+        plans = [
+            sender.carrier.plan(sender.model_id, sender.sent_weights(weights), ready[sender], version)
+            for sender, weights in pairs
+        ]
+        write(plans, version, deadline)
     except BaseException:
         meeting.call_off()
         for index in met.dead if met.done else ():
-            for sender, _ in pairs:
-                sender._links[index].reported = False  # this error does not name it
+            _report(links, index, False)  # this error does not name it
         raise
     try:
-        posted = [(sender, sender._posted(version, ready[sender])) for sender, _ in pairs]
+        posted = [(sender, sender.carrier.tell(sender.model_id, version, ready[sender])) for sender in links]
         outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]
     except BaseException:
         meeting.call_off()
         raise
     if any(outcome.late for _, outcome in outcomes):
         meeting.call_off()  # a late worker may have lost a message to a newer one; it goes on with what it has
-    for _, outcome in outcomes:
-        outcome.dead = {**met.dead, **outcome.dead}
     for sender, outcome in outcomes:
-        sender._mark(outcome)
+        outcome.dead = {**met.dead, **outcome.dead}
+        sender.carrier.mark(sender.model_id, outcome)
     for sender, outcome in outcomes:
         outcome.check(f"version {version} of {sender.model_id!r}", version)
     return version
+
+
+def _report(links: Mapping[PipeSender, Mapping[int, Link]], index: int, reported: bool) -> None:
+    for reached in links.values():
+        reached[index].reported = reported
 
 
 class _Meeting:
@@ -115,9 +121,9 @@ class _Meeting:
 
     def wait(self, deadline: float) -> Outcome:
         """Who is there by the deadline."""
-        payload = messages.dumps((self._content, messages.PREPARE))
+        payload = dumps((self._content, messages.PREPARE))
         for link in self._links.values():
-            link.answers.send(payload, self._tag)
+            link.end.send(payload, self._tag)
         try:
             return gather(self._links, {index: [self._tag] for index in self._links}, deadline)
         except BaseException:
@@ -126,10 +132,10 @@ class _Meeting:
 
     def call_off(self) -> None:
         """Let them go on with what they have."""
-        payload = messages.dumps((self._content, messages.RESUME))
+        payload = dumps((self._content, messages.RESUME))
         for link in self._links.values():
-            if not link.answers.channel.closed:
-                link.answers.channel.queue(payload)
+            if not link.end.channel.closed:
+                link.end.channel.send(payload)
 
 
 def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
@@ -144,12 +150,12 @@ def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:
             raise ValueError(
                 f"send_together() takes senders or schemes and their weights, not a {type(sender).__name__}"
             )
-        if not sender._sends:
+        if not sender.sends:
             continue  # its workers keep what they have
         if not isinstance(sender, PipeSender):
             raise ValueError(
                 f"send_together() reaches workers over pipes, and {sender.model_id!r} is sent by a "
-                f"{type(sender._scheme).__name__}; send it by itself"
+                f"{type(sender).__name__}; send it by itself"
             )
         if isinstance(key, str) and key != sender.model_id:
             raise ValueError(f"the sender given for {key!r} sends {sender.model_id!r}")

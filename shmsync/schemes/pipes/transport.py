@@ -1,97 +1,127 @@
-"""What the transports over a pipe have in common."""
+"""A pipe without a sender or receiver: the calls of one end in the trainer, those of the other in the worker."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
 from typing import Any
 
+from ...engine.outcome import listed
 from ...engine.timing import check_timeout, deadline_after
 from ...errors import AckTimeout, WorkerDied
 from . import messages
+from .carrier import PipeCarrier, Posted
 from .connection import Channel
-from .exchange import Link, gather
-from .sender_end import unexpected
-from .worker_end import Inbox, Message
+from .exchange import gather
+from .sender_end import Link, unexpected
+from .worker_end import WorkerEnd
 
 
 class PipeTransport:
-    """One end of a pipe: the sender's, or the worker's, whichever it is used as first."""
+    """Weights over a pipe.
 
-    def __init__(self, pipe_connection: Any, timeout: float) -> None:
-        self.pipe = pipe_connection
+    In the trainer: send_weights(), send_weights_async(), wait_ack(), check_ack(). In the worker, with the other end:
+    receive_weights(), send_ack(). On both sides: pending(), check_connection().
+    """
+
+    def __init__(self, pipe: Any, timeout: float, carrier: PipeCarrier) -> None:
+        self.pipe = pipe
         self.timeout = check_timeout(timeout)
-        self._link: Link | None = None
+        self.carrier = carrier
+        self._posted: deque[Posted] = deque()  # by send_weights_async(), and not waited for
 
-    @property
-    def channel(self) -> Channel:
-        """The pipe, without blocking."""
+    def _channel(self) -> Channel:
         if self.pipe is None:
             raise ValueError("this transport has no pipe; make it with one end of multiprocessing.Pipe()")
         return Channel.of(self.pipe)
 
-    @property
-    def link(self) -> Link:
-        """The worker at the other end."""
-        if self._link is None:
-            self._link = Link(self.pipe)
-        return self._link
+    # In the trainer.
+
+    def _links(self) -> dict[int, Link]:
+        """The workers that a send goes to."""
+        if not self.carrier.links:
+            self._channel()  # or raise
+            self.carrier.add(0, self.pipe)
+        return self.carrier.links
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send, and wait until the workers have applied them. Raises WorkerDied, AckTimeout, a worker's exception, or
+        RuntimeError for an unexpected answer."""
+        self.send_weights_async(model_id, weights)
+        self.wait_ack()
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
+        deadline = deadline_after(None, self.timeout)
+        self._posted.append(self.carrier.post(model_id, weights, dict(self._links()), deadline))
+
+    def wait_ack(self) -> None:
+        """Wait for the answers to the oldest send_weights_async() that was not waited for. Raises as send_weights()."""
+        if self._posted:
+            self.carrier.collect(self._posted.popleft(), deadline_after(None, self.timeout))
+        else:
+            self.check_ack(messages.UPDATED)
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Wait for the worker's next answer, which should be `message`. Raises WorkerDied, AckTimeout, the worker's
+        exception, or RuntimeError for another answer, which stays in pending()."""
+        links = self._links()
+        if len(links) != 1:
+            raise ValueError(f"check_ack() listens to one worker, and this transport has {len(links)}; use wait_ack()")
+        ((index, link),) = links.items()
+        deadline = deadline_after(None, self.timeout)
+        tag = link.end.oldest()
+        if tag is None:
+            _wait_for_word(index, link, message, deadline)
+            return
+        self._posted.clear()
+        outcome = gather({index: link}, {index: [tag]}, deadline)
+        if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
+            link.end.channel.pending.pop()
+            return
+        outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
+        if message != messages.UPDATED:
+            raise RuntimeError(f"expected the answer {message!r} but got {messages.UPDATED!r}")
+
+    # In the worker.
 
     @property
-    def inbox(self) -> Inbox:
+    def end(self) -> WorkerEnd:
         """What the sender at the other end has sent."""
-        return Inbox.of(self.channel)
+        return WorkerEnd.of(self._channel())
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Answer the weights that receive_weights() gave, or that the worker's own loop has read."""
+        self.end.ack(message)
+
+    # On both sides.
 
     def check_connection(self) -> bool:
-        """Is this end open, and the other one, as far as is known?"""
-        return self.pipe is None or not (self.channel.closed or self.channel.ended)
+        """Are both ends open, as far as is known?"""
+        here = self.pipe is None or not (self._channel().closed or self._channel().ended)
+        return here and not any(link.dead for link in self.carrier.links.values())
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
-        return self.channel.take_pending()
+        found = [] if self.pipe is None else self._channel().take_pending()
+        for link in self.carrier.links.values():
+            found += link.take_pending()
+        return found
 
-    def wait_ack(self) -> None:
-        """Wait for the answer to the last send_weights_async(). Raises as send_weights()."""
-        self.check_ack(messages.UPDATED)
 
-    def check_ack(self, message: str = "updated") -> None:
-        """Wait for the next answer, which should be `message`. Raises WorkerDied, AckTimeout, the worker's exception,
-        or RuntimeError for another answer, which stays in pending()."""
-        deadline = deadline_after(None, self.timeout)
-        tag = self.link.answers.oldest()
-        if tag is not None:
-            outcome = gather({0: self.link}, {0: [tag]}, deadline)
-            if message != messages.UPDATED and outcome.failed.get(0) == unexpected(message):
-                self.channel.pending.pop()
-                return
-            outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
-            if message != messages.UPDATED:
-                raise RuntimeError(f"expected the answer {message!r} but got {messages.UPDATED!r}")
-            return
-        answers = self.link.answers
-        while (stray := answers.stray()) is None:
-            answers.pump()
-            if answers.channel.pending:
-                raise RuntimeError(f"expected the answer {message!r} but got {answers.channel.pending[-1]!r}")
-            if self.link.dead:
-                raise WorkerDied(f"the worker died before it answered {message!r} ({self.link})", missing=[0])
-            if time.monotonic() >= deadline:
-                raise AckTimeout(
-                    f"the worker has not answered {message!r} in time; give more with timeout=", missing=[0]
-                )
-            answers.channel.wait(min(deadline, time.monotonic() + 0.05))
-        if stray[1] != message:
-            raise RuntimeError(f"expected the answer {message!r} but got {stray[1]!r}")
-
-    def send_ack(self, message: str = "updated") -> None:
-        """In the worker: answer the weights that receive_weights() gave, or that the worker's own loop has read."""
-        inbox = self.inbox
-        answered, inbox.unanswered = inbox.unanswered, None
-        inbox.answer(answered or Message(messages.UPDATE, "", None, None), message)
-
-    def next_message(self, wanted: Callable[[Message], bool], timeout: float) -> Message | None:
-        """The next one for receive_weights()."""
-        message = self.inbox.next(wanted, time.monotonic() + check_timeout(timeout))
-        if message is not None:
-            self.inbox.unanswered = message
-        return message
+def _wait_for_word(index: int, link: Link, word: str, deadline: float) -> None:
+    """Wait for an answer to a message that the trainer's own loop has sent."""
+    end = link.end
+    while (stray := end.stray()) is None:
+        end.pump()
+        if end.channel.pending:
+            raise RuntimeError(f"expected the answer {word!r} but got {end.channel.pending[-1]!r}")
+        if link.dead:
+            raise WorkerDied(f"{listed([index])} died before it answered {word!r} ({link})", missing=[index])
+        if time.monotonic() >= deadline:
+            raise AckTimeout(
+                f"{listed([index])} has not answered {word!r} in time; give more with timeout=", missing=[index]
+            )
+        end.channel.wait(min(deadline, time.monotonic() + 0.05))
+    if stray[1] != word:
+        raise RuntimeError(f"expected the answer {word!r} but got {stray[1]!r}")

@@ -1,4 +1,4 @@
-"""The worker's end of a pipe: which messages are there, for which of its models."""
+"""The worker's end of a pipe: which messages are there, for which of its models, and the answers to them."""
 
 from __future__ import annotations
 
@@ -8,55 +8,33 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ... import _native
+from ...engine.outcome import Failure
+from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
 from ...errors import WriterDied
-from ...memory import process
+from ...memory.process import me
 from . import messages
 from .connection import Channel
-from .messages import Failure, Tag
+from .messages import Message
 
 
-class Message(NamedTuple):
-    """One of ours."""
-
-    kind: str
-    model_id: str  # of PREPARE and RESUME: ""
-    content: Any  # weights, a version, a handle; model ids and a number
-    tag: Tag | None  # None: from a sender that tags nothing
-    worker: int | None = None  # of REGISTER: the index that the sender has given this worker
-
-    @classmethod
-    def of(cls, message: Any) -> Message:
-        """Of what was read from the pipe."""
-        (model_id, content), kind = message
-        if kind in (messages.PREPARE, messages.RESUME):
-            return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
-        if kind == messages.REGISTER:
-            worker = message.who if isinstance(message, messages.Tagged) else None
-            return cls(kind, model_id, content, Tag(model_id, 0), worker)
-        tag = message.tag if isinstance(message, messages.Tagged) else None
-        if tag is None and isinstance(content, int):
-            tag = Tag(model_id, content)
-        return cls(kind, model_id, content, tag)
-
-
-class Inbox:
+class WorkerEnd:
     """Shared by the receivers of all models that use the pipe."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        self.unanswered: Message | None = None  # handed out by receive_weights(); send_ack() answers it
         self.lock = threading.RLock()  # receivers in several threads may share a pipe
         self._messages: deque[Message] = deque()
+        self._given: Message | None = None  # by take(); ack() answers it
         self._looked = 0.0  # when the sender's process was last looked for
 
     @classmethod
-    def of(cls, channel: Channel) -> Inbox:
-        """The inbox of a channel; the same object each time."""
+    def of(cls, channel: Channel) -> WorkerEnd:
+        """That of a channel; the same object each time."""
         if not isinstance(channel.role, cls):
             if channel.role is not None:
                 raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
@@ -68,8 +46,7 @@ class Inbox:
 
         Raises WriterDied when the sender is gone and nothing wanted is left.
         """
-        if self.channel.unsent:
-            self.channel.flush()  # an answer that the pipe had no room for
+        self.channel.flush()  # an answer that the pipe had no room for
         while True:
             with self.lock:
                 for position, message in enumerate(self._messages):
@@ -88,16 +65,14 @@ class Inbox:
             self.channel.wait(deadline)
 
     def quick(self, deadline: float) -> Message | None:
-        """The next message if it is small, and nothing else is there to be looked at first."""
+        """The next message, if it is all there and nothing else has to be looked at first."""
         channel = self.channel
         if self._messages or not channel.idle or channel.closed:
             return None
         if not _native.wait_readable(channel.fd, slice_until(deadline)):
             return None
         with self.lock:
-            payload = None if self._messages else channel.take_small()
-            found = None if payload is None else channel.loads(payload)
-        return None if found is None else self._ours(found[0])
+            return self._messages.pop() if not self._messages and self._read() and self._messages else None
 
     def put_back(self, message: Message) -> None:
         """Give back what next() or quick() gave."""
@@ -105,23 +80,19 @@ class Inbox:
             self._messages.appendleft(message)
 
     def _read(self) -> bool:
-        """Take in one message, if one is there."""
+        """Take in one message, if one is there. What is not about weights is kept for the worker's own loop."""
         try:
-            found = self.channel.read()
+            found = self.channel.peek()
         except EOFError:
             return False
         if found is None:
             return False
-        if (message := self._ours(found[0])) is not None:
-            self._messages.append(message)
+        if messages.is_message(found[0]):
+            self._messages.append(Message.of(found[0]))
+        else:
+            self.channel.pending.append(found[0])
+        self.channel.drop()
         return True
-
-    def _ours(self, message: Any) -> Message | None:
-        """A message about weights; any other is kept for the worker's own loop."""
-        if messages.is_message(message):
-            return Message.of(message)
-        self.channel.pending.append(message)
-        return None
 
     def _look_for_sender(self) -> None:
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
@@ -137,13 +108,27 @@ class Inbox:
         """Say that it was applied, registered, or is awaited."""
         tag = message.tag
         if tag is None:
-            payload = messages.small((None, word))
+            payload = small((None, word))
         elif message.kind == messages.UPDATE and isinstance(message.content, int):
-            payload = messages.small((tuple(tag), word))
+            payload = small((tuple(tag), word))
         else:
-            payload = messages.small(messages.Tagged((None, word), tag, process.me().owner))
-        self.channel.send_small(payload)
+            payload = small(messages.Tagged((None, word), tag, me().owner))
+        self.channel.send(payload)
 
     def answer_failure(self, message: Message, error: BaseException) -> None:
         """Send an exception that was just caught to the sender."""
-        self.channel.queue(messages.dumps((Failure.of(error, message.tag), messages.FAILED)))
+        self.channel.send(dumps((Failure.of(error, message.tag), messages.FAILED)))
+
+    # For a loop of the worker's own, without a receiver.
+
+    def take(self, kinds: tuple[str, ...], deadline: float) -> Message | None:
+        """The next message of these kinds; ack() answers it."""
+        message = self.next(lambda message: message.kind in kinds, deadline)
+        if message is not None:
+            self._given = message
+        return message
+
+    def ack(self, word: str) -> None:
+        """Answer what take() gave, or what the worker has read from the pipe by itself."""
+        answered, self._given = self._given, None
+        self.answer(answered or Message(messages.UPDATE, "", None, None), word)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from ..pipes.messages import Failure
 from .parcel import Announcement, Packer, Parcel, Stamp
 from .place import Place, here
 from .relay import Relay, RelayOptions

@@ -12,8 +12,8 @@ from torch import nn
 
 from ...engine.timing import check_timeout
 from ...errors import ClosedError, ProtocolError
+from ..api import WeightReceiver
 from ..lookup import Arguments
-from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
 from .parcel import Announcement, Stamp, add_careful, stamp_of
 

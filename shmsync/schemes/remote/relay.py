@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError, ShmSyncError, WriterBusy
 from ...memory import segment
-from ..pipes.sender import write
-from ..publishers import ALL, Arenas
+from ..publishers import ALL, Publishers, write
 from .parcel import Announcement, Stamp, add_careful, stamp_of
 
 
@@ -29,7 +28,7 @@ class Relay:
     def __init__(self, options: RelayOptions) -> None:
         self._readers = options.readers
         self._timeout = options.timeout
-        self._arenas = Arenas(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
+        self._publishers = Publishers(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
         _sweep()  # what the relay that this one replaces has left
         add_careful(self)
@@ -47,19 +46,19 @@ class Relay:
         """The same for weights that this process has itself."""
         with self._lock:
             model_id, version = stamp.model_id, stamp.version
-            if self._arenas.version(model_id) < version:  # else this message came late, and there is newer
-                plan = self._arenas.plan(model_id, weights, [ALL], version, self._readers)
+            if self._publishers.version(model_id) < version:  # else this message came late, and there is newer
+                plan = self._publishers.plan(model_id, weights, [ALL], version, self._readers)
                 write([plan], version, deadline)
-            publisher = self._arenas.publisher(model_id, ALL)
+            publisher = self._publishers.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)
 
     def version(self, model_id: str) -> int:
         """The newest version of a model here; 0: none yet."""
-        return self._arenas.version(model_id)
+        return self._publishers.version(model_id)
 
     def close(self) -> None:
         """End the arenas. Idempotent."""
-        self._arenas.close()
+        self._publishers.close()
 
 
 def _stamp(weights: Any) -> Stamp:

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from ..pipes.exchange import Outcome
-from ..pipes.messages import Failure
+from ...engine.outcome import Failure, Outcome, Wording
 from .place import Place
 
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
-HINT = "its process may be starting, stopped, or busy with a call that came before"
+WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
 
 
 class Gone(Exception):
@@ -133,13 +132,13 @@ class Delivery:
 
     Args:
         wait: waits until one of these calls is finished, but no longer than so many seconds.
-        hint: what may keep the late.
+        wording: of the errors.
     """
 
-    def __init__(self, wait: Callable[[Collection[Call], float], None], hint: str = HINT) -> None:
+    def __init__(self, wait: Callable[[Collection[Call], float], None], wording: Wording = WORDING) -> None:
         self._wait = wait
         self._open: list[Step] = []
-        self.outcome = Outcome(hint)
+        self.outcome = Outcome(wording)
         self.unreached: set[int] = set()  # workers whose own step waits for another
 
     def ask(

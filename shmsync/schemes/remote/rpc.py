@@ -10,13 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
-from ..pipes.messages import Failure
-from . import relay
 from .fan_out import FanOut, HostedFanOut, Site
 from .place import here
-from .relay import RelayOptions
+from .relay import RelayOptions, close_here, publish_here
 from .requests import Answered, Call, Destination, Failed, Gone
 from .scheme import RemoteScheme, RemoteSender
 from .transport import RemoteTransport
@@ -86,7 +85,7 @@ def run_there(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        return Failure.of(error, None)
+        return Failure.of(error)
 
 
 def _answered(key: int, _future: Any) -> None:
@@ -248,7 +247,7 @@ class RPCRelay(Destination):
 
     def post(self, payload: Any) -> Call:
         """Give it a parcel."""
-        return RPCCall(self.host.info, run_there, (relay.publish_here, self.options, payload))
+        return RPCCall(self.host.info, run_there, (publish_here, self.options, payload))
 
 
 class RPCFanOut(HostedFanOut):
@@ -275,7 +274,7 @@ class RPCFanOut(HostedFanOut):
         assert isinstance(relay, RPCRelay)
         if has_agent() and not relay.host.dead:
             with contextlib.suppress(Gone):
-                call = RPCCall(relay.host.info, partial(relay.close_here, ended=ended), (self._session,))
+                call = RPCCall(relay.host.info, partial(close_here, ended=ended), (self._session,))
                 # For a moment: the agent may be shut down next, and the arena is to be gone before.
                 deadline = time.monotonic() + (2.0 if ended else 0.0)
                 while not call.finished() and time.monotonic() < deadline:

@@ -11,9 +11,8 @@ from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, deadline_after
 from ...errors import WorkerDied
-from ..base import WeightSyncScheme
+from ..api import WeightSender, WeightSyncScheme
 from ..lookup import Arguments
-from ..sender import WeightSender
 from .fan_out import FanOut, check_whole_nodes, find_places, sites_of
 from .parcel import Packer, Parcel, Stamp
 from .receiver import RemoteReceiver

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....engine.joint import Source, publish_jointly
-from ....engine.publisher import Publisher
-from ....memory.reader_table import RowId, claimed
+from ....engine import extra_state
+from ....engine.publisher import Publication, Publisher, publish_all
+from ....memory.reader_table import RowId
 from ....memory.segment import new_name
-from .. import extra_state
 
 
 class Group:
@@ -22,7 +21,7 @@ class Group:
         self.publisher = publisher
         self.arrived = set(told)
         self._rows: dict[int, RowId] = {}
-        leaf = publisher._arena.manifest.by_key.get(extra_state.KEY)
+        leaf = publisher.manifest.by_key.get(extra_state.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
@@ -33,21 +32,21 @@ class Group:
 
     def applied(self, version: int) -> list[int]:
         """The workers that have this version, those that have left since included."""
-        workers: list[int] = self.publisher._arena.control.workers_at(version)
+        workers = self.publisher.applied_by(version)
         self.arrived.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
         """Sleep until these workers have the version, at most so long. False: at once, since none is attached."""
         if any(worker not in self._rows for worker in workers):
-            self._rows = {row.worker: row.id for row in claimed(self.publisher._arena.control)}
+            self._rows = self.publisher.attached_rows()
         rows = [self._rows[worker] for worker in workers if worker in self._rows]
-        if rows and not self.publisher._side.writer.wait_acks(version, rows, nanoseconds):
+        if rows and not self.publisher.wait_rows(version, rows, nanoseconds):
             self._rows = {}  # they have it, or rows have other owners now: look again if it goes on
         return bool(rows)
 
 
-class Member(NamedTuple):
+class Membership(NamedTuple):
     """A group, who belongs to it, and the groups that others have left it for."""
 
     group: Group
@@ -61,7 +60,7 @@ class Member(NamedTuple):
         return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
 
 
-class Posted(NamedTuple):
+class Assignment(NamedTuple):
     """A version that these workers have to apply."""
 
     group: Group
@@ -97,7 +96,7 @@ class Groups:
             planned.setdefault(key, (new_name(), source, []))[2].append(worker)
         self._planned = list(planned.values())
         self.workers = set(sources)
-        self._members: tuple[Member, ...] = ()  # replaced as a whole: an interrupt may land anywhere
+        self._members: tuple[Membership, ...] = ()  # replaced as a whole: an interrupt may land anywhere
         self._groups: list[Group] = []  # every one that has an arena
         self._closing = util.Finalize(self, _close, (self._groups,), exitpriority=25)
 
@@ -124,7 +123,7 @@ class Groups:
                     "without alias="
                 )
             group = self._make(tensors if states is None else extra_state.together(tensors, states), name, workers)
-            members.append(Member(group, frozenset(workers)))
+            members.append(Membership(group, frozenset(workers)))
             if self._alias:
                 group.publisher.adopt(source)
         self._members = tuple(members)
@@ -140,7 +139,9 @@ class Groups:
         weights = group.publisher.weights
         return weights if group.room is None else weights.exclude(extra_state.LEAF)
 
-    def publish(self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float) -> list[Posted]:
+    def publish(
+        self, wanted: Sequence[tuple[Any, set[int]]], absent: Collection[int], deadline: float
+    ) -> list[Assignment]:
         """Publish weights for sets of workers, each for its own; a set that is part of a group leaves that group.
         `absent`: workers that are gone, and in nobody's way.
 
@@ -148,7 +149,7 @@ class Groups:
         """
         plan: list[tuple[Group, Any]] = []
         chosen_for: list[frozenset[int]] = []
-        fresh: list[Member] = []
+        fresh: list[Membership] = []
         try:
             for weights, workers in wanted:
                 tensors, states = extra_state.separate(weights)
@@ -161,17 +162,19 @@ class Groups:
                     if source is None or others or member.still_used_by():
                         # Not the group's own, or not any more, or larger: another arena, which starts as a copy.
                         group = self._branch(group, chosen, states)
-                        fresh.append(Member(group, chosen))
+                        fresh.append(Membership(group, chosen))
                         source = group.taken(tensors, states)
                     plan.append((group, source))
                     chosen_for.append(chosen)
             members = self._after(fresh)
-            versions = self._publish(plan, deadline)
+            versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
             self._members = members
         except BaseException:
             self.sweep()
             raise
-        return [Posted(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)]
+        return [
+            Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
+        ]
 
     def sweep(self) -> None:
         """End the arenas that nobody is meant to use (any more); a worker that has not moved yet keeps what it has."""
@@ -184,23 +187,15 @@ class Groups:
         """End every arena. Idempotent."""
         self._closing()
 
-    def _after(self, fresh: Sequence[Member]) -> tuple[Member, ...]:
+    def _after(self, fresh: Sequence[Membership]) -> tuple[Membership, ...]:
         """The members once these have got workers of the others."""
         members = []
         for member in self._members:
             gone = tuple((new.group, new.workers) for new in fresh if new.workers & member.workers)
             rest = member.workers.difference(*(workers for _, workers in gone))
             if rest:
-                members.append(Member(member.group, rest, member.still_used_by() + gone))
+                members.append(Membership(member.group, rest, member.still_used_by() + gone))
         return (*members, *fresh)
-
-    def _publish(self, plan: Sequence[tuple[Group, Any]], deadline: float) -> list[int]:
-        if len(plan) == 1:
-            publisher, source = plan[0][0].publisher, plan[0][1]
-            with publisher._side.lock:
-                return [publisher._publish(source, deadline)]
-        publish_jointly([Source(group.publisher, source) for group, source in plan], None, deadline)
-        return [group.publisher.version for group, _ in plan]
 
     def _branch(self, group: Group, workers: frozenset[int], states: extra_state.States | None) -> Group:
         if self._alias:
@@ -213,9 +208,7 @@ class Groups:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
         branch = self._make(current, new_name())
-        branch.publisher._source = {}  # it would keep the arena that it was copied from; every send brings its own
-        branch.publisher._source_transfer = None
-        branch.publisher._recent.clear()
+        branch.publisher.forget_source()  # it would keep the arena that it was copied from; every send brings its own
         return branch
 
     def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:

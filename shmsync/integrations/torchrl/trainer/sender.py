@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from .... import _native
+from ....engine.outcome import Outcome, Wording, listed
 from ....engine.timing import check_worker, deadline_after
-from ....errors import AckTimeout, WorkerDied, WriterBusy
-from ....memory.reader_table import listed
-from ....schemes.pipes.exchange import RemoteTraceback
-from ....schemes.pipes.messages import Failure
-from ..lines import Switchboard
-from .groups import Groups, Posted
+from ....errors import WorkerDied, WriterBusy
+from .groups import Assignment, Groups
+from .switchboard import Switchboard
 
 _SLICE = 5_000_000  # ns between two looks at deaths and failures
+WORDING = Wording(
+    "a worker applies between two forwards of its policy",
+    sent="is published",
+    died="ended",
+    after_death="The others have it, and the next update goes on without these; a collector cannot, so make a new one",
+    after_lateness="A late worker uses it as soon as it can; give more time with timeout=",
+)
 
 
 class Sender:
@@ -53,7 +58,9 @@ class Sender:
             self._take_lock(holder, deadline)
             earlier = dict(self.lines.look())  # also lets new workers in
             if earlier:
-                raise_failures(earlier, f"an earlier version of {self._model_id!r}; nothing was published now")
+                outcome = Outcome(WORDING)
+                outcome.failed.update(earlier)
+                outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
             self._lost &= self.lines.ended.keys()  # others have come back
             living = [(weights, workers - self._lost) for weights, workers in wanted]
             living = [(weights, workers) for weights, workers in living if workers]
@@ -112,23 +119,16 @@ class Sender:
         self.groups.close()
 
 
-def raise_failures(failed: Mapping[int, Failure], what: str, rest: Sequence[str] = ()) -> NoReturn:
-    """Raise a worker's exception, from the tracebacks of all."""
-    texts = [f"worker {worker} failed while it applied {what}:\n{each.trace}" for worker, each in failed.items()]
-    raise next(iter(failed.values())).exception() from RemoteTraceback("\n".join([*texts, *rest]))
-
-
 class _Wait:
     """Until each worker has applied what was posted for it, has failed or is dead, or the deadline is there."""
 
-    def __init__(self, sender: Sender, posted: Sequence[Posted], deadline: float) -> None:
+    def __init__(self, sender: Sender, posted: Sequence[Assignment], deadline: float) -> None:
         self._sender = sender
         self._deadline = deadline
         self._posted = posted
         self._version = max(post.version for post in posted)
         self._waiting = {worker: post for post in posted for worker in post.workers}
-        self._dead: dict[int, str] = {}
-        self._failed: dict[int, Failure] = {}
+        self._outcome = Outcome(WORDING)
 
     def finish(self) -> None:
         while True:
@@ -138,7 +138,8 @@ class _Wait:
             if not self._waiting or time.monotonic() >= self._deadline:
                 break
             self._sender.lines.ring_owed()
-        self._raise()
+        self._outcome.late = sorted(self._waiting)
+        self._outcome.check(f"version {self._version} of {self._sender._model_id!r}", self._version)
 
     def _sleep(self) -> None:
         """In the kernel, until the workers of one arena have acked, for a slice at most."""
@@ -159,35 +160,10 @@ class _Wait:
         lines = self._sender.lines
         for worker, failure in lines.look():
             self._waiting.pop(worker, None)
-            self._failed[worker] = failure
+            self._outcome.failed[worker] = failure
         if self._waiting.keys() & lines.ended.keys():
             self._take_acks()  # who has acked, and ended since, is done
             for worker in self._waiting.keys() & lines.ended.keys():
                 del self._waiting[worker]
-                self._dead[worker] = lines.ended[worker]
-            self._sender._lost |= self._dead.keys()
-
-    def _raise(self) -> None:
-        what = f"version {self._version} of {self._sender._model_id!r}"
-        dead = ", ".join(f"worker {worker} ({how})" for worker, how in self._dead.items())
-        late = sorted(self._waiting)
-        if self._failed:
-            rest = [f"dead: {dead}"] if dead else []
-            rest += [f"late: {listed(list(late))}"] if late else []
-            raise_failures(self._failed, what, rest)
-        if self._dead:
-            raise WorkerDied(
-                f"{what} is published, but {dead} before applying it"
-                + (f"; late: {listed(list(late))}" if late else "")
-                + ". The others have it, and the next update goes on without the dead; a collector cannot, so make a "
-                "new one",
-                version=self._version,
-                missing=[*self._dead, *late],
-            )
-        if late:
-            raise AckTimeout(
-                f"{what} is published, but {listed(list(late))} did not apply it in time; a worker applies between two "
-                "forwards of its policy. It will use it as soon as it can; give more time with timeout=",
-                version=self._version,
-                missing=late,
-            )
+                self._outcome.dead[worker] = lines.ended[worker]
+            self._sender._lost |= self._outcome.dead.keys()

@@ -22,7 +22,7 @@ class Listening(Protocol):
         """Do what the line says; False when nobody is at the other end any more."""
 
 
-class Listener:
+class LineListener:
     """The thread of this process; it ends when nobody is listening any more."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Listener:
         self._bell = -1  # an eventfd: the lines have changed
 
     @classmethod
-    def here(cls) -> Listener:
+    def here(cls) -> LineListener:
         """That of the calling process."""
         # A thread does not survive a fork. setdefault: two threads may ask at once, and a fork may come in between.
         return _listeners.setdefault(_native.fork_generation(), cls())
@@ -91,4 +91,4 @@ class Listener:
                 del listening
 
 
-_listeners: dict[int, Listener] = {}  # by fork generation
+_listeners: dict[int, LineListener] = {}  # by fork generation

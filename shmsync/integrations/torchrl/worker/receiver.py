@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from ....engine import extra_state
 from ....engine.binding import Binding, bind_module
 from ....engine.strategy import WeightStrategy
 from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.segment import Handle
-from .. import extra_state
-from ..lines import Line
 from .clock import VersionClock
-from .listener import Listener
+from .line import Line
+from .listener import LineListener
 from .safe_point import LoadPoint, SafePoint, StatePoint, Turn, make_private
 
 
@@ -51,7 +51,7 @@ class Receiver:
             raise
         self._counted = 1  # the version that arenas start with; each later one is an update
         self._finalizer = weakref.finalize(self, _leave, self._line)
-        Listener.here().add(self)
+        LineListener.here().add(self)
 
     @property
     def fd(self) -> int:
@@ -145,7 +145,7 @@ class Receiver:
 
     @property
     def _has_extra(self) -> bool:
-        return extra_state.KEY in self._subscriber._arena.manifest.by_key
+        return extra_state.KEY in self._subscriber.arena.manifest.by_key
 
     def _attach(self, name_or_handle: str | Handle, patience: float) -> Subscriber:
         until = time.monotonic() + patience
@@ -153,7 +153,7 @@ class Receiver:
             try:
                 subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
                 # Sections wait as long as the trainer does, for another worker's forward perhaps; its death ends that.
-                subscriber._timeout = math.inf
+                subscriber.timeout = math.inf
                 return subscriber
             except ArenaNotFound:
                 message = self._line.take()
@@ -170,11 +170,10 @@ class Receiver:
                     time.sleep(0.002)
 
     def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
-        beside = [extra_state.KEY] if extra_state.KEY in subscriber._arena.manifest.by_key else []
+        beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
         devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
         return bind_module(
             subscriber,
-            subscriber._arena,
             module,
             guard=False,
             buffers="copy",
@@ -187,13 +186,13 @@ class Receiver:
         """Let the module show this subscriber's weights now, and from now on."""
         after = _After(self, quiet)
         with subscriber._exclusive():
-            subscriber._bindings += [binding, after]
+            subscriber.followers += [binding, after]
             if subscriber.version == 0:
                 subscriber.refresh()  # the first version: it is acked when the module shows it
             else:
                 with subscriber.read():
-                    binding.move(subscriber._held & 0x7F)
-                    after.set_extra_state(subscriber._held & 0x7F)
+                    binding.move(subscriber._held_slot)
+                    after.set_extra_state(subscriber._held_slot)
         after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
@@ -215,7 +214,7 @@ class Receiver:
                 self._show(fresh, binding, quiet=True)
             else:
                 fresh.refresh()
-            earlier._bindings.clear()
+            earlier.followers.clear()
             earlier.close()
 
     def _count(self, version: int | None = None) -> None:
@@ -231,15 +230,15 @@ class Receiver:
             self._safe_point.remove()
             self._safe_point = None
         make_private(self._subscriber)
-        self._subscriber._bindings.clear()
+        self._subscriber.followers.clear()
         self._module = None
 
 
 class _Unread(Subscriber):
     """Applies no version, and so acks none, before something shows it."""
 
-    def _first_version(self) -> None:
-        pass
+    def attached(self) -> None:
+        """Nothing yet."""
 
 
 class _After:
@@ -261,12 +260,12 @@ class _After:
         try:
             self.set_extra_state(slot)
             if receiver.cascade is not None:
-                receiver.cascade(receiver._subscriber._arena.weights(slot))
+                receiver.cascade(receiver._subscriber.arena.weights(slot))
         except Exception as error:
             if not self.quiet:
                 raise
             receiver._line.report(error)  # before the trainer sees the ack
-        receiver._count(receiver._subscriber._held >> 8)
+        receiver._count(receiver._subscriber._held_version)
         return True
 
     def set_extra_state(self, slot: int) -> None:
@@ -274,9 +273,9 @@ class _After:
         receiver = self._receiver()
         module = None if receiver is None or receiver._module is None else receiver._module()
         if receiver is not None and module is not None and receiver._has_extra:
-            extra_state.set_states(module, receiver._subscriber._arena.views(slot)[extra_state.KEY])
+            extra_state.set_states(module, receiver._subscriber.arena.views(slot)[extra_state.KEY])
 
 
 def _leave(line: Line) -> None:
-    Listener.here().remove(line.fd)
+    LineListener.here().remove(line.fd)
     line.close()

@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
 from ....engine.binding import Binding
-from ....engine.guard import forward, unalias
+from ....engine.guard import StandIn, forward, unalias
 from ....engine.subscriber import Subscriber
 from ....errors import ShmSyncError
 from .clock import VersionClock
-
-
-class _StandIn:
-    """Stands in for a method of one module. In a copy (deepcopy, pickle) of the module it is just the copy's own."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self._name = name
-        self._inner: Callable[..., Any] = getattr(module, name)
-        functools.update_wrapper(cast(Any, self), self._inner)  # TorchRL reads a policy's signature
-        setattr(module, name, self)
-
-    def remove(self) -> None:
-        """Give the module its own method back."""
-        if self._module.__dict__.get(self._name) is self:
-            if getattr(self._inner, "__func__", None) is getattr(type(self._module), self._name):
-                delattr(self._module, self._name)
-            else:
-                setattr(self._module, self._name, self._inner)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _Plain(self._inner).__deepcopy__(memo)
-
-    def __reduce__(self) -> Any:
-        return _Plain, (self._inner,)
-
-
-class _Plain:
-    """What a copied module has in place of a _StandIn."""
-
-    def __init__(self, inner: Callable[..., Any]) -> None:
-        self._inner = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._inner(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Plain:
-        return _Plain(copy.deepcopy(self._inner, memo))
 
 
 class Turn:
@@ -91,7 +51,7 @@ class Turn:
             self.rang()
 
 
-class SafePoint(_StandIn):
+class SafePoint(StandIn):
     """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
 
     The turn also keeps the thread out that moves the policy while it is idle. Unlike the Guard of Subscriber.bind()
@@ -108,7 +68,7 @@ class SafePoint(_StandIn):
         """From now on sections are this subscriber's. In a turn."""
         self._section = subscriber.read()
         # Private copies (buffers, and all that is not in CPU memory) change in place, as the slab does.
-        copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding._copied}
+        copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding.copied}
         in_slab = subscriber._aliases
         self._aliases: Callable[[Any], bool] = in_slab
         if copies:
@@ -116,7 +76,7 @@ class SafePoint(_StandIn):
         self._subscriber = subscriber
 
     def remove(self) -> None:
-        """As in _StandIn. In a turn."""
+        """As StandIn's, in a turn."""
         self._subscriber = None
         super().remove()
 
@@ -124,16 +84,16 @@ class SafePoint(_StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, inside a section."""
         if self._subscriber is None:
-            return self._inner(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         with self.turn:
             if self._subscriber is None:  # removed meanwhile
-                return self._inner(*args, **kwargs)
+                return self.inner(*args, **kwargs)
             with self._section:
                 self._clock.forward_begins(args)
-                return unalias(forward(self._inner, args, kwargs), self._aliases)
+                return unalias(forward(self.inner, args, kwargs), self._aliases)
 
 
-class StatePoint(_StandIn):
+class StatePoint(StandIn):
     """Stands in for a policy's `state_dict()`: a private copy of one version."""
 
     def __init__(self, module: nn.Module, policy: SafePoint) -> None:
@@ -144,16 +104,16 @@ class StatePoint(_StandIn):
         """The module's state_dict(), taken in a section."""
         with self._policy.turn:
             if self._policy._subscriber is None:
-                return self._inner(*args, **kwargs)
+                return self.inner(*args, **kwargs)
             with self._policy._section:
-                state = self._inner(*args, **kwargs)
+                state = self.inner(*args, **kwargs)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # else keep_vars=True
                         state[key] = value.clone()
                 return state
 
 
-class LoadPoint(_StandIn):
+class LoadPoint(StandIn):
     """Stands in for the part of `load_state_dict()` that writes a module's own parameters. Bound ones are shared and
     read-only: they become private first, and stay so until they are loaded.
     """
@@ -166,13 +126,13 @@ class LoadPoint(_StandIn):
         """Load, with nothing moving meanwhile."""
         with self._policy.turn:
             if self._policy._subscriber is not None:
-                make_private(self._policy._subscriber, {self._module})
-            return self._inner(*args, **kwargs)
+                make_private(self._policy._subscriber, {self.module})
+            return self.inner(*args, **kwargs)
 
 
 def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -> None:
     """Let bound parameters (of these modules only) be private, until the next version."""
-    bindings = [each for each in subscriber._bindings if isinstance(each, Binding)]
+    bindings = [each for each in subscriber.followers if isinstance(each, Binding)]
     with subscriber._exclusive():
         try:
             section: AbstractContextManager[Any] = subscriber.read()

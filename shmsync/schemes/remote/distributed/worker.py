@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ....engine.outcome import Failure
 from ....errors import WriterDied
-from ...pipes.messages import Failure
 from ..background import GRACE, Clerk, Job
 from ..parcel import Label, Stamp, unpack
 from ..place import here
@@ -157,7 +157,7 @@ class Inbox:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return {"failure": mailbox.to_text(Failure.of(error, None))}
+    return {"failure": mailbox.to_text(Failure.of(error))}
 
 
 @contextlib.contextmanager

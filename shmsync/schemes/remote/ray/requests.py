@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
+from ....engine.outcome import Failure
 from ....errors import ProtocolError
-from ...pipes.messages import Failure
 from ..background import Clerk, Job
 from ..parcel import Parcel
 from ..place import Place
@@ -110,7 +110,7 @@ def invoke(actor: Any, method: str, **arguments: Any) -> Any:
 
 
 def _type_error(message: str) -> Failure:
-    return Failure.of(TypeError(message), None)._replace(trace=message)
+    return Failure.of(TypeError(message))._replace(trace=message)
 
 
 def failure_of(error: Any) -> Failure:
@@ -119,7 +119,7 @@ def failure_of(error: Any) -> Failure:
     if not isinstance(cause, BaseException):  # of a class that cannot be rebuilt here; the text ends with the exception
         text = _plain(str(error))
         return Failure(None, None, text[-1] if text else repr(error), str(error))
-    return Failure.of(cause, None)._replace(trace=str(error))
+    return Failure.of(cause)._replace(trace=str(error))
 
 
 def look(calls: Sequence[RayCall], seconds: float) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import nn
 
+from ....engine.outcome import Wording, listed
 from ....engine.strategy import WeightStrategy
 from ....engine.timing import check_timeout, deadline_after
 from ....errors import WorkerDied
-from ....memory.reader_table import listed
 from ..parcel import Packer
 from ..requests import Delivery
 from . import requests
@@ -164,7 +164,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         return list(range(len(self.remote_collectors)))
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
-        self._delivery = Delivery(requests.wait, "its process may be busy with a call that came before")
+        self._delivery = Delivery(requests.wait, Wording("its process may be busy with a call that came before"))
         actors = {id(actor) for actor in self.remote_collectors}
         self._transports = {key: transport for key, transport in self._transports.items() if key in actors}
         self._refuse_dead(worker_ids)

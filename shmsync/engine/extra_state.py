@@ -15,13 +15,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from ...engine.sources import Filter, collect
-from ...memory.manifest import Key
-from ...schemes.pipes.messages import dumps
+from ..memory.manifest import Key
+from .pickling import dumps
+from .sources import Filter, collect
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
-_STATE_DICT_KEY = "_extra_state"
+STATE_DICT_KEY = "_extra_state"
+KEYS = (LEAF, STATE_DICT_KEY)
 _LENGTH_BYTES = 8
 _SMALLEST = 1024  # bytes of room
 
@@ -41,7 +42,7 @@ def separate(weights: Any) -> tuple[Any, States | None]:
             return weights, None
         return weights.exclude(LEAF), {"": _plain(weights.get(LEAF))}
     if isinstance(weights, Mapping):
-        keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in (LEAF, _STATE_DICT_KEY)]
+        keys = [key for key in weights if isinstance(key, str) and key.rpartition(".")[2] in KEYS]
         if keys:
             states = {key.rpartition(".")[0]: _plain(weights[key]) for key in keys}
             return {key: value for key, value in weights.items() if key not in keys}, states
@@ -75,7 +76,7 @@ def unpacked(weights: TensorDictBase) -> Any:
 
 def by_key(states: States) -> dict[str, Any]:
     """Extra states under the keys that a state_dict has for them."""
-    return {f"{path}.{_STATE_DICT_KEY}" if path else _STATE_DICT_KEY: state for path, state in states.items()}
+    return {f"{path}.{STATE_DICT_KEY}" if path else STATE_DICT_KEY: state for path, state in states.items()}
 
 
 def set_states(module: nn.Module, leaf: torch.Tensor) -> None:

@@ -1,0 +1,41 @@
+"""Pickles that copy: multiprocessing's own would move the trainer's tensors into shared memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def small(message: object) -> bytes:
+    """Pickled; for messages without tensors. The same message gives the same bytes on both sides."""
+    return pickle.dumps(message, protocol=5)
+
+
+def dumps(message: object) -> bytes:
+    """Pickled, tensors by value: multiprocessing's pickle would move the trainer's own tensors into shared memory."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(message)
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (torch.Tensor, nn.Parameter) and _plain(obj):
+            obj = obj.detach().cpu().contiguous()
+            data = obj.view(-1).view(torch.uint8).numpy() if obj.numel() else b""
+            return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape))
+        return NotImplemented
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -1,0 +1,194 @@
+"""The trainer's end of the lines to its workers; see lines.py."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import secrets
+import select
+import socket
+from collections.abc import Callable, Collection, Iterable
+from multiprocessing import util
+from typing import Any
+
+from ....engine.outcome import Failure
+from ....engine.pickling import small
+from ....memory.process import Peer
+from ....memory.segment import Handle
+from ..lines import RING, check_uid, receive
+
+Report = tuple[int, Failure]  # from which worker
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+class Switchboard:
+    """The trainer's end of every line of one scheme.
+
+    Args:
+        workers: their indices.
+        process_of: gives a worker's Process by index, or None as long as it is not known.
+    """
+
+    def __init__(self, workers: Collection[int], process_of: Callable[[int], Any]) -> None:
+        # In the abstract namespace: nothing to unlink, and gone with the process.
+        self.address = f"\0shmsync.{os.getpid()}.{secrets.token_hex(8)}"
+        self.ended: dict[int, str] = {}  # how, by worker
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.address)
+        self._listener.listen(max(128, 2 * len(workers)))
+        self._listener.setblocking(False)
+        self._process_of = process_of
+        self._unknown = set(workers)  # whose process nobody knows yet
+        self._peers: dict[int, Peer] = {}
+        self._lines: dict[int, socket.socket] = {}
+        self._owed: dict[int, bytes] = {}  # where to move, for those who have not heard it
+        self._poll = select.poll()  # all of it: one call tells that nothing has happened
+        self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
+        self._open = {self._listener: None}  # in order: the listener closes first, so that nobody calls again
+        self._watch(self._listener.fileno(), self._let_in)
+        self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
+
+    def move(self, worker: int, handle: Handle) -> None:
+        """Have the next ring tell a worker to move to another arena; it is not lost when the worker cannot hear."""
+        self._owed[worker] = small(tuple(handle))
+
+    def ring(self, workers: Iterable[int]) -> None:
+        """Wake these workers, if they have called. One whose buffer is full has rings enough to wake up from."""
+        for worker in workers:
+            line = self._lines.get(worker)
+            if line is None:
+                continue
+            try:
+                line.send(self._owed.get(worker, RING) if self._owed else RING, _AT_ONCE)
+            except OSError:
+                continue  # busy, or gone: its ack is what counts
+            self._owed.pop(worker, None)
+
+    def ring_owed(self) -> None:
+        """Ring those who have not heard yet that they have to move."""
+        if self._owed:
+            self.ring(list(self._owed))
+
+    def look(self) -> list[Report]:
+        """Let new callers in, notice who has ended, and take what workers reported since the last time."""
+        if self._unknown:
+            self._find_processes()
+        reports: list[Report] = []
+        for fd, _ in self._poll.poll(0):
+            handler = self._handlers.get(fd)
+            if handler is not None:
+                reports += handler()
+            else:  # an earlier one of these closed it, or an interrupt came between
+                self._forget(fd)
+        return reports
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._handlers.clear()
+        self._closing()
+
+    # An interrupt may land between any two lines here. What is half done then is done again at the next look(), and a
+    # caller that was lost calls again; but not one that was lost inside accept(), whose descriptor stays open.
+
+    def _watch(self, fd: int, handler: Callable[[], list[Report]]) -> None:
+        self._poll.register(fd, select.POLLIN)
+        self._handlers[fd] = handler
+
+    def _drop(self, fd: int) -> None:
+        self._handlers.pop(fd, None)
+        self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        try:
+            self._poll.unregister(fd)
+        except KeyError:
+            pass
+
+    def _find_processes(self) -> None:
+        for worker in list(self._unknown):
+            process = self._process_of(worker)
+            if process is not None and process.pid is not None:
+                self._know(worker, Peer(process=process))
+
+    def _know(self, worker: int, peer: Peer) -> None:
+        self._peers[worker] = peer
+        if peer.dead:
+            self._end(worker)
+        elif peer.fd is not None:
+            self._watch(peer.fd, functools.partial(self._end, worker))
+        self._unknown.discard(worker)
+
+    def _end(self, worker: int) -> list[Report]:
+        """Its process has ended."""
+        peer = self._peers[worker]
+        self.ended.setdefault(worker, str(peer))
+        if peer.fd is not None:
+            self._drop(peer.fd)
+        return []
+
+    def _let_in(self) -> list[Report]:
+        reports: list[Report] = []
+        while True:
+            try:
+                caller, _ = self._listener.accept()
+            except OSError:  # nobody (any more); or out of descriptors, then at the next send
+                return reports
+            caller.setblocking(False)
+            try:
+                check_uid(caller)  # what a caller sends is unpickled
+            except OSError:
+                caller.close()
+                continue
+            self._watch(caller.fileno(), functools.partial(self._greet, caller))
+            self._open[caller] = None
+            reports += self._greet(caller)
+
+    def _greet(self, caller: socket.socket) -> list[Report]:
+        hello = receive(caller, socket.MSG_PEEK)  # an interrupt may land anywhere: it is taken when all is done
+        if hello is None:
+            return []
+        if not hello:
+            self._hang_up(caller)
+            return []
+        worker, owner = pickle.loads(hello)
+        earlier = self._lines.get(worker)
+        if worker in self._unknown or worker in self.ended:
+            self._know(worker, Peer(owner=owner))
+        if not self._peers[worker].dead:
+            self.ended.pop(worker, None)
+        self._lines[worker] = caller
+        self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
+        if earlier is not None and earlier is not caller:
+            self._hang_up(earlier)
+        self.ring([worker])  # it may have looked at its arena just before a version that it was not woken for
+        return self._listen(worker, caller)
+
+    def _listen(self, worker: int, line: socket.socket) -> list[Report]:
+        reports: list[Report] = []
+        while (message := receive(line)) is not None:
+            if not message:
+                self._hang_up(line)
+                self._lines.pop(worker, None)
+                peer = self._peers.get(worker)
+                # A process that dies closes its line a moment before it is gone.
+                if peer is not None and peer.ends_within(0.2):
+                    self._end(worker)
+                else:
+                    self.ended.setdefault(worker, "shut its scheme down")
+                break
+            content = pickle.loads(message)
+            if len(content) == len(Failure._fields):  # else it is the HELLO
+                reports.append((worker, Failure(*content)))
+        return reports
+
+    def _hang_up(self, line: socket.socket) -> None:
+        self._drop(line.fileno())
+        self._open.pop(line, None)
+        line.close()
+
+
+def _close(sockets: dict[socket.socket, None]) -> None:
+    for each in list(sockets):
+        each.close()
+    sockets.clear()

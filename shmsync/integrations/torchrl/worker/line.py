@@ -1,0 +1,80 @@
+"""A worker's end of the line to its trainer; see lines.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+
+from ....engine.outcome import Failure
+from ....engine.pickling import small
+from ....memory.process import me
+from ....memory.segment import Handle
+from ..lines import LARGEST, RING, check_uid, receive
+
+
+class Line:
+    """The worker's end."""
+
+    def __init__(self, address: str, worker: int) -> None:
+        self._address, self._worker = address, worker
+        self._socket = self._call()
+        self._closing = threading.RLock()  # close() and call_again() exclude each other
+
+    def _call(self) -> socket.socket:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.connect(self._address)
+            check_uid(line)  # what comes is unpickled, and anybody may take the name of a trainer that is gone
+            line.send(small((self._worker, me().owner)))
+        except OSError as error:
+            line.close()
+            raise ConnectionError(
+                f"worker {self._worker} does not reach its trainer: {error}; is the trainer still there, and on this "
+                "machine?"
+            ) from error
+        line.setblocking(False)
+        return line
+
+    def call_again(self) -> bool:
+        """After the other side hung up: an interrupt in the trainer may have cost it this line alone. False when the
+        trainer is gone."""
+        with self._closing:
+            if self._socket.fileno() < 0:
+                return False
+            try:
+                fresh = self._call()
+            except ConnectionError:
+                return False
+            # The same number: others know the line by it.
+            os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
+            fresh.close()
+            return True
+
+    @property
+    def fd(self) -> int:
+        """For poll(); -1 when it is closed."""
+        return self._socket.fileno()
+
+    def take(self) -> Handle | bytes | None:
+        """The next message: RING, or the handle of an arena to move to; None when there is none now. b"": the trainer
+        has hung up."""
+        message = receive(self._socket)
+        return Handle(*pickle.loads(message)) if message and message != RING else message
+
+    def report(self, error: BaseException) -> None:
+        """Send an exception that was just caught to the trainer."""
+        failure = Failure.of(error)
+        message = small(tuple(failure))
+        if len(message) > LARGEST:
+            message = small((None, None, failure.summary[:1000], failure.trace[-LARGEST // 4 :]))
+        try:
+            self._socket.send(message, socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the trainer is gone, or has not looked for so long that its buffer is full
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        with self._closing:
+            self._socket.close()

@@ -1,0 +1,103 @@
+"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of five methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ...engine.outcome import Outcome
+from ...errors import WorkerDied
+from ..publishers import Plan, write
+from .exchange import gather
+from .messages import Tag
+from .sender_end import Link
+
+
+class Posted(NamedTuple):
+    """A version of one model on its way."""
+
+    model_id: str
+    version: int
+    links: dict[int, Link]
+    tags: dict[int, list[Tag]]  # which answers each of them owes
+
+
+class PipeCarrier(ABC):
+    """Brings weights to workers at the other ends of pipes."""
+
+    def __init__(self) -> None:
+        self.links: dict[int, Link] = {}  # the workers by index
+
+    # What the kinds do differently.
+
+    @abstractmethod
+    def version(self, model_id: str) -> int:
+        """The newest version of a model; 0: none yet."""
+
+    @abstractmethod
+    def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
+        """Check weights that are to be this version for these workers. Changes nothing; raises what speaks against."""
+
+    @abstractmethod
+    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        """Tell these workers of the newest version; which answers each of them owes."""
+
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        """Reach this worker over this pipe from now on."""
+        self.links[index] = Link(pipe, process)
+
+    def done_before_leaving(self, model_id: str, index: int) -> bool:
+        """Did a worker that ended by itself use the newest version before, without an answer?"""
+        return False
+
+    # What they have in common.
+
+    def living(self) -> dict[int, Link]:
+        """The workers whose death no error has named."""
+        return {index: link for index, link in self.links.items() if not link.reported}
+
+    def reach(self, model_id: str, workers: Collection[int]) -> dict[int, Link]:
+        """Those of these workers whose death no error has named; a newly dead one is found while its answer is awaited.
+
+        Raises WorkerDied when none is left.
+        """
+        links = {index: self.links[index] for index in workers if not self.links[index].reported}
+        if workers and not links:
+            raise WorkerDied(
+                f"all workers that {model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start them again and register them anew",
+                missing=list(workers),
+            )
+        return links
+
+    def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
+        """One that nobody has used for this model on these pipes: a late answer to an older message never counts for a
+        newer one, whoever sent either."""
+        used = max((link.end.highest(model_id) for link in links.values()), default=0)
+        return max(self.version(model_id), used) + 1
+
+    def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:
+        """Make weights the next version, and tell these workers."""
+        version = self.next_version(model_id, links)
+        write([self.plan(model_id, weights, links, version)], version, deadline)
+        return self.tell(model_id, version, links)
+
+    def tell(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
+        """Tell these workers of a version that is written."""
+        return Posted(model_id, version, links, self.announce(model_id, links))
+
+    def collect(self, posted: Posted, deadline: float) -> None:
+        """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""
+        outcome = gather(posted.links, posted.tags, deadline)
+        self.mark(posted.model_id, outcome)
+        outcome.check(f"version {posted.version} of {posted.model_id!r}", posted.version)
+
+    def mark(self, model_id: str, outcome: Outcome) -> None:
+        """Leave the dead out from now on."""
+        for index in list(outcome.dead):
+            link = self.links[index]
+            link.reported = True
+            if link.finished and self.done_before_leaving(model_id, index):
+                del outcome.dead[index]
+                outcome.done.append(index)

@@ -1,0 +1,183 @@
+"""The trainer's side of the shared-memory scheme: weights are written into arenas, and pipes carry their versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+from typing_extensions import override
+
+from ...engine.pickling import dumps, small
+from ...engine.publisher import Publication, publish_all
+from ...engine.strategy import WeightStrategy
+from ...errors import ClosedError
+from ..publishers import ALL, Plan, Publishers
+from . import messages
+from .carrier import PipeCarrier, Posted
+from .exchange import Route
+from .messages import Tag, Tagged
+from .sender_end import Link
+
+_STRATEGY = WeightStrategy()
+
+
+class SharedMemCarrier(PipeCarrier):
+    """Writes weights once for each group of workers. One for all models of a scheme.
+
+    Args:
+        publishers: which make the arenas.
+        plain: shared TensorDicts of the user's own by model id; every send writes them too.
+        policy_weights: the user's dict, which shows the newest weights of each model.
+        auto_register: let the first send of a model register it.
+    """
+
+    def __init__(self, publishers: Publishers, policy_weights: dict[str, Any], auto_register: bool) -> None:
+        super().__init__()
+        self.publishers = publishers
+        self.policy_weights = policy_weights
+        self.plain: dict[str, TensorDictBase] = dict(policy_weights)
+        self._auto_register = auto_register
+        self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
+        self._unconfirmed: dict[str, set[int]] = {}  # who has not said that it is there
+        self._routes: dict[str, tuple[Route, Publication]] = {}
+        self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
+        self._closed = False
+
+    def register_pipe(self, pipe: Any, index: int | None = None, process: Any = None) -> int:
+        """Reach a worker over this pipe; the index it has from now on: the one it has already, or the next."""
+        if index is None:
+            index = next((i for i, link in self.links.items() if link.pipe is pipe), max(self.links, default=-1) + 1)
+        self.publishers.group_of(index)
+        known = self.links.get(index)
+        if known is None or known.pipe is not pipe or process is not None:
+            super().add(index, pipe, process)
+        return index
+
+    @override
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        self.register_pipe(pipe, index, process)
+
+    def register_weights(self, model_id: str, weights: Any) -> None:
+        """Register a model before its first send: `weights` are its version 1. A plain shared TensorDict is written in
+        place by every send. Known workers are told at once, and their answers awaited by the first send.
+
+        Raises RuntimeError when the model is registered, ValueError for weights that are no TensorDict.
+        """
+        if model_id in self.plain or self.publishers.version(model_id):
+            raise RuntimeError(f"{model_id!r} is registered already; its layout is fixed, so send() new values for it")
+        if not isinstance(weights, TensorDictBase):
+            raise ValueError(f"weights to register are a TensorDict, not a {type(weights).__name__}")
+        self.policy_weights[model_id] = self.plain[model_id] = weights
+        if self.links:
+            self.open(model_id)
+
+    def open(self, model_id: str) -> None:
+        """Make the arena of registered weights, and tell the workers."""
+        if not self.publishers.version(model_id):
+            groups = self.publishers.chosen(self.links, self.links)
+            self.publishers.plan(model_id, self.plain[model_id], groups, 1, len(self.links)).accept()
+        self._register(model_id, self.links)
+
+    @override
+    def version(self, model_id: str) -> int:
+        return max(self.publishers.version(model_id), self._sent.get(model_id, 0))
+
+    @override
+    def done_before_leaving(self, model_id: str, index: int) -> bool:
+        # A forward uses a version before receive() answers for it, so a worker may leave with its work done.
+        return self.publishers.applied(model_id, index)
+
+    @override
+    def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
+        self._check_open()
+        if not isinstance(weights, (nn.Module, TensorDictBase, Mapping)):
+            raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(weights).__name__}")
+        if isinstance(weights, TensorDictBase):
+            weights = _STRATEGY.extract_weights(weights)  # a path for each dotted key, as modules have them
+        plain = self.plain.get(model_id)
+        if not (self._auto_register or plain is not None or self.version(model_id)):
+            known = sorted({*self.plain, *self.publishers.known()})
+            raise KeyError(
+                f"{model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
+                "auto_register=True"
+            )
+        living = self.living()
+        if plain is not None:
+            extracted = _STRATEGY.extract_weights(weights)
+            _STRATEGY.check_weights(plain, extracted)
+        # Without workers a plain TensorDict of the user's own is all there is.
+        groups = self.publishers.chosen(links, living) if living else [ALL] if plain is None else []
+        plan = self.publishers.plan(model_id, weights, groups, version, len(self.links))
+
+        def accept() -> None:
+            plan.accept()
+            if plain is not None:
+                _STRATEGY.apply_weights(plain, extracted)
+                self._sent[model_id] = version
+            elif model_id not in self.policy_weights:
+                self.policy_weights[model_id] = self.publishers.publisher(model_id, groups[0]).weights
+
+        return plan._replace(accept=accept)
+
+    @override
+    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        self._check_open()
+        versions = {index: self.publishers.newest_for(model_id, index) for index in links}
+        self._register(model_id, links)
+        unconfirmed = self._unconfirmed.get(model_id, set())
+        owed = {}
+        for index, link in links.items():
+            tag = Tag(model_id, versions[index])
+            owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
+            link.end.send(small((tuple(tag), messages.UPDATE)), tag, replaceable=True)
+        unconfirmed.difference_update(links)
+        return owed
+
+    def _register(self, model_id: str, links: Mapping[int, Link]) -> None:
+        """Tell those workers where the arena is who do not know it."""
+        joined = self._joined.setdefault(model_id, {})
+        for index, link in links.items():
+            if joined.get(index) is not link:
+                handle = self.publishers.publisher(model_id, self.publishers.group_of(index)).handle
+                tag = Tag(model_id, 0)
+                link.end.send(dumps(Tagged(((model_id, handle), messages.REGISTER), tag, index)), tag)
+                joined[index] = link
+                self._unconfirmed.setdefault(model_id, set()).add(index)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
+
+    # The common case: a module for all workers, who know the arena.
+
+    def is_common(self, model_id: str) -> bool:
+        """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
+        self._check_open()
+        known = self._routes.get(model_id)
+        reported = any(link.reported for link in self.links.values())
+        if known is not None and known[0].links == self.links and not reported:
+            return True
+        publisher = self.publishers.only(model_id)
+        attached = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
+        if publisher is None or not attached or not self.links or reported or model_id in self.plain:
+            return False
+        route = Route(self.links)
+        if route.complete:
+            self._routes[model_id] = route, Publication(publisher, None, self.publishers.optional(model_id))
+        return route.complete
+
+    def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
+        """As post(), in the case that is_common(): who has not answered in a moment is in the result."""
+        route, publication = self._routes[model_id]
+        (version,) = publish_all([publication._replace(weights=module)], None, deadline)
+        tag = Tag(model_id, version)
+        message, answer = (small((tuple(tag), word)) for word in (messages.UPDATE, messages.UPDATED))
+        late = route.exchange(message, answer, tag, deadline)
+        return Posted(model_id, version, {index: self.links[index] for index in late}, {index: [tag] for index in late})
+
+    def close(self) -> None:
+        """End the arenas. Idempotent."""
+        self._closed = True
+        self.publishers.close()
