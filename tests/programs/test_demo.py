@@ -17,6 +17,8 @@ from support.processes import until
 
 pytest.importorskip("gymnasium", reason="the demo needs shmsync[demo]")
 
+full = pytest.mark.full
+
 
 @pytest.fixture
 def demo(tmp_path):
@@ -71,8 +73,12 @@ def figures(folder):
 
 @pytest.mark.parametrize(
     "options",
-    [("--slots", "1"), ("--slots", "2", "--consistency", "optimistic")],
-    ids=lambda options: " ".join(options),
+    [
+        pytest.param(("--slots", "1"), id="--slots 1"),
+        pytest.param(
+            ("--slots", "2", "--consistency", "optimistic"), id="--slots 2 --consistency optimistic", marks=full
+        ),
+    ],
 )
 def test_demo_trains_without_acting_on_torn_weights(demo, tmp_path, options):
     process = demo("--target", "150", "--workers", "2", *options)

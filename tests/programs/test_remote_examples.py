@@ -18,6 +18,8 @@ from support.processes import until
 
 pytest.importorskip("gymnasium", reason="the examples need gymnasium, which shmsync[collectors] brings")
 
+full = pytest.mark.full
+
 EXAMPLES = Path(shmsync.__file__).parent / "examples"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"
 
@@ -105,7 +107,7 @@ def run(tmp_path):
         each.kill()
 
 
-@pytest.fixture(params=["ray", "rpc", "rpc under torchrun", "torchrun"])
+@pytest.fixture(params=["ray", "rpc", pytest.param("rpc under torchrun", marks=full), "torchrun"])
 def kind(request):
     if request.param == "ray":
         pytest.importorskip("ray", reason="the example needs Ray, which shmsync[ray] brings")
@@ -122,7 +124,7 @@ def test_each_iteration_is_played_with_the_version_that_was_sent_for_it(run, kin
     assert rows[-1][1] > 2 * rows[0][1]  # it learns, so the versions were used
 
 
-@pytest.mark.parametrize("kind", ["rpc", "torchrun"])
+@pytest.mark.parametrize("kind", [pytest.param("rpc", marks=full), "torchrun"])
 def test_a_node_can_share_one_copy(run, kind):
     launcher = TORCHRUN if kind == "torchrun" else ()
     example = run(f"{kind}_cartpole.py", "--iterations", "4", "--fan-out", "node", launcher=launcher)
@@ -137,7 +139,7 @@ def test_ray_learner_goes_on_without_a_killed_actor(run):
     assert len(re.findall("WorkerDied: version 3 .* worker 1 ", example.output)) == 1, example.output
 
 
-@pytest.mark.parametrize("kind", ["ray", "rpc"])
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=full), "rpc"])
 def test_learner_goes_on_without_a_worker_that_is_killed_at_any_moment(run, kind):
     if kind == "ray":
         pytest.importorskip("ray", reason="the example needs Ray, which shmsync[ray] brings")

@@ -138,7 +138,10 @@ def forked(say, kind, models):
     say(segments())
 
 
-@pytest.mark.parametrize(("kind", "models"), [(kind, 1) for kind in KINDS] + [(MultiSyncCollector, 2)])
+@pytest.mark.parametrize(
+    ("kind", "models"),
+    [pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full), (MultiSyncCollector, 2), (MultiAsyncCollector, 1)],
+)
 def test_fork(kind, models):
     """With fork the scheme is not pickled: a worker has the trainer's, with all that it holds."""
     with children.child(forked, kind, models, method="spawn") as child:

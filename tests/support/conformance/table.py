@@ -93,6 +93,11 @@ class Entry(NamedTuple):
     crews: tuple[str, ...] = ("forkserver", "fork", "spawn")
     ends: Callable[[], Any] = a_pipe
 
+    @property
+    def scheme(self) -> Any:
+        """Its class, which other entries may share."""
+        return self.make.func if isinstance(self.make, partial) else self.make
+
 
 MP = Entry("mp", MultiProcessWeightSyncScheme)
 SHM = Entry("shm", SharedMemWeightSyncScheme, alone=ALONE)
