@@ -13,8 +13,9 @@ if not _sys.platform.startswith("linux"):
 
 from ._native import ReadSection
 from .engine.publisher import Publisher
-from .engine.stats import Latency, PublisherStats, ReaderInfo, SubscriberStats
+from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
 from .engine.subscriber import Snapshot, Subscriber, attach
+from .engine.timing import Latency
 from .errors import (
     AckTimeout,
     ArenaCorrupt,

@@ -19,8 +19,8 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
-from .copying import describe_problems, mismatches, tied_apart
 from .guard import Guard
+from .matching import describe_problems, mismatches, tied_apart
 from .reading import ReadPath
 from .sources import Filter, collect, not_saved
 

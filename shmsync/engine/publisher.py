@@ -22,8 +22,8 @@ from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from . import adopting
-from .copying import CopyPlan, same_bytes
-from .plans import Plans
+from .matching import same_bytes
+from .plans import CopyPlan, Plans
 from .sources import Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .timing import check_timeout, check_worker, deadline_after

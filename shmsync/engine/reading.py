@@ -17,8 +17,8 @@ from .._native import Consistency, Enter, State
 from ..errors import ClosedError, Poisoned, ProtocolError, PublishTimeout, WriterBusy, WriterDied
 from ..memory.attaching import Attached
 from ..memory.process import Peers, pid_of
-from .stats import Samples, SubscriberStats
-from .timing import check_version, deadline_after, slice_until
+from .stats import SubscriberStats
+from .timing import Samples, check_version, deadline_after, slice_until
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key, tie
 from . import extra_state
-from .copying import plain, same_bytes
+from .matching import plain, same_bytes
 from .sources import Filter, check_keys, collect, not_saved, problem_with
 
 Form = Literal["tensordict", "state_dict"]

@@ -1,9 +1,11 @@
-"""Timeouts, deadlines and other arguments that publishers and subscribers share, checked."""
+"""Timeouts, deadlines and durations; and the arguments that publishers and subscribers share, checked."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from dataclasses import dataclass
 from numbers import Integral, Real  # numpy's numbers are among them
 
 from .. import _native
@@ -38,3 +40,46 @@ def slice_until(deadline: float) -> int:
 def deadline_after(timeout: float | None, default: float) -> float:
     """The moment, on the monotonic clock, at which a call that starts now has to give up."""
     return time.monotonic() + (default if timeout is None else check_timeout(timeout))
+
+
+_KEPT = 4096  # samples per distribution
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A distribution of durations in seconds. `count`, `total` and `max` cover the whole life, the percentiles the
+    last 4,096 samples; all are 0 while there is none."""
+
+    count: int
+    total: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Samples:
+    """Collects durations; adding one costs an append."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_KEPT)
+        self._count = 0
+        self._total = 0.0
+        self._max = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Record one duration."""
+        self._recent.append(seconds)
+        self._count += 1
+        self._total += seconds
+        if seconds > self._max:
+            self._max = seconds
+
+    def latency(self) -> Latency:
+        """The distribution so far."""
+        ordered = sorted(self._recent) or [0.0]
+
+        def percentile(fraction: float) -> float:
+            return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+        return Latency(self._count, self._total, percentile(0.5), percentile(0.9), percentile(0.99), self._max)

@@ -16,10 +16,10 @@ from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import wait_for_acks
 from .adopting import Adoption
-from .copying import CopyPlan
 from .outcome import listed
-from .stats import PublisherStats, Samples
-from .timing import slice_until
+from .plans import CopyPlan
+from .stats import PublisherStats
+from .timing import Samples, slice_until
 
 
 class Acks(NamedTuple):

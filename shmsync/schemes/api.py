@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from numbers import Integral
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from ..engine.strategy import Form, WeightStrategy
-from .lookup import Arguments, process_of, resolve_model
+from .lookup import Arguments, chosen_workers, find_model, process_of, referenced_model, resolve_model
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
-    """How weights get to one worker. These may be missing: `send_weights_async`, `wait_ack`, `send_ack(message=
-    "updated")`, `check_ack(message="updated")`."""
+    """How weights get to one worker.
+
+    Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`, `check_ack(message="updated")`.
+    """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send, and wait until the worker has applied them."""
@@ -120,20 +121,16 @@ class WeightSyncScheme(ABC):
         return strategy.extract_weights(source) if isinstance(source, nn.Module) else source
 
     def find_source(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """The same before anything is extracted: a module, weights, or None."""
+        """What prepare_weights() extracts from: a module, weights, or None."""
         if isinstance(weights, str):
             if context is None:
                 raise ValueError(f"{weights!r} names a model of a context, and there is none; pass the model itself")
             return resolve_model(context, weights)
         if weights is not None or context is None:
             return weights
-        try:
-            model = resolve_model(context, model_id)
-        except (AttributeError, KeyError, IndexError):
-            model = None
-        if model is None and model_id == "policy":
-            model = getattr(context, "_fallback_policy", None)
-        return model
+        model = find_model(context, model_id)
+        fallback = getattr(context, "_fallback_policy", None) if model_id == "policy" else None
+        return fallback if model is None else model
 
     def shutdown(self) -> None:  # noqa: B027  # most schemes hold nothing
         """Give back what the scheme holds. Idempotent; it also happens when the scheme is collected, and at exit."""
@@ -162,7 +159,6 @@ class WeightSender:
         self._model: Any = None
         self._context_ref: weakref.ref[Any] | None = None
         self._transports: dict[int, Any] = {}
-        self._transport: Any = None  # the one for all workers, where there is only one
         self._version = 0
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
 
@@ -186,13 +182,13 @@ class WeightSender:
         return False
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Where to look for the model when send() gets none. Held weakly."""
+        """Look for the model here when send() gets none. Held weakly."""
         self._context_ref = None if context is None else weakref.ref(context)
         if model_id is not None:
             self._model_id = model_id
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        """Reach this worker over this pipe from now on, also instead of an earlier one.
+        """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
 
         Args:
             process: the worker's Process, so that its death is seen at once; else it is known from its first answer,
@@ -201,7 +197,7 @@ class WeightSender:
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
 
     def set_up(self, arguments: Arguments) -> None:
-        """What init_on_sender() got. For the scheme."""
+        """Take in what init_on_sender() got. Called by the scheme."""
         self._model = arguments.get("model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
         count = arguments.get("num_workers")
@@ -259,7 +255,7 @@ class WeightSender:
         return self.version
 
     def update_weights(self, weights: Any) -> int:
-        """The same as send(weights)."""
+        """Call send(weights)."""
         return self.send(weights)
 
     # What the kinds of senders do differently.
@@ -268,7 +264,7 @@ class WeightSender:
         """Start sending; what _collect() needs."""
         prepared = self._prepared(weights)
         self._version += 1
-        transports = self._reached(workers)
+        transports = [self._transports[index] for index in workers]
         for transport in transports:
             getattr(transport, "send_weights_async", transport.send_weights)(self._model_id, prepared)
         return transports
@@ -281,11 +277,6 @@ class WeightSender:
 
     def _deadline(self, timeout: float | None) -> float:
         return 0.0  # the transports have their own
-
-    def _reached(self, workers: Iterable[int]) -> list[Any]:
-        if not self._transports and self._transport is not None:
-            return [self._transport]
-        return [self._transports[index] for index in workers]
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
@@ -310,29 +301,15 @@ class WeightSender:
             raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
 
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
-        known = self.worker_ids
-        if worker_ids is None:
-            return known
-        chosen = [worker_ids] if isinstance(worker_ids, Integral) else list(worker_ids)  # type: ignore[arg-type]
-        unknown = [index for index in chosen if index not in known]
-        if unknown:
-            raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
-        return sorted({int(index) for index in chosen})
+        return chosen_workers(worker_ids, self.worker_ids)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
-        return {
-            **self.__dict__,
-            "_context_ref": None,
-            "_model": None,
-            "_pending": None,
-            "_transports": {},
-            "_transport": None,
-        }
+        return {**self.__dict__, "_context_ref": None, "_model": None, "_pending": None, "_transports": {}}
 
 
 class WeightReceiver:
-    """Receives the weights of one model. Made by a scheme. This one hears from any transport."""
+    """Receives the weights of one model, over any transport. Made by a scheme."""
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
@@ -364,7 +341,7 @@ class WeightReceiver:
         return self._version
 
     def set_context(self, context: Any) -> None:
-        """Where to look for the model. Held weakly."""
+        """Look for the model here. Held weakly."""
         self._context_ref = None if context is None else weakref.ref(context)
 
     def register_model(self, model_ref: Any) -> None:
@@ -376,7 +353,7 @@ class WeightReceiver:
         self._transport = self._scheme.create_transport(pipe)
 
     def set_up(self, arguments: Arguments) -> None:
-        """What init_on_worker() got. For the scheme."""
+        """Take in what init_on_worker() got. Called by the scheme."""
         self._model_id = arguments.model_id
         model = arguments.model()
         self.register_worker_transport(arguments.needed("pipe"))
@@ -413,19 +390,7 @@ class WeightReceiver:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
     def _resolve_model(self) -> Any:
-        reference = self._model_ref
-        if reference is None:
-            raise ValueError("no model is registered; give init_on_worker() model= or a context that has it")
-        if not isinstance(reference, str):
-            return reference
-        if self._context_ref is None:
-            raise ValueError(
-                f"no model is registered for {reference!r}; give init_on_worker() model= or a context that has it"
-            )
-        context = self._context_ref()
-        if context is None:
-            raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
-        return resolve_model(context, reference)
+        return referenced_model(self._model_ref, self._context_ref)
 
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None

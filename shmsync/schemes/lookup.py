@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 
@@ -29,7 +31,7 @@ class Arguments:
         return None if self.context is None else find_model(self.context, self.model_id)
 
     def needed(self, name: str) -> Any:
-        """The same as get(), but it has to be there."""
+        """What get() finds. Raises ValueError when it finds nothing."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"{name} must be given, as {name}= or by a context that has .{name}")
@@ -51,7 +53,7 @@ def resolve_model(context: Any, model_id: str) -> Any:
 
 
 def find_model(context: Any, model_id: str) -> Any:
-    """The same; None when it is not there."""
+    """The context's model of this id; None when it is not there."""
     try:
         return resolve_model(context, model_id)
     except (AttributeError, KeyError, IndexError):
@@ -68,3 +70,27 @@ def process_of(arguments: Arguments, index: int) -> Any:
         return current[index] if current is not None and index < len(current) else None
 
     return process
+
+
+def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> Any:
+    """The model that a receiver was given: itself, or its id in a context. Raises ValueError for neither."""
+    if reference is not None and not isinstance(reference, str):
+        return reference
+    if reference is None or context_ref is None:
+        which = "" if reference is None else f" for {reference!r}"
+        raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
+    context = context_ref()
+    if context is None:
+        raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
+    return resolve_model(context, reference)
+
+
+def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:
+    """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
+    if worker_ids is None:
+        return list(known)
+    chosen = [worker_ids] if isinstance(worker_ids, Integral) else list(worker_ids)  # type: ignore[arg-type]
+    unknown = [index for index in chosen if index not in known]
+    if unknown:
+        raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
+    return sorted({int(index) for index in chosen})

@@ -39,8 +39,10 @@ class Subscriptions:
             earlier.close()
 
     def switch(self, model_id: str, handle: Handle, worker: int | None, model: Any) -> None:
-        """The same, and let the model use the new arena; if it cannot, all stays as it was. Other threads may use the
-        model: no forward runs while its parameters move."""
+        """Attach to another arena and bind the model to it; if either fails, everything stays as it was.
+
+        Other threads may use the model: no forward runs while its parameters move.
+        """
         earlier = self._subscribers.get(model_id)
         subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         try:
@@ -61,7 +63,10 @@ class Subscriptions:
         return self._subscribers.get(model_id)
 
     def needed(self, model_id: str) -> Subscriber:
-        """The same; attaches again when that failed before. Raises ProtocolError for a model never registered."""
+        """The subscriber of a registered model. Attaches again if an earlier attempt failed.
+
+        Raises ProtocolError for a model that was never registered.
+        """
         if model_id not in self._subscribers:
             if model_id not in self._handles:
                 raise ProtocolError(

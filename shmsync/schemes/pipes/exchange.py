@@ -1,5 +1,4 @@
-"""Messages to all workers and their answers: the common case in one native call, all else in one wait over all pipes
-and all worker processes, with one deadline."""
+"""One wait over all pipes and all worker processes, with one deadline."""
 
 from __future__ import annotations
 
@@ -7,54 +6,12 @@ import select
 import time
 from collections.abc import Mapping, Sequence
 
-from ... import _native
 from ...engine.outcome import Outcome, Wording
-from ...engine.timing import slice_until
 from .connection import milliseconds
 from .messages import Tag
 from .sender_end import Link, Result
 
 WORDING = Wording("a worker applies at its next receive()")
-_MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
-
-
-class Route:
-    """The quick way to these workers, prepared: one message to each, one answer from each."""
-
-    def __init__(self, links: Mapping[int, Link]) -> None:
-        self.links = dict(links)
-        # Every route locks in one order.
-        ordered = sorted(self.links.items(), key=lambda item: item[1].end.channel.fd)
-        self._indices = [index for index, _ in ordered]
-        self._ends = [link.end for _, link in ordered]
-        self._frames = [end.channel.frames for end in self._ends]
-        peers = [link.peer for _, link in ordered]
-        self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]
-        self.complete = len(self._processes) == len(peers)  # else some process may become known yet
-
-    def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
-        """Send `message` to all, and wait a moment for `answer` from all. The workers that still owe it; the tag is
-        awaited from them, so gather() can go on."""
-        locked = []
-        try:
-            for end in self._ends:
-                end.lock.acquire()
-                locked.append(end.lock)
-            if not all(end.idle for end in self._ends):
-                for end in self._ends:
-                    end.send(message, tag, replaceable=True)
-                return self._indices
-            moment = min(slice_until(deadline), _MOMENT)
-            done = _native.exchange(self._frames, self._processes, message, tag.model_id, tag, answer, moment)
-            if len(done) == len(self._ends):
-                return []
-            late = sorted(set(range(len(self._ends))) - set(done))
-            for position in late:
-                self._ends[position].expect(tag)
-            return [self._indices[position] for position in late]
-        finally:
-            for lock in locked:
-                lock.release()
 
 
 def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float) -> Outcome:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from ...engine.timing import check_timeout
 from ..api import WeightReceiver
 from . import messages
@@ -21,23 +23,27 @@ _log = logging.getLogger("shmsync")
 class PipeReceiver(WeightReceiver):
     """Applies messages at receive(), and answers them.
 
-    Several receivers may share a pipe. Whichever is called serves them all, so that no model's sender waits while the
-    worker looks for another model's weights; but never one that another thread uses.
+    Several receivers may share a pipe. Each receive() serves all of them, so that no sender waits while the worker
+    receives another model; except those that another thread uses.
     """
 
     _end: WorkerEnd
     _thread: int | None = None  # that called receive() last
     _has_news = False  # another receiver's receive() has applied weights to this model
 
+    @override
     def register_worker_transport(self, pipe: Any) -> None:
-        """As in WeightReceiver."""
         self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
         self._end = WorkerEnd.of(Channel.of(self._transport.pipe))
         self._end.receivers[self._model_id] = self
 
+    @override
     def receive(self, timeout: float = 0.001) -> bool:
-        """As in WeightReceiver. Weights that cannot be applied are the sender's error, and raise there: here they are
-        logged, and the model keeps what it had."""
+        """Apply what has arrived, within `timeout` seconds, and answer it. Were there new weights?
+
+        Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
+        Raises ValueError when no model is registered, WriterDied when the sender is gone.
+        """
         deadline = time.monotonic() + check_timeout(timeout)
         if self._transport is None:
             return False
@@ -89,7 +95,7 @@ class PipeReceiver(WeightReceiver):
                     _apply_all({message.model_id: message}, {message.model_id: receiver})
 
     def _receive_jointly(self, first: Message) -> None:
-        """Several models at once: no forward runs in here, so none sees one model new and another old."""
+        """Apply several models at once. No forward runs in here, so none sees one model new and another old."""
         end = self._end
         ids, (number, version) = first.content
         end.answer(first, messages.PREPARED)
@@ -123,7 +129,7 @@ class PipeReceiver(WeightReceiver):
             end.answer(message, messages.UPDATED)
 
     def _apply_one(self, message: Message) -> bool:
-        """What _apply_all() does, quicker; was it applied?"""
+        """Apply the weights of this receiver's own model; were they applied? The quick form of _apply_all()."""
         try:
             self._check(message)
             self._use(message)
@@ -156,7 +162,7 @@ class PipeReceiver(WeightReceiver):
     # What the schemes do differently.
 
     def _make_transport(self, pipe: Any) -> Any:
-        """The worker's end."""
+        """The transport over the worker's end."""
         return self._scheme.create_transport(pipe)
 
     def _ready(self) -> bool:
@@ -164,7 +170,7 @@ class PipeReceiver(WeightReceiver):
         return True
 
     def _attach(self, message: Message) -> None:
-        """To the arena of the model."""
+        """Attach to the arena of the model."""
         raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
 
     def _check(self, message: Message) -> None:
@@ -176,7 +182,7 @@ class PipeReceiver(WeightReceiver):
 
 
 def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
-    """Apply all of them, or none. A receiver without a model raises here too: that is the worker's own mistake."""
+    """Apply all of them, or none. A receiver without a model raises here too, since that is the worker's mistake."""
     try:
         for model_id, message in given.items():
             served[model_id].model()

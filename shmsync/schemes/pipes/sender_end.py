@@ -7,14 +7,18 @@ answer to a message that nobody waits for any more is dropped, so it never count
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
+from ... import _native
 from ...engine.outcome import Failure
+from ...engine.timing import slice_until
 from ...memory.process import Peer
 from . import messages
 from .connection import Channel
 from .messages import Tag
 
+_MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 
 
@@ -183,3 +187,42 @@ class Link:
         if self.peer is not None:
             return str(self.peer)
         return "this end of its pipe is closed" if self.end.channel.closed else "its end of the pipe is closed"
+
+
+class Route:
+    """The quick way to these workers, prepared: one message to each, one answer from each."""
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self.links = dict(links)
+        # Every route locks in one order.
+        ordered = sorted(self.links.items(), key=lambda item: item[1].end.channel.fd)
+        self._indices = [index for index, _ in ordered]
+        self._ends = [link.end for _, link in ordered]
+        self._frames = [end.channel.frames for end in self._ends]
+        peers = [link.peer for _, link in ordered]
+        self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]
+        self.complete = len(self._processes) == len(peers)  # else some process may become known yet
+
+    def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
+        """Send `message` to all, and wait a moment for `answer` from all. The workers that still owe it; the tag is
+        awaited from them, so gather() can go on."""
+        locked = []
+        try:
+            for end in self._ends:
+                end.lock.acquire()
+                locked.append(end.lock)
+            if not all(end.idle for end in self._ends):
+                for end in self._ends:
+                    end.send(message, tag, replaceable=True)
+                return self._indices
+            moment = min(slice_until(deadline), _MOMENT)
+            done = _native.exchange(self._frames, self._processes, message, tag.model_id, tag, answer, moment)
+            if len(done) == len(self._ends):
+                return []
+            late = sorted(set(range(len(self._ends))) - set(done))
+            for position in late:
+                self._ends[position].expect(tag)
+            return [self._indices[position] for position in late]
+        finally:
+            for lock in locked:
+                lock.release()

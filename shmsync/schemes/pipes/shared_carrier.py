@@ -16,9 +16,8 @@ from ...errors import ClosedError
 from ..publishers import ALL, Plan, Publishers
 from . import messages
 from .carrier import PipeCarrier, Posted
-from .exchange import Route
 from .messages import Tag, Tagged
-from .sender_end import Link
+from .sender_end import Link, Route
 
 _STRATEGY = WeightStrategy()
 

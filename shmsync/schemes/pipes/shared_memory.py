@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout
+from ...engine.timing import check_timeout, deadline_after
 from ..api import WeightSyncScheme
 from ..publishers import Publishers
 from ..subscriptions import Subscriptions
@@ -198,10 +198,10 @@ class SharedMemSender(PipeSender):
         common = worker_ids is None and not (self._pending or self._extracts)
         if not common or not self.carrier.is_common(self.model_id):
             return super().send(weights, worker_ids, timeout=timeout)
-        source = self._source(weights)
+        source = weights if isinstance(weights, nn.Module) else self._source(weights)
         if not isinstance(source, nn.Module):
             return super().send(source, timeout=timeout)
-        deadline = self._deadline(timeout)
+        deadline = deadline_after(timeout, self.default_timeout)
         posted = self.carrier.post_common(self.model_id, source, deadline)
         if posted.links:
             self.carrier.collect(posted, deadline)

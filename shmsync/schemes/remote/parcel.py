@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from ... import _native
-from ...engine.copying import direct
+from ...engine.matching import direct
 from ...engine.sources import check_keys, problem_with
 from ...engine.strategy import leaves_of, nested
 from ...errors import ManifestMismatch

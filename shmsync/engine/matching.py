@@ -1,0 +1,90 @@
+"""Does a source fit an arena? Keys, shapes, dtypes, devices and ties are compared before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..memory.arena import Arena
+from ..memory.manifest import Key, Leaf, tie
+from .sources import problem_with
+
+
+def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Can its bytes be copied to the leaf as they are?"""
+    return tensor.dtype == leaf.dtype and plain(tensor)
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Do its values lie in memory one after the other, as they are?"""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def mismatches(
+    tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, any_device: bool, source_is: str = "source"
+) -> list[str]:
+    """Every way in which these tensors differ from the arena's manifest, one line each."""
+    manifest = arena.manifest
+    problems = []
+    for key, value in tensors.items():
+        name = ".".join(key)
+        leaf = manifest.by_key.get(key)
+        if leaf is None:
+            problems.append(f"{name} is not in the arena")
+        elif reason := problem_with(value):
+            problems.append(f"{name} {reason}")
+        else:
+            if tuple(value.shape) != leaf.shape:
+                problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
+            castable = manifest.casts and leaf.dtype.is_floating_point and value.dtype.is_floating_point
+            if value.dtype != leaf.dtype and not castable:
+                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}")
+            if value.device.type != "cpu" and not any_device:
+                problems.append(f"{name} is on cpu in the arena but on {value.device} in the {source_is}")
+    if not partial:
+        absent = [leaf.name for key, leaf in manifest.by_key.items() if key not in tensors]
+        problems += [f"{name} is missing from the {source_is}" for name in absent]
+    return problems
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit; NaN equals NaN, unlike with torch.equal."""
+    if a.numel() == 0:
+        return True
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def untied(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[tuple[Leaf, Leaf]]:
+    """Leaves that share a place in the arena but not in these tensors."""
+    found = []
+    first: dict[int, Leaf] = {}
+    for key in tensors:
+        leaf = arena.manifest.by_key[key]
+        if leaf.nbytes:
+            other = first.setdefault(leaf.offset, leaf)
+            if other is not leaf and tie(tensors[key]) != tie(tensors[other.key]):
+                found.append((other, leaf))
+    return found
+
+
+def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str) -> list[str]:
+    """The other way round: tensors that are one, and could show only one of two places."""
+    first: dict[int, Leaf] = {}
+    leaves = ((tensors[leaf.key], leaf) for leaf in arena.manifest.leaves if leaf.key in tensors and leaf.nbytes)
+    return [
+        f"{first[id(tensor)].name} and {leaf.name} are separate in the arena but one tensor in the {source_is}"
+        for tensor, leaf in leaves
+        if first.setdefault(id(tensor), leaf).offset != leaf.offset
+    ]
+
+
+def describe_problems(problems: list[str], arena: str, source: str) -> str:
+    """All problems in one message, with the next step."""
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return (
+        f"{len(problems)} difference(s) between {arena} and {source}; nothing was written. Make them agree, or "
+        f"create a new arena:{lines}"
+    )
