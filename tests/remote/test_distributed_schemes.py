@@ -13,8 +13,6 @@ from support.processes import until
 from support.remote import members, parts
 from support.remote.members import FOR_EVER
 
-pytestmark = pytest.mark.timeout(120)
-
 LARGE = 1 << 16  # bytes: more than any message but weights
 
 

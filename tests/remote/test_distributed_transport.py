@@ -10,8 +10,6 @@ from support.processes import until
 from support.remote import parts, transports
 from support.remote.members import FOR_EVER
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def ends(start):

@@ -16,8 +16,6 @@ import shmsync
 from support.processes import until
 from support.remote import parts
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(params=["rpc", "distributed"])
 def kind(request):

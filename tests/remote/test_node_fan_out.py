@@ -14,8 +14,6 @@ import shmsync
 from support.processes import segments, unread, until
 from support.remote import members, parts
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(params=["rpc", "distributed"])
 def kind(request):

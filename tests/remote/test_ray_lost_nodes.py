@@ -17,8 +17,6 @@ from support import processes
 from support import ray_parts as parts
 from support.one_ray import instead_of_the_last
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def cluster():

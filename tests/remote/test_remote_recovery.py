@@ -8,8 +8,6 @@ import shmsync
 from support.processes import segments
 from support.remote import members, parts, transports, troubles
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def fleet(start):

@@ -9,8 +9,6 @@ from shmsync import RPCTransport, RPCWeightSyncScheme
 from support.remote import members, parts, transports
 from support.remote.members import FOR_EVER
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def fleet(start):

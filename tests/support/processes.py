@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE = 90  # seconds: long after a slow machine is done, and before the watchdog of the test
+PATIENCE = 240  # seconds: long after a slow machine is done, and before the watchdog of the test
 
 
 def until(condition):

@@ -11,8 +11,6 @@ from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, Tied, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def collector():

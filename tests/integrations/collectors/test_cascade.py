@@ -19,8 +19,6 @@ from support.torchrl.environments import Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def trainer():

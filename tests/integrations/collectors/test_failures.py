@@ -18,8 +18,6 @@ from support.torchrl import environments, parts, policies, probes
 from support.torchrl.parts import ask, ask_one, pids, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 

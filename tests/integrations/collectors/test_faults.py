@@ -13,7 +13,6 @@ import statistics
 import threading
 import time
 
-import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.collectors import MultiSyncCollector
@@ -27,8 +26,6 @@ from support.torchrl.children import HANGS
 from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask
 from support.torchrl.policies import Tagged
-
-pytestmark = pytest.mark.timeout(120)
 
 THEIRS, OURS = SharedMemWeightSyncScheme, ShmWeightSyncScheme
 PATIENCE = 4  # seconds after which an update that takes milliseconds is said to hang

@@ -17,8 +17,6 @@ from support.torchrl import environments, parts
 from support.torchrl.parts import tags
 from support.torchrl.policies import Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 CPU = torch.device("cpu")
 
 

@@ -19,8 +19,6 @@ from support.torchrl.environments import Steps
 from support.torchrl.parts import ask
 from support.torchrl.policies import Acting, Remembering, Tagged
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 

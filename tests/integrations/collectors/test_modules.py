@@ -14,8 +14,6 @@ from support.torchrl import parts, policies
 from support.torchrl.parts import ask
 from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
 
-pytestmark = pytest.mark.timeout(120)
-
 COUNT = "module.norm.num_batches_tracked"
 
 

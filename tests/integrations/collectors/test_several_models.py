@@ -13,8 +13,6 @@ from support.torchrl.environments import Critic
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 VALUE = "env.transform[0].value_net"
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 

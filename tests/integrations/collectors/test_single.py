@@ -15,8 +15,6 @@ from support.torchrl import policies, probes
 from support.torchrl.environments import Steps
 from support.torchrl.policies import Acting, Remembering, Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 FORMS = {
     "module": lambda: Tagged(7),
     "parameters": lambda: TensorDict.from_module(Tagged(7)),

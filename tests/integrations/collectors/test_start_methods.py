@@ -17,8 +17,6 @@ from support.torchrl.environments import Critic, Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 

@@ -13,8 +13,6 @@ from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Normalising, Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def collector():

@@ -19,8 +19,6 @@ from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import environments, parts, policies
 from support.torchrl.policies import Tagged, seen
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 ENOUGH = 12  # updates
 

@@ -19,8 +19,6 @@ from support.processes import segments, until, until_waits
 from support.torchrl import policies, probes
 from support.torchrl.policies import Tagged
 
-pytestmark = pytest.mark.timeout(120)
-
 REGISTERS = hasattr(torchrls, "register_weight_sync_backend")  # TorchRL 0.14 and later
 
 
