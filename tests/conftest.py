@@ -1,30 +1,112 @@
-"""Fixtures that every test folder shares."""
+"""What all tests share: where helpers are found, worker processes, and that nothing is left behind."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
-import shmsync.schemes  # noqa: F401  with what it imports
+HERE = str(Path(__file__).parent)
+# `support` is imported by tests, by the processes they start, and by the workers of Ray: this is the one place for it.
+sys.path.insert(0, HERE)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
+
+import torch  # noqa: E402
+
+import shmsync.schemes  # noqa: E402, F401  with what it imports
+from support import schedule, worker  # noqa: E402
+from support.choice import choose  # noqa: E402
+from support.processes import segment_path, segments  # noqa: E402
+from support.summary import Summary  # noqa: E402
 
 torch.set_num_threads(1)
-gc.freeze()  # the million objects of what is imported are not this suite's: collecting after each test stays cheap
+RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--choice",
+        choices=["all", "covering", "rest"],
+        default="all",
+        help="all: every test; covering: of each cross product of parameters enough that every value occurs; "
+        "rest: what covering leaves out",
+    )
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Summary(config), "summary")
+
+
+@pytest.hookimpl(trylast=True)  # when the folders have sorted out what there is
+def pytest_collection_modifyitems(config, items):
+    chosen, left = choose(items, config.option.choice)
+    config.pluginmanager.get_plugin("summary").leave(left)
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(chosen, key=lambda item: schedule.rank(item.nodeid))
+
+
+def pytest_collection_finish():
+    # The million objects of what is imported are nobody's garbage: without them a gc.collect() takes milliseconds.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return schedule.make_scheduler(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Most tests wait for other processes: two for each core. A single file or test runs in this process."""
+    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+        return 0
+    return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every test must leave no arena of this process in /dev/shm, and no thread."""
 
-    def segments() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(f"shmsync.{os.getpid()}-")}
+    def threads() -> int:
+        return sum(thread.ident not in RUNNERS_OWN for thread in threading.enumerate())
 
-    before, threads = segments(), threading.active_count()
+    arenas, before = set(segments()), threads()
     yield
     gc.collect()
-    assert segments() <= before
-    assert threading.active_count() <= threads
+    assert set(segments()) <= arenas
+    assert threads() <= before
+
+
+@pytest.fixture(scope="session")
+def server():
+    """Starts processes cheaply: they have torch and shmsync imported already."""
+    return worker.fork_server()
+
+
+@pytest.fixture
+def start(server):
+    """start() -> a Worker; start(3) -> three. They are gone after the test, whatever happened."""
+    with worker.pool(server) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def keep(server):
+    """Like `start`, for workers that all tests of a module share."""
+    with worker.pool(server) as make:
+        yield make
+
+
+@pytest.fixture
+def name(request):
+    """A free arena name, for publishers that are killed; their segment is removed afterwards."""
+    name = f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+    yield name
+    segment_path(name).unlink(missing_ok=True)

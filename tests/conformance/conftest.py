@@ -1,32 +1,21 @@
 """Workers of every start method, and the schemes that the suite runs over."""
 
 import multiprocessing
-import os
-import sys
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-# Children import the functions they run from `peers`, and multiprocessing hands them this path.
-sys.path[:0] = [str(HERE), str(HERE.parent / "process")]
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the fork server's children must not share a thread pool
-
-from fleet import Crew  # noqa: E402
-from fleet_processes import DistributedWorld, RPCWorld, SocketWorld, WorldCrew  # noqa: E402
-from fleet_ray import RayCrew  # noqa: E402
-from table import NONE, SCHEMES  # noqa: E402
+from support.conformance.fleet import Crew
+from support.conformance.fleet_processes import DistributedWorld, RPCWorld, SocketWorld, WorldCrew
+from support.conformance.fleet_ray import RayCrew
+from support.conformance.table import NONE, SCHEMES
+from support.worker import fork_server
 
 REMOTE = {"ray": RayCrew, "rpc": lambda: WorldCrew(RPCWorld), "distributed": lambda: WorldCrew(DistributedWorld)}
 REMOTE["socket"] = lambda: WorldCrew(SocketWorld)
 
 
 def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if HERE not in item.path.parents or fits(item)]
-    for item in items:
-        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))  # spawned workers import torch afresh
+    items[:] = [item for item in items if fits(item)]
 
 
 def fits(item):
@@ -43,10 +32,7 @@ def crew(request):
         yield crew
         crew.close()
         return
-    context = multiprocessing.get_context(request.param)
-    if request.param == "forkserver":
-        context.set_forkserver_preload(["torch", "tensordict", "shmsync"])
-    crew = Crew(context)
+    crew = Crew(fork_server() if request.param == "forkserver" else multiprocessing.get_context(request.param))
     yield crew
     crew.close()
 

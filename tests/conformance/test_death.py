@@ -5,13 +5,14 @@ import os
 import signal
 import time
 
-import peers
 import pytest
-from nets import Stamped
-from table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
-from workers import Call, until
 
 from shmsync.errors import AckTimeout, WorkerDied
+from support.calls import Call
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
+from support.processes import until
 
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
 NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it

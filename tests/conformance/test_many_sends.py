@@ -3,8 +3,9 @@
 import random
 
 import pytest
-from nets import Stamped, stamp
-from table import MP, SHM, start_methods
+
+from support.conformance.nets import Stamped, stamp
+from support.conformance.table import MP, SHM, start_methods
 
 SENDS = 10_000
 

@@ -3,11 +3,11 @@
 import pickle
 
 import pytest
-from contexts import Context
-from nets import Stamped, ask
-from table import NONE, only
 
 from shmsync.schemes import NoWeightSyncScheme, TransportBackend
+from support.conformance.contexts import Context
+from support.conformance.nets import Stamped, ask
+from support.conformance.table import NONE, only
 
 
 @only(NONE)

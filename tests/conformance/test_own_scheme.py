@@ -3,9 +3,9 @@
 from collections import deque
 
 import pytest
-from nets import Stamped, ask
 
 from shmsync.schemes import TransportBackend, WeightSyncScheme
+from support.conformance.nets import Stamped, ask
 
 
 class Mailbox:

@@ -1,12 +1,12 @@
 """Receiving, over every scheme: what receive() says, what it keeps, and what travels back when it fails."""
 
-import peers
 import pytest
-from nets import Stamped
-from table import over_pipes
-from workers import Call
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
+from support.calls import Call
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import over_pipes
 
 
 def test_receive_says_whether_anything_came(fleet):

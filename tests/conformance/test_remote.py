@@ -1,11 +1,11 @@
 """What holds for schemes for several machines alone."""
 
-import peers
 import pytest
-from nets import Stamped
-from table import SCHEMES, only, remotely
 
 from shmsync.errors import AckTimeout
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import SCHEMES, only, remotely
 
 fanned_out = only(*(entry for entry in SCHEMES if entry.name.endswith(("fan-out", "relay"))))
 

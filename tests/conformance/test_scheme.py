@@ -7,13 +7,13 @@ import weakref
 
 import pytest
 import torch
-from contexts import Context, Lookup
-from nets import FORMS, Stamped, ask, stamp
-from table import over_pipes
 from tensordict import TensorDictBase
 
 from shmsync.errors import ProtocolError
 from shmsync.schemes import TransportBackend, WeightReceiver, WeightSender, WeightStrategy, WeightSyncScheme
+from support.conformance.contexts import Context, Lookup
+from support.conformance.nets import FORMS, Stamped, ask, stamp
+from support.conformance.table import over_pipes
 
 
 def test_scheme_is_abstract_in_its_transport_alone():

@@ -1,12 +1,12 @@
 """Sending, over every scheme: who gets what, which version it has, what is refused."""
 
-import peers
 import pytest
 import torch
-from contexts import Context, Lookup
-from nets import FORMS, Stamped, Tied, stamp
 
 from shmsync.errors import AckTimeout, ManifestMismatch
+from support.conformance import peers
+from support.conformance.contexts import Context, Lookup
+from support.conformance.nets import FORMS, Stamped, Tied, stamp
 
 
 def test_send_reaches_every_worker(fleet):

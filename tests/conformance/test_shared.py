@@ -5,16 +5,16 @@ import os
 import pickle
 import re
 
-import peers
 import pytest
 import torch
-from contexts import Caching
-from nets import Slow, Stamped, stamp
-from table import SHM, only
 from tensordict import TensorDict
 
 from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
+from support.conformance import peers
+from support.conformance.contexts import Caching
+from support.conformance.nets import Slow, Stamped, stamp
+from support.conformance.table import SHM, only
 
 
 def shared(value):

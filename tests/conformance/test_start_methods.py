@@ -4,13 +4,13 @@ import multiprocessing
 import os
 import time
 
-import programs
 import pytest
-from nets import Stamped, stamp
-from table import MP, SHM
 from tensordict import TensorDict
 
 from shmsync.errors import WorkerDied
+from support.conformance import programs
+from support.conformance.nets import Stamped, stamp
+from support.conformance.table import MP, SHM
 
 
 class Trainer:

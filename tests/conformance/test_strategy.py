@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from nets import FORMS, Stamped, Tied, ask, stamp
 from tensordict import TensorDict
 from torch import nn
 
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import WeightStrategy
+from support.conformance.nets import FORMS, Stamped, Tied, ask, stamp
 
 KEYS = ["count", "layer.bias", "layer.weight"]
 FLAT = {"flat tensordict": lambda value: TensorDict(Stamped(value).state_dict())}

@@ -1,12 +1,12 @@
 """send_together: no worker ever uses one model new and another old."""
 
-import peers
 import pytest
-from nets import Stamped, stamp
-from table import MP, PIPES, SHM, only, start_methods
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WorkerDied
 from shmsync.schemes import NoWeightSyncScheme, send_together
+from support.conformance import peers
+from support.conformance.nets import Stamped, stamp
+from support.conformance.table import MP, PIPES, SHM, only, start_methods
 
 
 @pytest.fixture(params=PIPES, ids=lambda entry: entry.name)

@@ -3,14 +3,14 @@
 import multiprocessing
 import pickle
 
-import peers
 import pytest
-from nets import Stamped, ask, stamp
-from table import MP, SHM, only
-from workers import Call
 
 from shmsync.errors import AckTimeout, WorkerDied
 from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
+from support.calls import Call
+from support.conformance import peers
+from support.conformance.nets import Stamped, ask, stamp
+from support.conformance.table import MP, SHM, only
 
 multi_process, shared_mem = only(MP), only(SHM)
 

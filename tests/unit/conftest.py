@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import shmsync
 
@@ -49,3 +50,28 @@ def publisher(arenas: Arenas) -> Callable[..., shmsync.Publisher]:
 @pytest.fixture
 def subscriber(arenas: Arenas) -> Callable[..., shmsync.Subscriber]:
     return arenas.subscriber
+
+
+@pytest.fixture
+def bound(publisher, subscriber):
+    """bound(factory, ...) -> a trainer's module, a worker's that is bound to its weights, and both ends."""
+
+    def make(factory, slots=1, consistency="pinned", **options):
+        trainer, worker = factory(), factory()
+        pub = publisher(trainer, slots=slots)
+        sub = subscriber(pub, consistency=consistency)
+        sub.bind(worker, **options)
+        return trainer, worker, pub, sub
+
+    return make
+
+
+@pytest.fixture
+def pair(publisher, subscriber):
+    """pair(...) -> a publisher of one tensor "t", and its subscriber."""
+
+    def make(slots=1, consistency="pinned", **options):
+        pub = publisher({"t": torch.zeros(4)}, slots=slots, **options)
+        return pub, subscriber(pub, consistency=consistency)
+
+    return make

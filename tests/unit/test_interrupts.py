@@ -123,7 +123,7 @@ def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publish
 def test_a_reader_thread_beside_the_trainer_gets_its_turn(publisher, subscriber):
     pub = publisher({"w": torch.zeros(64)})
     sub = subscriber(pub, timeout=60.0)
-    done = threading.Event()
+    done, versions = threading.Event(), []
 
     def train():
         while not done.is_set():
@@ -133,10 +133,11 @@ def test_a_reader_thread_beside_the_trainer_gets_its_turn(publisher, subscriber)
     trainer.start()
     try:
         for _ in range(100):
-            sub.snapshot()
+            versions.append(sub.snapshot().version)
     finally:
         done.set()
         trainer.join()
+    assert versions == sorted(versions) and len(set(versions)) > 1
 
 
 def test_close_beside_a_publish_of_another_thread(publisher):

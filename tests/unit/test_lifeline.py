@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import select
 import socket
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from shmsync.schemes.remote.distributed import lifeline as _lifeline
 from shmsync.schemes.remote.distributed.lifeline import Beacon, Lifeline
 from shmsync.schemes.remote.place import here
+from support.processes import until
 
 STORE = SimpleNamespace(host="127.0.0.1")
 
@@ -39,14 +39,12 @@ def watch():
 
 
 def until_dead(lifeline):
-    while not lifeline.dead:
-        time.sleep(0.001)
+    until(lambda: lifeline.dead)
 
 
 def until_connected(lifeline):
-    while not lifeline._connected:
-        assert not lifeline.dead
-        time.sleep(0.001)
+    until(lambda: lifeline.dead or lifeline._connected)
+    assert not lifeline.dead
 
 
 def test_a_listener_that_goes_is_dead(listener, watch):
@@ -81,8 +79,8 @@ def test_a_worker_has_room_for_any_number_of_senders(listener, watch):
 def test_a_loopback_address_of_another_machine_tells_nothing(listener, watch):
     listener.close()
     lifeline = watch(listener.address, boot_id="0" * 32)
-    time.sleep(0.05)
     assert not lifeline.dead
+    assert lifeline._socket is None  # nor will it ever ask
 
 
 def test_after_its_end_it_tells_nothing(listener, watch):

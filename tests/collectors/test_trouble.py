@@ -1,0 +1,123 @@
+"""A collector's workers that fail, die, are slow, or start again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.schemes import SharedMemWeightSyncScheme
+from support import environments
+from support.environments import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(("how", "words"), [("exit", "exit code 7"), ("kill", "killed by SIGKILL")])
+def test_a_worker_that_dies_is_named_with_its_exit_code(collector, sync, how, words):
+    batches = collector([Counting, functools.partial(Failing, how)], Constant(), sync=sync)
+    with pytest.raises(shmsync.WorkerDied, match=words) as caught:
+        for _ in range(20):
+            next(batches)
+    assert caught.value.missing == [1]
+
+
+def test_a_failing_environment_raises_here_with_its_traceback(collector):
+    batches = collector([Counting, functools.partial(Failing, "raise")], Constant())
+    with pytest.raises(RuntimeError, match="the simulator broke") as caught:
+        next(batches)
+    assert "environments.py" in str(caught.value.__cause__)
+
+
+def test_an_environment_that_cannot_be_made_raises_at_once(collector):
+    def broken():
+        raise OSError("no display")
+
+    with pytest.raises(OSError, match="no display"):
+        collector(broken, Constant())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_killed_worker_is_restarted_and_joins_at_the_newest_version(collector, scheme, sync):
+    policy = Policy()
+    batches = collector(policy=policy, restart_workers=True, sync=sync, weight_sync_scheme=scheme())
+    for tag in range(2, 6):
+        next(batches)
+        policy.set_tag(tag)
+        assert batches.update_policy_weights_() == tag
+    os.kill(batches._fleet.members[1].process.pid, signal.SIGKILL)
+    seen = set()
+    while batches.stats().restarts == 0 or 1 not in seen:
+        batch = next(batches)
+        if batches.stats().restarts:
+            for row in batch:
+                seen.add(int(row["worker"][0]))
+                assert torch.equal(row["tag"].long(), row["policy_version"])
+    assert int(batch["policy_version"].max()) == 5
+    policy.set_tag(6)
+    assert batches.update_policy_weights_() == 6
+
+
+def test_a_send_to_a_killed_worker_restarts_it(collector):
+    batches = collector(policy=Policy(), restart_workers=True)
+    next(batches)
+    os.kill(batches._fleet.members[0].process.pid, signal.SIGKILL)
+    assert batches.update_policy_weights_() == 2
+    assert batches.stats().restarts == 1
+    assert torch.equal(next(batches)["policy_version"], torch.full((2, 20), 2))
+
+
+def test_an_environment_that_fails_once_is_started_again(collector, tmp_path):
+    failing = functools.partial(Failing, "raise", at=30, when=FirstTime(tmp_path / "failed"))
+    batches = collector([Counting, failing], Constant(), restart_workers=True, total_frames=200)
+    assert sum(batch.numel() for batch in batches) == 200
+    assert batches.stats().restarts == 1
+
+
+def test_a_worker_that_cannot_work_is_not_restarted_for_ever(collector):
+    batches = collector([Counting, functools.partial(Failing, "exit")], Constant(), restart_workers=True)
+    with pytest.raises(shmsync.WorkerDied, match="exit code 7"):
+        next(batches)
+
+
+def test_a_stuck_environment_times_out(collector):
+    batches = collector([Counting, environments.Slow], Constant(), timeout=0.02, frames_per_batch=400)
+    with pytest.raises(shmsync.AckTimeout, match="stuck"):
+        next(batches)
+
+
+def test_a_batch_that_was_waited_for_too_briefly_comes_whole_later(collector):
+    batches = collector(environments.Slow, Constant(), num_workers=1, frames_per_batch=40, timeout=0.05)
+    waits = 0
+    while True:
+        try:
+            batch = next(batches)
+            break
+        except shmsync.AckTimeout:
+            waits += 1
+    copy = flat(batch)
+    time.sleep(0.1)  # nobody writes into it any more
+    assert waits > 0
+    assert torch.equal(flat(batch)["observation"], copy["observation"])
+    assert torch.equal(copy["next.observation"][0, :, 0], torch.arange(40) % 5 + 1.0)
+
+
+def test_dead_workers_are_restarted_and_late_ones_named(collector):
+    scheme = SharedMemWeightSyncScheme(timeout=0.5)
+    batches = collector(Counting, Constant(), restart_workers=True, weight_sync_scheme=scheme)
+    next(batches)
+    killed, stopped = (batches._fleet.members[index].process.pid for index in (0, 1))
+    os.kill(killed, signal.SIGKILL)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            batches.update_policy_weights_()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert caught.value.missing == [1] and batches.stats().restarts == 1
+    assert batches.update_policy_weights_() == 3

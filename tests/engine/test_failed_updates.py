@@ -1,0 +1,69 @@
+"""An update that fails half way."""
+
+from math import inf as for_ever
+
+import pytest
+import torch
+
+import shmsync
+from support.engine import (
+    attach,
+    look,
+    read,
+    wait_version,
+)
+from support.weights import stamp, stamped, stamps
+
+
+def fail_half_way(pub):
+    with pub.update() as weights:
+        weights["large"].fill_(2)
+        raise ZeroDivisionError
+
+
+def test_failed_update_in_place_poisons_until_a_full_publish(start):
+    waiter = start()
+    with (
+        shmsync.Publisher(stamped(1)) as pub,
+        shmsync.Subscriber(pub.handle) as sub,
+        shmsync.Subscriber(pub.handle, consistency="optimistic") as optimistic,
+    ):
+        waiter.call(attach, pub.handle)
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        assert pub.version == 1
+        for reader in (sub, optimistic):
+            for call in (lambda: read(reader, timeout=for_ever), lambda: reader.run(print), reader.snapshot):  # noqa: B023
+                with pytest.raises(shmsync.Poisoned):
+                    call()
+        with pytest.raises(shmsync.PublishTimeout):
+            waiter.call(wait_version, 2, timeout=0.2)
+        waiter.start(wait_version, 2, timeout=for_ever)
+        with pytest.raises(shmsync.Poisoned, match="all"):
+            pub.publish({"scalar": torch.tensor(2)})
+        with pytest.raises(shmsync.Poisoned), pub.update():
+            pass
+        with pytest.raises(shmsync.Poisoned):
+            read(sub)
+        with shmsync.Subscriber(pub.handle) as joiner:
+            with pytest.raises(shmsync.Poisoned):
+                read(joiner)
+            assert pub.publish(stamped(2)) == 2  # the number of the one that failed
+            assert read(joiner) == (2, 2, 2)
+        assert waiter.result() == 2
+        assert read(sub) == read(optimistic) == waiter.call(look) == (2, 2, 2)
+        with pub.update() as weights:
+            stamp(weights, 3)
+        assert read(sub) == (3, 3, 3)
+
+
+def test_failed_update_of_a_spare_slot_just_goes_away():
+    with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        assert pub.version == 1
+        assert read(sub) == (1, 1, 1)
+        with pub.update() as weights:
+            assert stamps(weights) == (1, 1)
+            stamp(weights, 2)
+        assert read(sub) == (2, 2, 2)

@@ -1,0 +1,71 @@
+"""A process that is stopped is alive: it keeps its pin, and is named when it is late."""
+
+import pytest
+
+import shmsync
+from shmsync import cli
+from support.engine import (
+    apply_until,
+    attach,
+    enter,
+    leave,
+    look,
+    open_arena,
+    publish,
+    read,
+)
+from support.weights import stamped
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_stopped_reader_keeps_its_pin_and_is_named(start, slots):
+    reader = start()
+    with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as other:
+        reader.call(attach, pub.handle, worker=3)
+        reader.call(enter)
+        reader.stop()
+        for v in range(2, slots + 1):
+            pub.publish(stamped(v))
+        with pytest.raises(shmsync.ReaderStalled, match="worker 3") as caught:
+            pub.publish(stamped(slots + 1), timeout=0.2)
+        assert caught.value.missing == [3]
+        with pytest.raises(shmsync.ReaderStalled), pub.update(timeout=0.2):
+            pass
+        assert pub.version == slots
+        assert read(other) == (slots,) * 3  # the gate is open again, and nothing was written
+        (info,) = [r for r in pub.readers() if r.worker == 3]
+        assert (info.state, info.pinned, info.pid) == ("stopped", 1, reader.pid)
+        assert info.pin_age > 0
+        reader.resume()
+        assert reader.call(leave) is False
+        assert pub.publish(stamped(slots + 1)) == slots + 1
+        assert reader.call(look) == read(other) == (slots + 1,) * 3
+
+
+def test_stopped_worker_is_named_when_it_does_not_apply(start):
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        reader.call(attach, pub.handle, worker=3)
+        reader.stop()
+        for version, wait in ((2, "all"), (3, [3])):
+            with pytest.raises(shmsync.AckTimeout, match="worker 3") as caught:
+                pub.publish(stamped(version), wait=wait, timeout=0.2)
+            assert (caught.value.missing, caught.value.version, pub.version) == ([3], version, version)
+        reader.resume()
+        reader.start(apply_until, 4)
+        assert pub.publish(stamped(4), wait="all") == 4
+        assert reader.result() == 4
+
+
+def test_stopped_publisher_is_alive(start, name):
+    writer = start()
+    with shmsync.Subscriber(writer.call(open_arena, name=name)) as sub:
+        writer.stop()
+        with pytest.raises(shmsync.PublishTimeout):
+            sub.wait_version(2, timeout=0.2)
+        with pytest.raises(shmsync.ArenaExists):
+            shmsync.Publisher(stamped(1), name=name)
+        assert cli.main(["gc"]) == 0
+        writer.resume()
+        writer.call(publish, 2)
+        assert read(sub) == (2, 2, 2)

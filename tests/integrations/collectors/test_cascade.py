@@ -1,0 +1,180 @@
+"""Collectors that receive: one of a single process, and one that hands the weights on to workers of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+
+import pytest
+import torch
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import until
+from support.torchrl import children, parts, policies, probes
+from support.torchrl.environments import Steps
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Acting, Remembering, Tagged, seen
+
+
+@pytest.fixture
+def trainer():
+    """trainer(model) -> a scheme that sends to one collector."""
+    made = []
+
+    def make(model, **options):
+        scheme = ShmWeightSyncScheme(**{"timeout": 30, **options})
+        made.append(scheme)
+        scheme.init_on_sender(model=model, devices=[torch.device("cpu")], model_id="policy")
+        scheme.connect()
+        return scheme
+
+    yield make
+    for scheme in made:
+        scheme.shutdown()
+    until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+def received(scheme):
+    return {"policy": pickle.loads(pickle.dumps(scheme))}
+
+
+def single(policy, schemes, **options):
+    return Collector(Steps, policy, weight_recv_schemes=schemes, frames_per_batch=10, total_frames=-1, **options)
+
+
+# ---- a collector of one process
+
+
+def test_a_collector_of_one_process_receives(trainer):
+    scheme, policy = trainer(Tagged(1)), Tagged()
+    collecting = single(policy, received(scheme), track_policy_version=True)
+    batches = iter(collecting)
+    assert seen(next(batches)).tolist() == [1] * 10
+    for update in (2, 3):
+        scheme.send(Tagged(update))
+        batch = next(batches)
+        assert seen(batch).tolist() == [update] * 10
+        assert batch["next", "policy_version"].tolist() == batch["policy_version"].tolist() == [update - 1] * 10
+    collecting.receive_weights()  # allowed, and needless
+    assert seen(next(batches)).tolist() == [3] * 10
+    collecting.shutdown()
+    parts.shut(collecting._receiver_schemes)
+    policy.set(9)  # its own again
+    assert policy.read()["layers.0"].tolist() == [9] * 4
+
+
+def test_a_collector_of_one_process_gives_true_versions_under_updates(trainer):
+    scheme = trainer(Tagged(0))
+    collecting = single(Tagged(pause=0.001), received(scheme), track_policy_version=True)
+    stop, sent = threading.Event(), []
+
+    def train():
+        while not stop.is_set():
+            sent.append(len(sent) + 1)
+            scheme.send(Tagged(sent[-1]))
+
+    training = threading.Thread(target=train)
+    training.start()
+    versions = set()
+    try:
+        for batch in collecting:
+            found = seen(batch)
+            assert torch.equal(batch["next", "policy_version"], found)
+            assert torch.equal(batch["policy_version"], found)
+            versions |= set(found.tolist())
+            if len(versions) > 20:
+                break
+    finally:
+        stop.set()
+        training.join()
+        collecting.shutdown()
+        parts.shut(collecting._receiver_schemes)
+    assert len(versions) > 20
+
+
+# ---- a collector of collectors
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_collector_hands_on_what_it_receives(trainer, collector, kind, slots):
+    scheme, policy = trainer(Tagged(1), slots=slots), Tagged()
+    schemes = received(scheme)
+    collecting = collector(policy, kind=kind, weight_recv_schemes=schemes)
+    try:
+        assert policy.read()["layers.0"].tolist() == [1] * 4
+        assert tags(collecting) == [1, 1]
+        for update in (2, 3, 4):
+            scheme.send(Tagged(update))
+            assert policy.read()["layers.0"].tolist() == [update] * 4
+            assert tags(collecting) == [update, update]
+        batch = next(iter(collecting))
+        assert seen(batch).unique().tolist() == [4] and (batch["next", "policy_version"] == 3).all()
+    finally:
+        parts.shut(schemes)
+
+
+def test_extra_state_is_handed_on(trainer, collector):
+    scheme = trainer(Acting(Remembering(["a"])))
+    schemes = received(scheme)
+    policy = Acting(Remembering())
+    collecting = collector(policy, weight_recv_schemes=schemes)
+    try:
+        for notes in (["a"], ["b", "c"], ["d" * 100_000]):
+            scheme.send(Acting(Remembering(notes)))
+            assert policies.notes(policy) == [(len(notes), notes)]
+            assert ask(collecting, "policy.call", policies.notes) == [[(len(notes), notes)]] * 2
+    finally:
+        parts.shut(schemes)
+
+
+def test_a_death_among_its_workers_reaches_the_trainer(trainer, collector):
+    scheme = trainer(Tagged())
+    schemes = received(scheme)
+    collecting = collector(Tagged(), weight_recv_schemes=schemes)
+    try:
+        os.kill(collecting.procs[1].pid, signal.SIGKILL)
+        collecting.procs[1].join()
+        with pytest.raises(shmsync.WorkerDied, match="worker 1 .*SIGKILL"):
+            scheme.send(Tagged(1))
+        scheme.send(Tagged(2))
+        assert parts.ask_one(collecting, 0, "policy.read")["tag"] == 2
+    finally:
+        parts.shut(schemes)
+
+
+def middle(say, schemes):
+    """A process between trainer and workers: it tells what its workers collect."""
+    with parts.collectors() as make:
+        collecting = make(Tagged(), weight_recv_schemes=schemes)
+        say(tags(collecting))
+        for batch in collecting:
+            say(seen(batch).unique().tolist())
+
+
+def test_in_a_process_of_its_own(trainer):
+    scheme = trainer(Tagged(1))
+    with children.child(middle, received(scheme)) as child:
+        assert child.hear() == [1, 1]
+        for update in (2, 3, 4):
+            scheme.send(Tagged(update))
+            heard = []
+            while update not in heard:
+                heard = child.hear()
+                assert isinstance(heard, list), heard
+            assert min(heard) >= update - 1
+        child.process.kill()
+        child.process.join()
+        with pytest.raises(shmsync.WorkerDied) as caught:
+            scheme.send(Tagged(5))
+        assert caught.value.missing == [0]

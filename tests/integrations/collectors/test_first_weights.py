@@ -1,0 +1,185 @@
+"""The weights that workers start with: every form that init_on_sender() takes, and policies made by factories."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.modules import RandomPolicy
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments, parts
+from support.torchrl.parts import tags
+from support.torchrl.policies import Tagged, seen
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+@pytest.fixture
+def scheme():
+    scheme = ShmWeightSyncScheme()
+    yield scheme
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_a_collectors_policy(collector, kind):
+    collecting = collector(Tagged(3), kind=kind)
+    assert tags(collecting) == [3, 3]
+    assert seen(next(iter(collecting))).unique().tolist() == [3]
+
+
+def test_a_model_and_devices_with_the_values_that_it_has_when_the_collector_is_made(collector, scheme):
+    model = Tagged(1)
+    scheme.init_on_sender(model=model, devices=[CPU, CPU], model_id="policy")
+    model.set(2)
+    collecting = collector(Tagged(9), scheme=scheme)
+    assert tags(collecting) == [2, 2]
+    model.set(3)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [3, 3]
+
+
+def test_weights_and_devices(collector, scheme):
+    weights = TensorDict.from_module(Tagged(1)).data
+    scheme.init_on_sender(weights=weights, devices=[CPU, CPU], model_id="policy")
+    collecting = collector(policy_factory=Tagged, scheme=scheme)
+    assert tags(collecting) == [1, 1]
+    weights.apply_(lambda tensor: tensor.fill_(2))
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 2]
+
+
+def test_a_map_of_weights_for_each_worker(collector, scheme):
+    weights = {worker: TensorDict.from_module(Tagged(worker + 1)).data for worker in (0, 1)}
+    scheme.init_on_sender(params_map=weights)
+    collecting = collector(Tagged(), scheme=scheme)
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_({1: Tagged(7)})
+    assert tags(collecting) == [1, 7]
+    collecting.update_policy_weights_(Tagged(8))
+    assert tags(collecting) == [8, 8]
+
+
+def test_a_map_in_which_workers_share_weights(collector, scheme):
+    weights = TensorDict.from_module(Tagged(4)).data
+    scheme.init_on_sender(params_map={0: weights, 1: weights})
+    assert tags(collector(Tagged(), scheme=scheme)) == [4, 4]
+
+
+@pytest.mark.parametrize("source", ["weights", "model"])
+def test_a_function_that_makes_each_workers_weights(collector, scheme, source):
+    model = Tagged(1)
+    given = {"model": model} if source == "model" else {"weights": TensorDict.from_module(model).data}
+    scheme.init_on_sender(device_map_fn=lambda worker, td: td + 10 * worker, num_workers=2, model_id="policy", **given)
+    collecting = collector(Tagged(), scheme=scheme)
+    assert tags(collecting) == [1, 11]
+    model.set(2)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 12]
+
+
+@pytest.mark.parametrize("factory", [functools.partial(Tagged, 5), [functools.partial(Tagged, 5)] * 2])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_one_factory_for_all_workers(collector, kind, factory):
+    collecting = collector(policy_factory=factory, kind=kind)
+    assert tags(collecting) == [5, 5]
+    collecting.update_policy_weights_(Tagged(6))
+    assert tags(collecting) == [6, 6]
+    assert seen(next(iter(collecting))).unique().tolist() == [6]
+
+
+def test_one_factory_and_a_policy_in_the_trainer(collector):
+    policy = Tagged(1)
+    collecting = collector(policy, policy_factory=Tagged)
+    assert tags(collecting) == [1, 1]
+    policy.set(2)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 2]
+
+
+def test_a_factory_for_each_worker(collector):
+    collecting = collector(policy_factory=[functools.partial(Tagged, 1), functools.partial(Tagged, 2)])
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_({0: TensorDict.from_module(Tagged(3)), 1: TensorDict.from_module(Tagged(4))})
+    assert tags(collecting) == [3, 4]
+    collecting.update_policy_weights_(Tagged(5), worker_ids=[1])
+    assert tags(collecting) == [3, 5]
+    assert seen(next(iter(collecting))).float().mean(1).tolist() == [3, 5]
+
+
+def test_factories_may_make_policies_of_different_form(collector):
+    collecting = collector(policy_factory=[functools.partial(Tagged, 1, size=4), functools.partial(Tagged, 2, size=8)])
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_({0: Tagged(3, size=4), 1: Tagged(4, size=8)})
+    assert tags(collecting) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "nothing"),
+        ({"model": Tagged()}, "devices="),
+        ({"model": Tagged(), "devices": [CPU], "weights": TensorDict()}, "one of model and weights"),
+        ({"model": Tagged(), "devices": [CPU], "num_workers": 2}, "num_workers is 2, but devices has 1"),
+        ({"model": Tagged(), "device_map_fn": max}, "num_workers="),
+        ({"model": Tagged(), "device_map_fn": max, "num_workers": 1, "devices": [CPU]}, "no devices="),
+        ({"params_map": {0: TensorDict()}, "devices": [CPU]}, "params_map stands alone"),
+        ({"params_map": {"0": TensorDict()}}, "worker index to TensorDict"),
+        ({"params_map": {0: {}}}, "worker index to TensorDict"),
+    ],
+)
+def test_contradictory_or_missing_arguments_are_refused(scheme, given, message):
+    with pytest.raises(ValueError, match=message):
+        scheme.init_on_sender(**given)
+    assert not scheme.initialized_on_sender
+
+
+def test_a_policy_that_is_no_module_has_no_weights_to_send(collector):
+    with pytest.raises(TypeError, match=r"nn\.Module.*RandomPolicy"):
+        collector(RandomPolicy(environments.Steps().action_spec))
+
+
+def test_a_model_that_is_no_module_is_refused(scheme):
+    with pytest.raises(TypeError, match=r"nn\.Module.*dict"):
+        scheme.init_on_sender(model={"weight": torch.ones(1)}, devices=[CPU], model_id="policy")
+
+
+def test_a_model_id_that_the_trainer_cannot_find_says_what_to_do(collector):
+    with pytest.raises(ValueError, match=r"init_on_sender\(model_id='env.critic', model="):
+        collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": ShmWeightSyncScheme()})
+
+
+def test_a_model_id_that_workers_do_not_have_is_named(collector, scheme):
+    scheme.init_on_sender(model=environments.Critic(), devices=[CPU, CPU], model_id="env.no_such_net")
+    with pytest.raises((AttributeError, ValueError), match="no_such_net"):
+        collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.no_such_net": scheme})
+
+
+def test_weights_that_do_not_fit_a_workers_policy_are_refused_when_the_collector_is_made(collector, scheme):
+    scheme.init_on_sender(model=Tagged(size=8), devices=[CPU, CPU], model_id="policy")
+    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.0 is \(8,\).*\(4,\)"):
+        collector(Tagged(size=4), scheme=scheme)
+
+
+def test_a_worker_that_the_trainer_does_not_expect_is_refused(collector, scheme):
+    scheme.init_on_sender(model=Tagged(), devices=[CPU], model_id="policy")
+    with pytest.raises(RuntimeError, match=r"worker_idx is 1, but the trainer expects workers \[0\]"):
+        collector(Tagged(), scheme=scheme)
+
+
+def test_a_model_may_be_any_module(scheme):
+    scheme.init_on_sender(model=nn.Linear(2, 3), devices=[CPU], model_id="policy")
+    scheme.connect()
+    assert scheme.weights["weight"].shape == (3, 2)

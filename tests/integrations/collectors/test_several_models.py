@@ -1,0 +1,131 @@
+"""More than one model at once: a policy, a critic in the environment, a value net and statistics in its transforms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.weight_update import WeightStrategy
+
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments, parts, probes
+from support.torchrl.environments import Critic
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Tagged, seen
+
+VALUE = "env.transform[0].value_net"
+KINDS = [MultiSyncCollector, MultiAsyncCollector]
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+def scheme_of(model, model_id, **options):
+    scheme = ShmWeightSyncScheme(**options)
+    scheme.init_on_sender(model=model, devices=[torch.device("cpu")] * 2, model_id=model_id)
+    return scheme
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_model_is_updated_by_its_id(collector, kind):
+    policy, critic = Tagged(1), Critic(10)
+    schemes = {"policy": ShmWeightSyncScheme(), "env.critic": scheme_of(critic, "env.critic")}
+    collecting = collector(policy, schemes=schemes, kind=kind)
+    assert tags(collecting) == [1, 1] and ask(collecting, "env.critic.read") == [10, 10]
+    policy.set(2)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [10, 10]
+    collecting.update_policy_weights_(Critic(20), model_id="env.critic")
+    assert tags(collecting) == [2, 2] and ask(collecting, "env.critic.read") == [20, 20]
+    collecting.update_policy_weights_(weights_dict={"policy": Tagged(3), "env.critic": {"value": torch.tensor([30.0])}})
+    assert tags(collecting) == [3, 3] and ask(collecting, "env.critic.read") == [30, 30]
+    batch = next(iter(collecting))
+    assert (seen(batch) == 3).all() and (batch["next", "reward"] == 30).all()
+
+
+def test_the_policy_version_counts_the_policys_updates_only(collector):
+    policy, critic = Tagged(), Critic()
+    collecting = collector(
+        policy, schemes={"policy": ShmWeightSyncScheme(), "env.critic": scheme_of(critic, "env.critic")}
+    )
+    batches = iter(collecting)
+    for update in range(1, 4):
+        for _ in range(update):
+            collecting.update_policy_weights_(Critic(update), model_id="env.critic")
+        policy.set(update)
+        collecting.update_policy_weights_()
+        batch = next(batches)
+        assert (batch["policy_version"] == update).all() and (batch["next", "policy_version"] == update).all()
+        assert (seen(batch) == update).all() and (batch["next", "reward"] == update).all()
+
+
+def test_a_value_net_in_a_transform(collector):
+    value = Critic(5)
+    schemes = {"policy": ShmWeightSyncScheme(), VALUE: scheme_of(value, VALUE)}
+    collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
+    assert ask(collecting, f"{VALUE}.read") == [5, 5]
+    batches = iter(collecting)
+    assert (next(batches)["next", "value"] == 5).all()
+    with torch.no_grad():
+        value.value.fill_(6)
+    collecting.update_policy_weights_(model_id=VALUE)
+    assert (next(batches)["next", "value"] == 6).all()
+
+
+def test_models_can_go_to_different_workers(collector):
+    value = Critic(5)
+    schemes = {"policy": ShmWeightSyncScheme(), VALUE: scheme_of(value, VALUE)}
+    collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
+    collecting.update_policy_weights_(weights_dict={"policy": Tagged(1), VALUE: Critic(6)}, worker_ids=[1])
+    assert tags(collecting) == [0, 1] and ask(collecting, f"{VALUE}.read") == [5, 6]
+
+
+def test_statistics_of_a_transform_are_extra_state(collector):
+    """VecNormV2 has no parameters at all: what it knows is its extra state."""
+    trained = environments.normalising()
+    transform = trained.transform
+    trained.rollout(50)
+    schemes = {"policy": ShmWeightSyncScheme(), "env.transform[0]": scheme_of(transform, "env.transform[0]")}
+    collecting = collector(Tagged(), schemes=schemes, env=environments.normalising)
+
+    def arrived():
+        expected = transform.get_extra_state()
+        for found in ask(collecting, "env.transform[0].get_extra_state"):
+            assert len(found) == len(expected) == 3
+            assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+    arrived()
+    for form in (lambda: None, lambda: transform, lambda: WeightStrategy().extract_weights(transform)):
+        trained.rollout(50)
+        collecting.update_policy_weights_(form(), model_id="env.transform[0]")
+        arrived()
+
+
+def test_one_thread_serves_all_models_of_a_worker(collector):
+    schemes = {
+        "policy": ShmWeightSyncScheme(),
+        "env.critic": scheme_of(Critic(), "env.critic"),
+        VALUE: scheme_of(Critic(), VALUE),
+    }
+    collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
+    for names in ask(collecting, "env.call", probes.thread_names):
+        assert names.count("shmsync") == 1
+
+
+def test_a_model_id_without_a_scheme_is_named(collector):
+    collecting = collector(Tagged())
+    with pytest.raises(KeyError, match="env.critic"):
+        collecting.update_policy_weights_(Critic(1), model_id="env.critic")
+
+
+def test_a_model_that_does_not_fit_leaves_the_others_as_they_are(collector):
+    schemes = {"policy": ShmWeightSyncScheme(), "env.critic": scheme_of(Critic(1), "env.critic")}
+    collecting = collector(Tagged(1), schemes=schemes)
+    with pytest.raises(ValueError, match="value"):
+        collecting.update_policy_weights_({"value": torch.ones(2)}, model_id="env.critic")
+    assert tags(collecting) == [1, 1] and ask(collecting, "env.critic.read") == [1, 1]
+    collecting.update_policy_weights_(Tagged(2))
+    assert tags(collecting) == [2, 2]

@@ -1,0 +1,149 @@
+"""Workers started by spawn, which is TorchRL's default, and by fork; the other tests use a fork server."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import alive, segments
+from support.torchrl import children, environments, parts, probes
+from support.torchrl.environments import Critic, Steps
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Tagged, seen
+
+KINDS = [MultiSyncCollector, MultiAsyncCollector]
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+def schemes_and_critic():
+    critic = Critic(1)
+    scheme = ShmWeightSyncScheme()
+    scheme.init_on_sender(model=critic, devices=[torch.device("cpu")] * 2, model_id="env.critic")
+    return {"policy": ShmWeightSyncScheme(), "env.critic": scheme}, critic
+
+
+def life_of(collecting, policy):
+    """What a collector goes through; each part is tested by itself elsewhere."""
+    assert tags(collecting) == [1, 1]
+    policy.set(2)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 2]
+    collecting.update_policy_weights_(Tagged(4), worker_ids=[1])
+    assert tags(collecting) == [2, 4]
+    collecting.update_policy_weights_(Tagged(5))
+    assert all(names.count("shmsync") == 1 for names in ask(collecting, "env.call", probes.thread_names))
+    batch = next(iter(collecting))
+    assert (seen(batch) == 5).all()
+    assert set(batch["policy_version"].unique().tolist()) <= {2, 3}  # worker 1 had one update more
+
+
+def second_model_of(collecting):
+    assert ask(collecting, "env.critic.read") == [1, 1]
+    collecting.update_policy_weights_(Critic(3), model_id="env.critic")
+    assert ask(collecting, "env.critic.read") == [3, 3]
+    assert tags(collecting) == [5, 5]
+
+
+def last_days_of(collecting):
+    """One worker ends by itself; the other one is killed."""
+    collecting.pipes[1].send((None, "close"))
+    assert collecting.pipes[1].recv() == "closed"
+    collecting.procs[1].join()
+    with pytest.raises(shmsync.WorkerDied, match="exit code 0") as caught:
+        collecting.update_policy_weights_(Tagged(6))
+    assert caught.value.missing == [1]
+    collecting.update_policy_weights_(Tagged(7))
+    assert parts.ask_one(collecting, 0, "policy.read")["tag"] == 7
+    os.kill(collecting.procs[0].pid, signal.SIGKILL)
+    collecting.procs[0].join()
+    with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:
+        collecting.update_policy_weights_(Tagged(8))
+    assert caught.value.missing == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spawn(kind):
+    with parts.collectors("spawn") as make:
+        policy = Tagged(1)
+        collecting = make(policy, schemes=schemes_and_critic()[0], kind=kind)
+        life_of(collecting, policy)
+        if kind is MultiSyncCollector:
+            second_model_of(collecting)
+            last_days_of(collecting)
+
+
+def test_a_worker_may_fork(collector):
+    """As ParallelEnv does. What its child inherits is not the child's to give back, and hides no death."""
+    collecting = collector(Tagged())
+    assert ask(collecting, "env.call", probes.fork_and_join) == [0, 0]
+    collecting.update_policy_weights_(Tagged(1))
+    assert tags(collecting) == [1, 1]
+    children = ask(collecting, "env.call", probes.fork_and_leave)
+    try:
+        collecting.update_policy_weights_(Tagged(2))
+        assert tags(collecting) == [2, 2]
+        os.kill(collecting.procs[1].pid, signal.SIGKILL)
+        collecting.procs[1].join()
+        assert alive(children[1])
+        with pytest.raises(shmsync.WorkerDied) as caught:
+            collecting.update_policy_weights_(Tagged(3))
+        assert caught.value.missing == [1]
+        collecting.update_policy_weights_(Tagged(4))
+        assert parts.ask_one(collecting, 0, "policy.read")["tag"] == 4
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_environments_in_processes_of_their_own(collector):
+    policy = Tagged()
+    collecting = collector(policy, env=environments.parallel, track_policy_version=False)
+    batches = iter(collecting)
+    for tag in (1, 2, 3):
+        policy.set(tag)
+        collecting.update_policy_weights_()
+        batch = next(batches)
+        assert batch.shape == (2, 2, 5) and seen(batch).unique().tolist() == [tag]
+
+
+def forked(say, kind, models):
+    torch.multiprocessing.set_start_method("fork", force=True)
+    policy = Tagged(1)
+    schemes = schemes_and_critic()[0] if models == 2 else {"policy": ShmWeightSyncScheme()}
+    options = {"frames_per_batch": 20, "total_frames": -1, "track_policy_version": True}
+    collecting = kind([Steps] * 2, policy, weight_sync_schemes=schemes, **options)
+    say([process._start_method for process in collecting.procs])
+    life_of(collecting, policy)
+    if models == 2:
+        second_model_of(collecting)
+    if kind is MultiSyncCollector:
+        last_days_of(collecting)
+        parts.shut(schemes)
+    else:
+        collecting.shutdown()
+        del collecting, schemes
+    say(segments())
+
+
+@pytest.mark.parametrize(
+    ("kind", "models"),
+    [pytest.param(MultiSyncCollector, 1, marks=pytest.mark.full), (MultiSyncCollector, 2), (MultiAsyncCollector, 1)],
+)
+def test_fork(kind, models):
+    """With fork the scheme is not pickled: a worker has the trainer's, with all that it holds."""
+    with children.child(forked, kind, models, method="spawn") as child:
+        assert child.hear() == ["fork", "fork"]
+        assert child.hear() == []
+        child.process.join()
+        assert child.process.exitcode == 0

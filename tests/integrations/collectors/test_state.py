@@ -1,0 +1,144 @@
+"""Loading a state into workers whose policy is read-only memory, and updates that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.calls import Call
+from support.torchrl import parts
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Acting, Normalising, Tagged, seen
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+def with_weights(state, *values):
+    for worker, value in enumerate(values):
+        policy = state[f"worker{worker}"]["policy_state_dict"]
+        state[f"worker{worker}"]["policy_state_dict"] = {
+            key: torch.full_like(weight, value) for key, weight in policy.items()
+        }
+    return state
+
+
+def test_the_state_of_a_collector_has_the_workers_weights(collector):
+    collecting = collector(Tagged(1))
+    collecting.update_policy_weights_({1: Tagged(2)})
+    state = collecting.state_dict()
+    for worker, value in enumerate((1, 2)):
+        policy = state[f"worker{worker}"]["policy_state_dict"]
+        assert sorted(policy) == ["layers.0", "layers.1", "tag"]
+        assert all((weight == value).all() for weight in policy.values())
+    collecting.update_policy_weights_(Tagged(3))
+    assert (state["worker0"]["policy_state_dict"]["tag"] == 1).all()  # it stays as it was
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_loaded_state_is_the_workers_own_until_the_next_update(collector, slots):
+    policy = Tagged(1)
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
+    batches = iter(collecting)
+    collecting.load_state_dict(with_weights(collecting.state_dict(), 5, 6))
+    assert tags(collecting) == [5, 6]
+    assert seen(next(batches)).float().mean(1).tolist() == [5, 6]
+    assert policy.layers[0].tolist() == [1] * 4
+    for update in (7, 8):
+        policy.set(update)
+        collecting.update_policy_weights_()
+        assert tags(collecting) == [update, update]
+        assert seen(next(batches)).unique().tolist() == [update]
+    collecting.load_state_dict(with_weights(collecting.state_dict(), 9, 9))
+    assert tags(collecting) == [9, 9]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_states_are_loaded_while_updates_come(collector, slots):
+    """A worker writes in what it loads, and that must not be the read-only memory of an update that came meanwhile."""
+    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(slots=slots))
+    state = with_weights(collecting.state_dict(), 5, 6)
+    updates = Call(lambda: [collecting.update_policy_weights_(Tagged(n)) for n in range(300)])
+    loads = 0
+    while updates.is_alive():
+        collecting.load_state_dict(state)
+        loads += 1
+    updates.result()
+    assert loads > 5
+    collecting.update_policy_weights_(Tagged(7))
+    assert tags(collecting) == [7, 7]
+    collecting.load_state_dict(state)
+    assert tags(collecting) == [5, 6]
+
+
+def test_an_update_with_the_weights_of_before_undoes_a_load(collector):
+    policy = Tagged(1)
+    collecting = collector(policy)
+    collecting.load_state_dict(with_weights(collecting.state_dict(), 5, 6))
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [1, 1]
+
+
+def test_a_partial_update_after_a_load_brings_everything(collector):
+    """What a worker loaded lasts until the next version, which is the trainer's in full."""
+    collecting = collector(Tagged(1))
+    collecting.load_state_dict(with_weights(collecting.state_dict(), 5, 6))
+    collecting.update_policy_weights_({"layers.0": torch.full((4,), 2.0)})
+    for found in ask(collecting, "policy.read"):
+        assert found["layers.0"].tolist() == [2] * 4 and found["layers.1"].tolist() == [1] * 4
+
+
+def test_buffers_are_loaded_too(collector):
+    policy = Acting(Normalising())
+    collecting = collector(policy)
+    state = collecting.state_dict()
+    for worker in ("worker0", "worker1"):
+        state[worker]["policy_state_dict"]["module.norm.running_mean"].fill_(4)
+    collecting.load_state_dict(state)
+    assert [float(found["module.norm.running_mean"]) for found in ask(collecting, "policy.read")] == [4, 4]
+
+
+def half_fitting(policy):
+    """Its first weight is new and fits, its second does not."""
+    weights = TensorDict.from_module(policy).data.clone()
+    weights["layers", "0"] = torch.full((4,), 9.0)
+    weights["layers"].set("1", torch.full((5,), 9.0))
+    return weights
+
+
+FORMS = {
+    "tensordict": half_fitting,
+    "state dict": lambda policy: half_fitting(policy).flatten_keys(".").to_dict(),
+    "per worker": lambda policy: {0: Tagged(9), 1: half_fitting(policy)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_wrong_shape_half_way_through_changes_nothing_anywhere(collector, form, slots):
+    policy = Tagged(1)
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
+    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1 .*\(5,\)") as caught:
+        collecting.update_policy_weights_(FORMS[form](policy))
+    assert isinstance(caught.value, ValueError)
+    assert tags(collecting) == [1, 1]
+    assert all((weight == 1).all() for weight in policy.state_dict().values())
+    batch = next(iter(collecting))
+    assert seen(batch).unique().tolist() == [1] and (batch["policy_version"] == 0).all()
+    policy.set(2)
+    collecting.update_policy_weights_()
+    assert tags(collecting) == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_a_wrong_type_changes_nothing_either(collector, dtype):
+    collecting = collector(Tagged(1))
+    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.1"):
+        collecting.update_policy_weights_({"layers.0": torch.zeros(4), "layers.1": torch.zeros(4, dtype=dtype)})
+    assert tags(collecting) == [1, 1]

@@ -1,0 +1,233 @@
+"""What update_policy_weights_ takes, and whom it reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.calls import Call
+from support.processes import until
+from support.torchrl import parts
+from support.torchrl.parts import ask, tags
+from support.torchrl.policies import Tagged, seen
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+def module(policy):
+    return Tagged(7)
+
+
+def parameters_with_grads(policy):
+    weights = TensorDict.from_module(Tagged(7))
+    assert weights["layers", "0"].requires_grad
+    return weights
+
+
+def data(policy):
+    return TensorDict.from_module(Tagged(7)).data
+
+
+def flat_dotted(policy):
+    return TensorDict.from_module(Tagged(7)).data.flatten_keys(".")
+
+
+def state_dict(policy):
+    return Tagged(7).state_dict()
+
+
+def nested_dict(policy):
+    return TensorDict.from_module(Tagged(7)).data.to_dict()
+
+
+def the_policy_itself(policy):
+    policy.set(7)
+    return policy
+
+
+def nothing(policy):
+    policy.set(7)
+
+
+FORMS = [module, parameters_with_grads, data, flat_dotted, state_dict, nested_dict, the_policy_itself, nothing]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_every_form_of_weights_reaches_every_worker_before_the_update_returns(collector, kind, form):
+    policy = Tagged()
+    collecting = collector(policy, kind=kind)
+    assert tags(collecting) == [0, 0]
+    weights = form(policy)
+    if weights is None:
+        collecting.update_policy_weights_()
+    else:
+        collecting.update_policy_weights_(weights)
+    assert tags(collecting) == [7, 7]
+    assert seen(next(iter(collecting))).unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_each_strategy_and_number_of_slots_follows_a_row_of_updates(collector, strategy, slots):
+    policy = Tagged()
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(strategy, slots=slots))
+    batches = iter(collecting)
+    for tag in range(1, 6):
+        policy.set(tag)
+        collecting.update_policy_weights_()
+        assert seen(next(batches)).unique().tolist() == [tag]
+
+
+def test_an_update_by_keyword_and_by_model_id(collector):
+    collecting = collector(Tagged())
+    collecting.update_policy_weights_(weights=data(None))
+    assert tags(collecting) == [7, 7]
+    collecting.update_policy_weights_(policy=Tagged(8), model_id="policy")
+    assert tags(collecting) == [8, 8]
+    collecting.update_policy_weights_(weights_dict={"policy": Tagged(9)})
+    assert tags(collecting) == [9, 9]
+
+
+@pytest.mark.parametrize("form", ["tensordict", "dotted tensordict", "state dict"])
+def test_a_partial_update_changes_what_it_names(collector, form):
+    collecting = collector(Tagged())
+    tensor = torch.full((4,), 3.0)
+    if form == "tensordict":
+        weights = TensorDict({"layers": {"1": tensor}})
+    elif form == "dotted tensordict":
+        weights = TensorDict({"layers.1": tensor})
+    else:
+        weights = {"layers.1": tensor}
+    collecting.update_policy_weights_(weights)
+    for found in ask(collecting, "policy.read"):
+        assert found["layers.1"].tolist() == [3, 3, 3, 3]
+        assert found["layers.0"].tolist() == [0, 0, 0, 0] and found["tag"].tolist() == [0]
+
+
+def test_what_was_sent_stays_the_senders(collector):
+    policy, other = Tagged(), Tagged(7)
+    weights = TensorDict.from_module(other)
+    collecting = collector(policy)
+    collecting.update_policy_weights_(weights)
+    other.set(8)
+    policy.set(9)
+    assert tags(collecting) == [7, 7]
+    assert other.read()["layers.0"].tolist() == [8, 8, 8, 8]
+    assert not any(tensor.is_shared() for each in (policy, other) for tensor in each.state_dict().values())
+    assert all(weight.requires_grad for weight in policy.parameters())
+
+
+@pytest.mark.parametrize("per_worker_weights", [True, False])
+def test_each_worker_can_get_weights_of_its_own(collector, per_worker_weights):
+    collecting = collector(Tagged(), scheme=ShmWeightSyncScheme(per_worker_weights=per_worker_weights))
+    collecting.update_policy_weights_({0: TensorDict.from_module(Tagged(1)), 1: Tagged(2).state_dict()})
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_({1: Tagged(3)})
+    assert tags(collecting) == [1, 3]
+    collecting.update_policy_weights_({0: Tagged(4), 1: Tagged(5)}, worker_ids=[0])
+    assert tags(collecting) == [4, 3]
+    batch = next(iter(collecting))
+    assert seen(batch).float().mean(1).tolist() == [4, 3]
+    assert batch["next", "policy_version"].float().mean(1).tolist() == [2, 2]  # each had two updates
+    collecting.update_policy_weights_(Tagged(6))
+    assert tags(collecting) == [6, 6]
+
+
+@pytest.mark.parametrize("worker_ids", [1, [1], "cuda:3", torch.device("cuda:3"), ["cuda:3"], [torch.device("cuda:3")]])
+def test_worker_ids_choose_workers_by_index_and_by_device(collector, worker_ids):
+    policy = Tagged()
+    scheme = ShmWeightSyncScheme()
+    scheme.init_on_sender(model=policy, devices=[torch.device("cpu"), torch.device("cuda:3")], model_id="policy")
+    collecting = collector(policy, scheme=scheme)
+    policy.set(1)
+    collecting.update_policy_weights_(worker_ids=worker_ids)
+    assert tags(collecting) == [0, 1]
+    policy.set(2)
+    collecting.update_policy_weights_(worker_ids=[0, 1])
+    assert tags(collecting) == [2, 2]
+
+
+def test_workers_that_were_updated_alone_keep_following(collector):
+    policy = Tagged()
+    collecting = collector(policy)
+    batches = iter(collecting)
+    steps = [(0, [1, 0]), (1, [1, 2]), (None, [3, 3]), ([0], [4, 3]), (None, [5, 5])]
+    for tag, (worker_ids, expected) in enumerate(steps, start=1):
+        policy.set(tag)
+        collecting.update_policy_weights_(worker_ids=worker_ids)
+        assert tags(collecting) == expected
+        assert seen(next(batches)).float().mean(1).tolist() == expected
+
+
+def test_a_device_that_all_share_chooses_all(collector):
+    collecting = collector(Tagged(), policy_device="cpu")
+    collecting.update_policy_weights_(Tagged(1), worker_ids=torch.device("cpu"))
+    assert tags(collecting) == [1, 1]
+
+
+@pytest.mark.parametrize("worker_ids", [2, [0, 2], "cuda:0", torch.device("meta"), -1, True])
+def test_an_unknown_worker_is_refused_and_nothing_is_sent(collector, worker_ids):
+    collecting = collector(Tagged())
+    with pytest.raises(ValueError, match="Worker|worker"):
+        collecting.update_policy_weights_(Tagged(1), worker_ids=worker_ids)
+    assert tags(collecting) == [0, 0]
+
+
+def test_an_update_for_nobody_does_nothing(collector):
+    collecting = collector(Tagged())
+    collecting.update_policy_weights_(Tagged(1), worker_ids=[])
+    assert tags(collecting) == [0, 0]
+    collecting.update_policy_weights_(Tagged(2))
+    assert tags(collecting) == [2, 2]
+
+
+def test_an_unknown_worker_in_a_dict_is_refused(collector):
+    collecting = collector(Tagged())
+    with pytest.raises(ValueError, match="Worker 5 not registered"):
+        collecting.update_policy_weights_({0: Tagged(1), 5: Tagged(2)})
+    assert tags(collecting) == [0, 0]
+
+
+def test_without_sync_an_update_arrives_soon(collector):
+    policy = Tagged()
+    collecting = collector(policy, scheme=ShmWeightSyncScheme(sync=False))
+    policy.set(1)
+    collecting.update_policy_weights_()
+    until(lambda: tags(collecting) == [1, 1])
+
+
+def test_updates_may_come_from_several_threads(collector):
+    collecting = collector(Tagged())
+    threads = [Call(lambda: [collecting.update_policy_weights_(Tagged(n)) for n in range(30)]) for _ in range(3)]
+    for thread in threads:
+        thread.result()
+    assert tags(collecting) == [29, 29]
+    assert (next(iter(collecting))["policy_version"] == 90).all()
+
+
+def test_a_compiled_policy_uses_what_arrives(collector):
+    policy = Tagged()
+    collecting = collector(policy, compile_policy={"backend": "eager", "warmup": 1})
+    batches = iter(collecting)
+    for tag in range(4):
+        policy.set(tag)
+        collecting.update_policy_weights_()
+        assert seen(next(batches)).unique().tolist() == [tag]
+
+
+def test_a_mismatch_names_what_differs_and_changes_nothing(collector):
+    collecting = collector(Tagged())
+    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.0"):
+        collecting.update_policy_weights_({"layers.0": torch.ones(5)})
+    with pytest.raises(shmsync.ManifestMismatch, match="nonsense"):
+        collecting.update_policy_weights_({"layers.0": torch.ones(4), "nonsense": torch.ones(4)})
+    assert tags(collecting) == [0, 0]

@@ -1,0 +1,232 @@
+"""What a trainer sends, in every form, and who gets it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from shmsync.memory.arena import _all_mapped
+from support.processes import until
+from support.torchrl.pair import Counting, filled, net
+
+
+def test_connect_gives_the_weights_and_send_the_new_ones(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    assert all((w == 1).all() for w in both.weights("0.weight"))
+    assert both.sender.send(filled(model, 2)) == 2
+    for name in ("0.weight", "1.running_mean", "2.bias"):
+        assert all((w == 2).all() for w in both.weights(name))
+    filled(model, 3)
+    assert all((w == 2).all() for w in both.weights("0.weight")), "the trainer's own tensors are nobody else's"
+    both.sender.send()
+    assert all((w == 3).all() for w in both.weights("0.weight"))
+    assert (both.sender.weights["0", "weight"] == 3).all()
+    assert (both.receivers[0].weights["0", "weight"] == 3).all()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda module: TensorDict.from_module(module),
+        lambda module: TensorDict.from_module(module).data,
+        lambda module: TensorDict(dict(module.state_dict())),
+        lambda module: dict(module.state_dict()),
+        lambda module: module,
+    ],
+    ids=["with grads", "nested", "flat TensorDict", "state_dict", "module"],
+)
+def test_every_form_of_weights(pair, form):
+    both = pair(net())
+    both.sender.send(form(filled(net(), 7)))
+    for name in ("0.weight", "1.running_var", "2.bias"):
+        assert all((w == 7).all() for w in both.weights(name))
+
+
+def test_partial_weights_leave_the_rest(pair):
+    both = pair(filled(net(), 1))
+    both.sender.send({"0.weight": torch.full((4, 3), 5.0)})
+    assert all((w == 5).all() for w in both.weights("0.weight"))
+    assert all((w == 1).all() for w in both.weights("2.weight"))
+
+
+@pytest.mark.parametrize("worker_ids", [0, [0]])
+def test_worker_ids_reach_nobody_else(pair, worker_ids):
+    both = pair(filled(net(), 1))
+    both.sender.send(filled(net(), 2), worker_ids=worker_ids)
+    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 1]
+    both.sender.send(filled(net(), 3))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [3, 3]
+    both.sender.send({1: filled(net(), 4)})
+    assert [w.mean().item() for w in both.weights("0.weight")] == [3, 4]
+    both.sender.send({0: filled(net(), 5), 1: filled(net(), 6)})
+    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6]
+
+
+def test_all_or_none_of_the_workers_get_weights_of_their_own(pair):
+    both = pair(filled(net(), 1))
+    wrong = {"0.weight": torch.zeros(4, 3), "2.weight": torch.zeros(9, 9)}
+    for weights in (wrong, {0: filled(net(), 2), 1: wrong}):
+        with pytest.raises(shmsync.ManifestMismatch, match="2.weight"):
+            both.sender.send(weights)
+    assert [w.mean().item() for w in both.weights("0.weight")] == [1, 1]
+    both.sender.send(filled(net(), 2))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 2]
+
+
+@pytest.mark.parametrize("worker_ids", [2, [0, 7], "cuda:0"])
+def test_unknown_workers(pair, worker_ids):
+    with pytest.raises(ValueError, match="not registered"):
+        pair(net()).sender.send(worker_ids=worker_ids)
+
+
+def test_devices_name_workers(pair):
+    model = filled(net(), 1)
+    both = pair(model, start={"model": model, "devices": [torch.device("cpu"), torch.device("cuda", 1)]})
+    both.sender.send(filled(net(), 2), worker_ids=torch.device("cpu"))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 1]
+
+
+def test_the_forms_of_init_on_sender(pair):
+    model, other = filled(net(), 1), filled(net(), 2)
+    first, second = TensorDict.from_module(model).data, TensorDict.from_module(other).data
+    assert [w.mean() for w in pair(model, start={"weights": first, "devices": [None, None]}).weights("0.weight")] == [
+        1, 1,
+    ]  # fmt: skip
+    apart = pair(model, start={"params_map": {0: first, 1: second}})
+    assert [w.mean() for w in apart.weights("0.weight")] == [1, 2]
+    filled(other, 3)
+    apart.sender.send()
+    assert [w.mean() for w in apart.weights("0.weight")] == [1, 3]
+    mapped = pair(
+        model, start={"model": model, "device_map_fn": lambda i, td: td.apply(lambda t: t + i), "num_workers": 2}
+    )
+    assert [w.mean() for w in mapped.weights("0.weight")] == [1, 2]
+    filled(model, 5)
+    mapped.sender.send()
+    assert [w.mean() for w in mapped.weights("0.weight")] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, ValueError),
+        ({"model": nn.Linear(1, 1)}, ValueError),
+        ({"model": nn.Linear(1, 1), "weights": TensorDict({}), "devices": [None]}, ValueError),
+        ({"model": len, "devices": [None]}, TypeError),
+        ({"model": nn.Linear(1, 1), "devices": [None], "num_workers": 2}, ValueError),
+        ({"model": nn.Linear(1, 1), "device_map_fn": lambda i, td: td}, ValueError),
+        ({"params_map": {0: 1}}, ValueError),
+        ({"params_map": {0: TensorDict({})}, "model": nn.Linear(1, 1)}, ValueError),
+    ],
+)
+def test_contradictory_beginnings(given, error):
+    scheme = ShmWeightSyncScheme()
+    with pytest.raises(error):
+        scheme.init_on_sender(model_id="policy", **given)
+    assert not scheme.initialized_on_sender
+
+
+def test_order_of_calls():
+    scheme = ShmWeightSyncScheme()
+    with pytest.raises(RuntimeError, match="init_on_sender"):
+        scheme.send()
+    scheme.init_on_sender(model=nn.Linear(1, 1), devices=[None], model_id="policy")
+    with pytest.raises(RuntimeError, match="connect"):
+        scheme.send()
+    with pytest.raises(RuntimeError, match="receiver"):
+        scheme.receive()
+    scheme.shutdown()
+    scheme.shutdown()
+
+
+def test_tied_parameters_and_identity(pair):
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    both = pair(model)
+    own = both.models[0]
+    weight = own["a"].weight
+    assert own["b"].weight is weight
+    both.sender.send(filled(model, 4))
+    assert own["b"].weight is weight and own["a"].weight is weight and (weight == 4).all()
+
+
+def test_extra_state_goes_with_the_weights_and_may_grow(pair):
+    model = Counting()
+    both = pair(model)
+    assert [own.words for own in both.models] == [["a"], ["a"]]
+    model.words = ["b", "c"]
+    both.sender.send(filled(model, 2))
+    assert [own.words for own in both.models] == [["b", "c"]] * 2
+    model.words = ["long " * 200] * 10
+    both.sender.send(filled(model, 3))
+    model.words = [f"longer {i}" for i in range(2000)]
+    both.sender.send(filled(model, 4))
+    assert [len(own.words) for own in both.models] == [2000, 2000]
+    assert all((w == 4).all() for w in both.weights("linear.weight"))
+    both.sender.send({"linear.weight": torch.full((2, 2), 6.0)})
+    assert [len(own.words) for own in both.models] == [2000, 2000]
+    both.sender.send({**filled(model, 5).state_dict(), "_extra_state": {"words": ["d"]}})
+    assert [own.words for own in both.models] == [["d"], ["d"]]
+    both.sender.send(filled(nn.ModuleDict({"linear": nn.Linear(2, 2)}), 8))  # has none: what is there stays
+    assert [own.words for own in both.models] == [["d"], ["d"]]
+    assert all((w == 8).all() for w in both.weights("linear.weight"))
+    assert len([arena for arena in _all_mapped() if arena.slab.writable is not None]) == 1, "arenas that were left"
+    weights = TensorDict.from_module(filled(model, 6)).data
+    weights["__extra_state__"] = TensorDict({"words": torch.ones(2)})
+    both.sender.send(weights)
+    assert all((own.words == torch.ones(2)).all() for own in both.models)
+
+
+def test_a_worker_that_cannot_apply_raises_in_the_trainer(pair):
+    model = Counting()
+    both = pair(model)
+    model.words = ["refused"]
+    with pytest.raises(ArithmeticError, match="no such word") as caught:
+        both.sender.send(filled(model, 2))
+    assert "set_extra_state" in str(caught.value.__cause__)
+    model.words = ["fine"]
+    both.sender.send(filled(model, 3))
+    assert [own.words for own in both.models] == [["fine"], ["fine"]]
+
+
+def test_a_failure_nobody_waited_for_raises_at_the_next_update(pair):
+    model = Counting()
+    both = pair(model, sync=False)
+    model.words = ["refused"]
+    both.sender.send(filled(model, 2))
+    until(lambda: (both.weights("linear.weight")[1] == 2).all())
+    model.words = ["fine"]
+    with pytest.raises(ArithmeticError):
+        for _ in range(1000):  # the first after the worker has told of it
+            both.sender.send(filled(model, 3))
+            time.sleep(0.01)
+    both.sender.send(filled(model, 4))
+
+
+def test_alias_shares_the_trainers_own_tensors(pair):
+    model = filled(net(), 1)
+    both = pair(model, alias=True)
+    with torch.no_grad():
+        model[0].weight.fill_(4)
+    assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
+    both.sender.send()
+    with pytest.raises(ValueError, match="alias"):
+        both.sender.send(model, worker_ids=[0])
+    with pytest.raises(ValueError, match="alias"):
+        ShmWeightSyncScheme(alias=True, slots=2)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_slots(pair, slots):
+    model = filled(net(), 1)
+    both = pair(model, slots=slots)
+    for value in range(2, 9):
+        both.sender.send(filled(model, value))
+        assert [w.mean().item() for w in both.weights("2.weight")] == [value, value]

@@ -1,0 +1,197 @@
+"""Workers that leave, load, are copied or interrupted, and what is left of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.weight_update import WeightSyncScheme
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.processes import until
+from support.torchrl.pair import Pair, filled, net
+
+
+def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    both.receivers[0].shutdown()
+    with pytest.raises(shmsync.WorkerDied) as gone:
+        both.sender.send(filled(model, 2))
+    assert gone.value.missing == [0]
+    both.sender.send(filled(model, 3))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [1, 3]
+    assert len(both.sender._sender.groups._groups) == 1, "those that remain stay where they are"
+    again = pickle.loads(pickle.dumps(both.sender))
+    again.init_on_receiver(model=both.models[0], model_id="policy", worker_idx=0)
+    again.connect(worker_idx=0)
+    both.receivers.append(again)
+    both.sender.send(filled(model, 4))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
+
+
+def test_interrupted_sends_lose_no_worker(pair):
+    """Alarms that raise at random moments, in sends to all and to some."""
+
+    class Interrupt(Exception):
+        pass
+
+    def handler(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupt
+
+    model = filled(net(), 1)
+    both = pair(model)
+    both.sender.send(model, worker_ids=[0])
+    chance, armed, landed = random.Random(0), False, 0
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for round in range(400):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
+                both.sender.send(model, worker_ids=[[0], None, [1]][round % 3])
+                armed = False
+            except Interrupt:
+                landed += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert landed > 20
+    for value in (2, 3):
+        both.sender.send(filled(model, value))
+        assert [w.mean().item() for w in both.weights("0.weight")] == [value, value]
+    assert len(both.sender._sender.groups._groups) <= 2
+
+
+def test_loading_and_updating_at_once(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = threading.Event()
+
+    def load():
+        while not done.is_set():
+            both.models[0].load_state_dict(state)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    for value in range(2, 100):
+        both.sender.send(filled(model, value))
+    done.set()
+    loader.join()
+    both.sender.send(filled(model, 100))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [100, 100]
+
+
+def test_a_workers_own_load_state_dict_lasts_until_the_next_update(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    both.models[0].load_state_dict(filled(net(), 5).state_dict())
+    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 1]
+    both.receivers[1].apply_weights(TensorDict.from_module(filled(net(), 6)).data)
+    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6]
+    both.sender.send(filled(model, 2))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 2]
+
+
+def test_setting_the_model_binds_the_new_one(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    moved = copy.deepcopy(both.models[0])
+    both.receivers[0].model = moved
+    assert both.receivers[0].model is moved
+    both.sender.send(filled(model, 2))
+    assert (moved[0].weight == 2).all()
+    old = both.models[0]
+    assert (old[0].weight == 1).all()
+    filled(old, 9)  # its own again
+    with torch.no_grad():
+        old.eval()(torch.ones(1, 3))
+
+
+def test_copies_of_a_bound_model_are_private(pair):
+    both = pair(filled(net(), 1))
+    for other in (copy.deepcopy(both.models[0]), pickle.loads(pickle.dumps(both.models[0]))):
+        filled(other, 3)
+        other.eval()(torch.ones(1, 3))
+    assert (both.models[0][0].weight == 1).all()
+
+
+def test_a_worker_that_leaves_keeps_its_weights(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    both.sender.send(filled(model, 2))
+    both.receivers[0].shutdown()
+    own = both.models[0]
+    assert (own[0].weight == 2).all()
+    filled(own, 8)
+    own.eval()(torch.ones(1, 3))
+    assert "forward" not in vars(own)
+
+
+def test_receive_by_hand(pair):
+    model = filled(net(), 1)
+    both = pair(model, sync=False)
+    receiver = both.receivers[0]
+    assert receiver.receive(timeout=0.01) is None
+    both.sender.send(filled(model, 2))
+    receiver.receive(timeout=0.2)  # the thread may have been quicker
+    assert (both.models[0][0].weight == 2).all()
+
+
+def test_state_and_registration():
+    scheme = ShmWeightSyncScheme(sync=False, slots=2, timeout=3.0)
+    assert scheme.__getstate__().keys() == pickle.loads(pickle.dumps(scheme)).__getstate__().keys()
+    other = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(scheme))))
+    assert (other.sync, other.slots, other.timeout) == (False, 2, 3.0)
+    scheme.__setstate__(scheme.__getstate__())
+    if hasattr(WeightSyncScheme, "from_backend"):
+        made = WeightSyncScheme.from_backend("shmsync", slots=2)
+        assert isinstance(made, ShmWeightSyncScheme) and made.slots == 2
+    with pytest.raises(NotImplementedError):
+        scheme.create_transport()
+
+
+def test_descriptors_do_not_grow_with_tensors_and_nothing_is_left(pair):
+    def counts():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def opened(layers):
+        before = counts()
+        both = pair(nn.Sequential(*[nn.Linear(1, 1) for _ in range(layers)]))
+        both.sender.send()
+        during = counts()
+        both.close()
+        return before, during
+
+    opened(1)  # what the first use makes for good
+    (before, few), (_, many) = opened(1), opened(300)
+    assert many[0] - before[0] == few[0] - before[0] < 40
+    assert many[1] - before[1] <= 1, "one thread for all workers of a process"
+    until(lambda: counts() == before)
+
+
+def test_a_scheme_nobody_shuts_down_goes_with_its_last_reference():
+    def names():
+        return {name for name in os.listdir("/dev/shm") if f".{os.getpid()}-" in name}
+
+    before = names()
+    both = Pair(net())
+    assert len(names()) == len(before) + 1
+    del both
+    gc.collect()
+    assert names() == before

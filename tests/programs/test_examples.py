@@ -1,0 +1,174 @@
+"""The examples, run as a user would: they do what they say, also when a worker is killed, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shmsync
+from support.processes import until
+
+EXAMPLES = Path(shmsync.__file__).parent / "examples"
+
+
+class Run:
+    """One example, in a session of its own so that its processes can be told from others."""
+
+    def __init__(self, script, *options):
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "default::ResourceWarning", str(EXAMPLES / script), *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.output = ""
+
+    def members(self):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                pass
+        return found
+
+    def workers(self):
+        """The processes that have the slab mapped, but for the trainer itself."""
+        found = []
+        for process in self.members():
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:
+                continue
+            if process.pid != self.process.pid and "memfd:shmsync " in maps:
+                found.append(process)
+        return found
+
+    def read_until(self, pattern):
+        for line in self.process.stdout:
+            self.output += line
+            if re.search(pattern, line):
+                return
+        pytest.fail(f"it ended before it printed {pattern!r}: {self.output}{self.process.stderr.read()}")
+
+    def end(self, code=0):
+        """Its output, once it has ended, well and with nothing left."""
+        rest, errors = self.process.communicate(timeout=250)
+        self.output += rest
+        assert self.process.returncode == code, self.output + errors
+        assert not re.search("Traceback|ResourceWarning|shmsync/.*Warning", errors), errors
+        until(lambda: self.members() == [])  # the resource tracker goes a moment later
+        left = [name for name in os.listdir("/dev/shm") if f".{self.process.pid}-" in name]
+        assert left == []
+        return self.output
+
+    def kill(self):
+        for process in self.members():
+            process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def run():
+    """run(script, *options) starts an example."""
+    started = []
+
+    def start(*arguments):
+        started.append(Run(*arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+
+
+def test_raw_loop_delivers_the_last_version(run):
+    output = run("raw_loop.py").end()
+    # Two workers write to one pipe: their lines may run together.
+    ends = re.findall(r"(worker \d|trainer): 4\.00 at version 200", output)
+    assert sorted(ends) == ["trainer", "worker 0", "worker 1"], output
+
+
+class TestCleanRL:
+    @pytest.fixture(autouse=True)
+    def _needs(self):
+        pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
+
+    def test_it_learns_while_workers_act(self, run):
+        output = run("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000").end()
+        end = dict(re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1]))
+        assert float(end["episodic_return"]) >= 195, output
+        assert int(end["versions"]) > 15, output
+        assert 0 < float(end["mean_lag"]) < 5, output  # 0: nobody acted while the learner trained
+
+    @pytest.mark.parametrize("killed", [1, 2])
+    def test_it_goes_on_without_killed_workers_but_not_without_any(self, run, killed):
+        example = run("cleanrl_ppo_async.py", "--target-return", "0", "--total-timesteps", "20000", "--log-every", "1")
+        example.read_until("lag=")
+        until(lambda: len(example.workers()) == 2)
+        for worker in example.workers()[:killed]:
+            worker.kill()
+        output = example.end(code=0 if killed == 1 else 1)
+        assert re.search(r"worker \d died, exit code -9; 1 left", output), output
+        if killed == 1:
+            assert int(re.search(r"end: global_step=(\d+)", output).group(1)) >= 20000
+
+
+class TestStableBaselines3:
+    @pytest.fixture(autouse=True)
+    def _needs(self):
+        reason = "the example needs stable-baselines3, which shmsync[test] brings"
+        pytest.importorskip("stable_baselines3", reason=reason)
+
+    def table(self, output):
+        """{version: (timesteps, mean return, reporters)}"""
+        rows = re.findall(r"^ *(\d+) +(\d+) +\d+ +([\d.]+)  (.*)$", output, re.MULTILINE)
+        return {int(version): (int(steps), float(mean), names) for version, steps, mean, names in rows}
+
+    def test_versions_are_judged_while_training_goes_on(self, run):
+        example = run("sb3_evaluators.py", "--timesteps", "12000")
+        example.read_until("2 evaluators are playing")
+        stopped = example.workers()[0]
+        stopped.send_signal(signal.SIGSTOP)  # training does not even wait for an evaluator that stands still
+        example.read_until("training has ended")
+        stopped.send_signal(signal.SIGCONT)
+        output = example.end()
+        table = self.table(output)
+        assert len(table) >= 5, output
+        first, last = table[min(table)], table[max(table)]
+        assert first[0] <= 2000 and first[1] < 100, output
+        assert last[0] >= 12000 and last[1] >= 150, output
+        assert last[2] == "evaluator 0, evaluator 1", output
+        assert f"end: {max(table)} versions published" in output
+
+    def test_it_ends_without_a_killed_evaluator(self, run):
+        example = run("sb3_evaluators.py", "--timesteps", "4000")
+        example.read_until("2 evaluators are playing")
+        example.workers()[0].kill()
+        output = example.end()
+        assert len(re.findall(r"evaluator \d died, exit code -9", output)) == 1, output
+        table = self.table(output)
+        assert re.fullmatch(r"evaluator \d", table[max(table)][2]), output
+
+
+def test_ppo_with_the_collector_learns(run):
+    output = run("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
+    rows = re.findall(r"(\d+) frames .* version +(\d+) .* episodes +([\d.]+)", output)
+    frames, version, mean_return = rows[-1]
+    assert int(frames) >= 30_000 and int(version) == len(rows) + 1  # one for the start, one for each batch
+    assert float(rows[0][2]) < 40 < 80 < float(mean_return)
+
+
+def test_ppo_with_torchrl_learns(run):
+    output = run("torchrl_ppo.py", "--total-frames", "20000").end()
+    rows = re.findall(r"(\d+) frames, mean return ([\d.]+), policy version (\d+) to (\d+)", output)
+    frames, mean_return, *_ = rows[-1]
+    assert int(frames) == 20_000
+    assert float(rows[0][1]) < 60 < 90 < float(mean_return)
+    assert [(int(low), int(high)) for *_, low, high in rows] == [(n, n) for n in range(len(rows))]

@@ -1,0 +1,213 @@
+"""DistributedTransport by itself, between a trainer and a rank, and what it leaves in their store."""
+
+from __future__ import annotations
+
+import pytest
+
+import shmsync
+from shmsync import DistributedTransport
+from support.processes import until
+from support.remote import parts, transports
+from support.remote.members import FOR_EVER
+
+
+@pytest.fixture
+def ends(start):
+    """(trainer, worker), with a transport each."""
+    with parts.fleets(start) as new:
+        both = new(1).connect("distributed").everybody
+        for worker in both:
+            worker.call(transports.open_transport, 1, timeout=FOR_EVER)
+        yield both
+
+
+def keys(worker):
+    """Which of the keys there are."""
+    return [key for key in ("NODE_1_in", "NODE_1_out") if worker.call(parts.store, "check", [key])]
+
+
+def test_the_constructor_takes_keywords_alone():
+    with pytest.raises(TypeError):
+        DistributedTransport(None)
+    transport = DistributedTransport(weights_buffer=None, store=None, rank=None, sync=True, timeout=3.0)
+    assert (transport.store, transport.rank, transport.sync, transport.timeout) == (None, None, True, 3.0)
+    with pytest.raises(ValueError, match="timeout"):
+        DistributedTransport(timeout=-1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rank": None, "store": object()}])
+def test_without_a_store_or_a_rank_every_call_does_nothing(arguments):
+    transport = DistributedTransport(**arguments)
+    weights = transports.SAMPLES["flat"]()
+    transport.send_weights("policy", weights)
+    transport.send_weights_async("policy", weights)
+    transport.wait_ack()
+    transport.send_initial_weights(weights)
+    transport.send_ack()
+    assert transport.receive_weights(FOR_EVER) is None
+    assert transport.receive_initial_weights() is None
+    assert not transport.check_connection()
+    transport.close()
+
+
+def test_a_wait_without_a_send_says_so():
+    for call in ("wait_ack", "check_ack"):
+        with pytest.raises(RuntimeError, match="no send is pending"):
+            getattr(DistributedTransport(), call)()
+
+
+def test_the_store_announces_and_answers(ends):
+    trainer, worker = ends
+    trainer.call(transports.send_sample, "many", "send_weights_async")
+    assert keys(trainer) == ["NODE_1_in"]
+    assert trainer.call(parts.store, "get", "NODE_1_in") == b"update_weights"
+    model_id, _ = worker.call(transports.received_without_answer)
+    assert model_id == "policy"
+    assert keys(trainer) == []
+    worker.call(transports.use, "send_ack")
+    until(lambda: keys(worker) == ["NODE_1_out"])
+    assert worker.call(parts.store, "get", "NODE_1_out") == b"updated"
+    trainer.call(transports.use, "wait_ack")
+    assert keys(trainer) == []
+
+
+def test_the_store_does_not_carry_the_weights(ends):
+    trainer, worker = ends
+    before = trainer.call(parts.store, "num_keys")
+    for _ in range(3):
+        trainer.start(transports.send_sample, "many")
+        worker.call(transports.receive_sample)
+        trainer.result()
+    # 300 tensors: where the rank is, the message, the answer, the manifest
+    assert trainer.call(parts.store, "num_keys") - before <= 4
+
+
+@pytest.mark.parametrize("name", transports.SAMPLES)
+def test_weights_arrive_as_they_were_sent(ends, name):
+    trainer, worker = ends
+    for model_id in ("policy", "env.value_net"):
+        trainer.start(transports.send_sample, name, model_id=model_id)
+        assert worker.call(transports.receive_sample) == model_id
+        trainer.result()
+        assert worker.call(transports.differences, name) == []
+
+
+def test_tied_tensors_stay_tied(ends):
+    trainer, worker = ends
+    trainer.start(transports.send_sample, "tied")
+    worker.call(transports.receive_sample)
+    trainer.result()
+    assert worker.call(transports.shared_storages) == [["first", "second"]]
+
+
+@pytest.mark.parametrize("name", ["many", "strange", "nothing"])
+def test_one_flat_buffer_for_each_message(ends, name):
+    trainer, worker = ends
+    trainer.call(parts.count_isends)
+    for _ in range(2):
+        trainer.start(transports.send_sample, name)
+        worker.call(transports.receive_sample)
+        trainer.result()
+    assert [rank for rank, _ in trainer.call(parts.isends)] == ([] if name == "nothing" else [1, 1])
+
+
+@pytest.mark.parametrize("how", ["the buffer of the transport", "weights=", "model="])
+def test_weights_are_received_into_what_is_there(ends, how):
+    trainer, worker = ends
+    trainer.start(transports.send_sample, "flat")
+    returned, in_place, values = worker.call(transports.receive_into, how)
+    trainer.result()
+    assert returned is (how != "model=")
+    assert in_place
+    assert set(values.values()) == {5.0, 6.0}
+
+
+def test_no_weights_within_the_timeout(ends):
+    _, worker = ends
+    for timeout in (0, 0.1):
+        assert worker.call(transports.use, "receive_weights", timeout) is None
+    worker.call(transports.open_transport, 1, timeout=0.1)
+    assert worker.call(transports.use, "receive_weights") is None  # the transport's own
+
+
+def test_weights_that_do_not_fit_raise_at_both_ends(ends):
+    trainer, worker = ends
+    trainer.start(transports.send_sample, "flat")
+    error, weights = worker.call(transports.receive_what_does_not_fit)
+    assert error == "ManifestMismatch"
+    assert not any(map(any, weights))
+    with pytest.raises(shmsync.ManifestMismatch) as caught:
+        trainer.result()
+    assert "in receive_weights" in str(caught.value.__cause__)
+
+
+def test_an_answer_that_is_none_raises(ends):
+    trainer, worker = ends
+    trainer.call(transports.send_sample, "flat", "send_weights_async")
+    worker.call(transports.received_without_answer)
+    worker.call(parts.store, "set", "NODE_1_out", b"nonsense")
+    with pytest.raises(RuntimeError, match="'nonsense'"):
+        trainer.call(transports.use, "wait_ack")
+    trainer.start(transports.send_sample, "many")  # and it goes on
+    worker.call(transports.receive_sample)
+    trainer.result()
+
+
+def test_another_word_in_send_ack_raises(ends):
+    trainer, worker = ends
+    trainer.call(transports.send_sample, "flat", "send_weights_async")
+    worker.call(transports.received_without_answer)
+    worker.call(transports.use, "send_ack", "nonsense")
+    with pytest.raises(RuntimeError, match="'nonsense'"):
+        trainer.call(transports.use, "check_ack")
+
+
+def test_an_announcement_that_is_none_raises_in_the_worker(ends):
+    trainer, worker = ends
+    trainer.call(parts.store, "set", "NODE_1_in", b"nonsense")
+    with pytest.raises(RuntimeError, match="'nonsense'"):
+        worker.call(transports.use, "receive_weights", FOR_EVER)
+    trainer.start(transports.send_sample, "flat")
+    worker.call(transports.receive_sample)
+    trainer.result()
+
+
+@pytest.mark.parametrize("name", ["flat", "tensordict", "nothing", "extra"])
+def test_initial_weights_do_not_use_the_store(ends, name):
+    trainer, worker = ends
+    before = trainer.call(parts.store, "num_keys")
+    worker.start(transports.receive_initial)
+    trainer.call(transports.send_sample, name, "send_initial_weights")
+    worker.result()
+    assert worker.call(transports.differences, name) == []
+    assert trainer.call(parts.store, "num_keys") == before
+    assert keys(trainer) == []
+
+
+def test_a_worker_without_initial_weights_waits_no_longer_than_its_timeout(ends):
+    worker = ends[1]
+    worker.call(transports.open_transport, 1, timeout=0.3)
+    with pytest.raises(TimeoutError, match="timeout="):
+        worker.call(transports.receive_initial)
+
+
+def test_setting_up_the_connection_does_nothing(ends):
+    trainer, worker = ends
+    before = trainer.call(parts.store, "num_keys")
+    assert trainer.call(transports.use, "setup_connection_and_weights_on_sender") is None
+    set_up = "setup_connection_and_weights_on_receiver"
+    assert worker.call(transports.use, set_up, worker_idx=0, weights=None, model=None, strategy=None) is None
+    assert trainer.call(parts.store, "num_keys") == before
+    assert trainer.call(transports.use, "check_connection")
+
+
+@pytest.mark.parametrize("when", ["under way", "unanswered"])
+def test_a_killed_worker_is_named(ends, when):
+    trainer, worker = ends
+    worker.call(transports.introduce)
+    trainer.call(transports.send_sample, "many", "send_weights_async")
+    if when == "unanswered":
+        worker.call(transports.received_without_answer)
+    worker.kill()
+    with pytest.raises(shmsync.WorkerDied, match=f"pid {worker.pid}"):
+        trainer.call(transports.use, "wait_ack")

@@ -1,0 +1,223 @@
+"""RPCWeightSyncScheme and RPCTransport between real agents of torch.distributed.rpc."""
+
+from __future__ import annotations
+
+import pytest
+
+import shmsync
+from shmsync import RPCTransport, RPCWeightSyncScheme
+from support.remote import members, parts, transports
+from support.remote.members import FOR_EVER
+
+
+@pytest.fixture
+def fleet(start):
+    with parts.fleets(start) as new:
+        yield lambda count, **kwargs: new(count, **kwargs).connect("rpc")
+
+
+@pytest.fixture
+def ends(fleet):
+    group = fleet(1)
+    group.trainer.call(transports.open_rpc_transport)
+    return group.everybody
+
+
+# ---- the scheme
+
+
+@pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
+def test_every_worker_gets_every_version(fleet, strategy):
+    group = fleet(2).open(strategy=strategy)
+    for version in (1, 2, 3):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+    assert group.send(5, workers=[1]) == 4
+    assert group.look() == [(30, 3), (5, 4)]
+    assert group.trainer.call(parts.send_async, 7) == 5
+    assert group.trainer.call(parts.wait_async) == 5
+    assert group.look() == [(7, 5), (7, 5)]
+    assert group.workers[0].call(members.receive, 0)  # applied already; receive() only tells
+    assert not group.workers[0].call(members.receive, 0)
+
+
+@pytest.mark.parametrize("when", ["idle", "inside a call"])
+def test_a_killed_worker_is_named_and_the_next_send_goes_on_without_it(fleet, when):
+    group = fleet(2).open()
+    group.send(1)
+    if when == "idle":
+        group.workers[0].kill()
+        group.trainer.start(parts.send, 2)
+    else:
+        group.workers[0].call(members.hold)
+        group.trainer.start(parts.send, 2)
+        group.workers[0].call(members.wait_held)
+        group.workers[0].kill()
+    with pytest.raises(shmsync.WorkerDied, match="worker 0 ") as caught:
+        group.trainer.result()
+    assert caught.value.missing == [0]
+    assert group.look(1) == [(2, 2)]
+    assert group.trainer.call(parts.dead) == [0]
+    assert group.send(3) == 3
+    assert group.look(1) == [(3, 3)]
+    with pytest.raises(shmsync.WorkerDied, match="nothing was sent"):
+        group.send(4, workers=0)
+
+
+def test_a_stopped_worker_is_late_and_gets_one_call_however_often_it_is_sent_to(fleet):
+    group = fleet(2).open()
+    group.send(1)
+    group.workers[0].stop()
+    for value, workers, timeout in [(2, None, 5.0), (3, 0, 0.5), (4, [0], 0.5)]:
+        with pytest.raises(shmsync.AckTimeout, match="worker 0") as caught:
+            group.send(value, workers=workers, timeout=timeout)
+        assert caught.value.missing == [0]
+    assert group.look(1) == [(2, 2)]
+    group.workers[0].resume()
+    assert group.send(5) == 5
+    assert group.look() == [(5, 5), (5, 5)]
+    assert group.workers[0].call(members.attribute, "applied") == [1, 2, 5]
+
+
+def test_a_late_answer_counts_for_nothing(fleet):
+    group = fleet(1).open()
+    (worker,) = group.workers
+    worker.call(members.hold)
+    with pytest.raises(shmsync.AckTimeout):
+        group.send(1, timeout=0.5)
+    worker.call(members.let_go)
+    worker.call(members.wait_applied, 1)
+    worker.call(members.hold)
+    with pytest.raises(shmsync.AckTimeout):  # not the answer to version 1
+        group.send(2, timeout=0.5)
+    worker.call(members.let_go)
+    group.send(3)
+    assert group.look() == [(3, 3)]
+
+
+def test_what_a_worker_raises_raises_in_the_send_with_its_traceback(fleet):
+    group = fleet(2).open()
+    group.send(1)
+    group.workers[1].call(members.make_trouble, "the environment is on fire")
+    with pytest.raises(members.Trouble, match="the environment is on fire") as caught:
+        group.send(2)
+    trace = str(caught.value.__cause__)
+    assert "worker 1 failed" in trace and "worker 0" not in trace
+    assert "in update_policy_weights_" in trace
+    assert group.look() == [(2, 2), (1, 1)]
+    group.workers[1].call(members.make_trouble, None)
+    group.send(3)
+    assert group.look() == [(3, 3), (3, 3)]
+
+
+def test_weights_that_do_not_fit_raise_in_the_send(fleet):
+    group = fleet(1).open()
+    group.send(1)
+    with pytest.raises(shmsync.ManifestMismatch, match="weight") as caught:
+        group.trainer.call(parts.send_other_model, 3)
+    assert "apply_weights" in str(caught.value.__cause__)
+    assert group.look() == [(1, 1)]
+
+
+def test_two_receivers_in_one_worker(fleet):
+    group = fleet(1).open()
+    group.trainer.call(parts.add_collector, 1, 500, "second")
+    group.send(4)
+    assert [group.workers[0].call(members.look, name) for name in ("policy", "second")] == [(4, 1), (4, 1)]
+    group.workers[0].kill()
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        group.send(5)
+    assert caught.value.missing == [0, 1]
+
+
+@pytest.mark.parametrize("context", [True, False])
+def test_workers_that_join_and_leave_are_taken_in_at_the_next_send(fleet, context):
+    group = fleet(3).open(workers=1, context=context)
+    group.send(1)
+    for rank in (2, 3):
+        group.trainer.call(parts.add_collector, rank, 500)
+    assert group.send(2) == 2
+    assert group.look() == [(2, 2)] * 3
+    group.workers[0].kill()
+    with pytest.raises(shmsync.WorkerDied):
+        group.send(3)
+    group.trainer.call(parts.remove_collector, 0)
+    assert group.trainer.call(parts.dead) == [0]  # not looked at yet
+    assert group.send(4) == 4
+    assert group.trainer.call(parts.dead) == []  # worker 0 is another one now
+    assert group.look(1, 2) == [(4, 4), (4, 4)]
+    group.trainer.call(parts.remove_collector, 1)
+    group.send(5)
+    assert group.look(1, 2) == [(5, 5), (4, 4)]
+
+
+def test_what_is_missing_or_contradictory_is_refused():
+    for arguments in ({}, {"collector_infos": ["w1"], "collector_rrefs": [object()]}):
+        with pytest.raises(ValueError, match="must be given"):
+            RPCWeightSyncScheme().init_on_sender("policy", **arguments)
+    roster = {"collector_infos": ["w1"], "collector_rrefs": [], "collector_class": members.Member}
+    with pytest.raises(ValueError, match="1 collector_infos but 0 collector_rrefs"):
+        RPCWeightSyncScheme().init_on_sender("policy", **roster)
+
+
+# ---- the transport
+
+
+def test_without_a_worker_every_call_does_nothing():
+    transport = RPCTransport()
+    transport.send_weights("policy", transports.SAMPLES["flat"]())
+    transport.send_weights_async("policy", transports.SAMPLES["flat"]())
+    transport.wait_ack()
+    assert transport.receive_weights(timeout=FOR_EVER) is None
+    assert not transport.check_connection()
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        transport.wait_ack()
+
+
+def test_a_transport_is_made_of_info_rref_and_class():
+    info, rref = object(), object()
+    transport = RPCWeightSyncScheme().create_transport((info, rref, members.Member))
+    assert isinstance(transport, RPCTransport)
+    assert (transport.info, transport.rref, transport.collector_class) == (info, rref, members.Member)
+    with pytest.raises(ValueError, match=r"\(info, rref, class\)"):
+        RPCWeightSyncScheme().create_transport((info, rref))
+
+
+@pytest.mark.parametrize("name", transports.SAMPLES)
+def test_the_method_of_the_class_gets_the_weights_as_they_were_sent(ends, name):
+    trainer, worker = ends
+    trainer.call(transports.send_sample, name)
+    assert worker.call(transports.keeper_differences, name) == []
+
+
+def test_a_send_in_two_halves_and_what_a_worker_raises(ends):
+    trainer, worker = ends
+    trainer.call(transports.send_sample, "flat", "send_weights_async")
+    trainer.call(transports.use, "wait_ack")
+    assert worker.call(transports.keeper_differences, "flat") == []
+    with pytest.raises(RuntimeError, match="no send is pending"):
+        trainer.call(transports.use, "wait_ack")
+    worker.call(transports.keeper_trouble, "no room")
+    for call in ("send_weights", "send_weights_async"):
+        with pytest.raises(members.Trouble, match="no room") as caught:
+            trainer.call(transports.send_sample, "flat", call)
+            trainer.call(transports.use, "wait_ack")
+        assert "in update_policy_weights_" in str(caught.value.__cause__)
+    worker.kill()
+    with pytest.raises(shmsync.WorkerDied):
+        trainer.call(transports.send_sample, "flat")
+
+
+def test_a_call_that_is_overtaken_never_puts_old_weights_over_new_ones(fleet):
+    group = fleet(1).open()
+    (worker,) = group.workers
+    group.trainer.call(transports.open_rpc_transport, 1)
+    worker.call(members.hold)
+    group.trainer.call(transports.post_model, 1)
+    worker.call(members.wait_held)  # in one thread of the agent
+    group.trainer.call(transports.post_model, 2)
+    group.trainer.call(transports.wait_posted, 1)  # in another
+    assert worker.call(members.look) == (2, 2)
+    worker.call(members.let_go)
+    group.trainer.call(transports.wait_posted, 0)
+    assert worker.call(members.look) == (2, 2)

@@ -1,0 +1,68 @@
+"""Calls in a thread or in a fork of this process, and what became of them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import sys
+import threading
+import traceback
+
+from support.processes import PATIENCE
+
+
+class Call(threading.Thread):
+    """A call in a thread of this process: `Call(pub.publish, ...)`, then `.result()`."""
+
+    def __init__(self, function, *args, **kwargs):
+        super().__init__(daemon=True)
+        self._call = (function, args, kwargs)
+        self._value = self._error = None
+        self.start()
+
+    def run(self):
+        function, args, kwargs = self._call
+        try:
+            self._value = function(*args, **kwargs)
+        except BaseException as error:
+            self._error = error
+
+    def result(self):
+        self.join(PATIENCE)
+        assert not self.is_alive(), f"{self._call[0]} does not return"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def in_forked_child(function):
+    """(exit status, what function() returned) in a fork of this process, which ends without any clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            faulthandler.disable()  # dying is what some children are for
+            os.close(ours)
+            os.write(theirs, pickle.dumps(function()))
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(70)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as file:
+        text = file.read()
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), pickle.loads(text) if text else None
+
+
+def outcome(function, *args, **kwargs):
+    """The name of what it raises, or "returned"."""
+    try:
+        function(*args, **kwargs)
+    except BaseException as error:
+        return type(error).__name__
+    return "returned"

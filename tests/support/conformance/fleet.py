@@ -1,0 +1,190 @@
+"""A trainer, which is the test itself, and its workers."""
+
+from __future__ import annotations
+
+import contextlib
+from multiprocessing import reduction, resource_sharer
+
+from shmsync.schemes import MPTransport
+from support.conformance import peers
+from support.conformance.nets import Stamped, stamp
+from support.processes import until
+from support.worker import Worker
+
+
+class Crew:
+    """Workers of one start method, used by one test after the other: some methods take seconds to start one."""
+
+    def __init__(self, context):
+        self.context = context
+        self._idle = [self._start() for _ in range(3)]
+
+    def _start(self):
+        return Worker(self.context, peers.receive_until_called)
+
+    def take(self):
+        return self._idle.pop(0) if self._idle else self._start()
+
+    def give_back(self, worker):
+        """After a test, whatever state it is in."""
+        if worker.process.is_alive():
+            worker.resume()
+            if not worker.busy:
+                with contextlib.suppress(Exception):
+                    worker.call(peers.leave)
+                    self._idle.append(worker)
+                    return
+        worker.end()
+        if len(self._idle) < 3:
+            self._idle.append(self._start())  # its imports run beside the tests that come first
+
+    def close(self):
+        for worker in self._idle:
+            worker.end()
+
+
+class Fleet:
+    """Three workers. Each receives whenever the test asks nothing of it, until hold().
+
+    Each kind of scheme has a class of its own, which fills `workers` and says how a scheme gets to know them.
+    """
+
+    called = False  # weights come in a call of the trainer's, beside what the worker does, and not at its receive()
+
+    relayed = False  # weights get to workers in two steps, of which send_async() only begins the first
+
+    def __init__(self, entry, crew):
+        self.entry = entry
+        self.crew = crew
+        self.workers = []
+        self.schemes = []
+
+    def make(self, *, alone=False, **options):
+        """A scheme; with alone=, one that reaches each worker without the others."""
+        return self.entry.make(**(self.entry.alone if alone else {}), **options)
+
+    def open(self, model_id="policy", model=Stamped, *args, scheme=None, alone=False, **options):
+        """Synchronise a model `model(*args)` of every worker; its sender."""
+        scheme = self.make(alone=alone, **options) if scheme is None else scheme
+        self.init_sender(scheme, model_id)
+        for index in range(len(self.workers)):
+            self.join(index, scheme, model_id, model, *args)
+        return scheme.get_sender()
+
+    def init_sender(self, scheme, model_id="policy", **kwargs):
+        raise NotImplementedError
+
+    def join(self, index, scheme, model_id="policy", model=Stamped, *args):
+        self.workers[index].call(peers.join, scheme, model_id, model, *args)
+
+    def replace(self, index):
+        """A new worker in the place of a dead one."""
+        raise NotImplementedError
+
+    def register(self, sender, index):
+        """Tell a sender of the new worker, where it does not see that itself."""
+
+    def die_when_applied(self, index, note):
+        """This worker, which is held, takes the next weights, notes in a file what its model is filled with, and dies
+        without an answer."""
+        raise NotImplementedError
+
+    def hold(self, *indices):
+        """From now on these receive only when they are told to; without indices, all."""
+        for index in indices or range(len(self.workers)):
+            self.workers[index].call(peers.hold)
+
+    def release(self, *indices):
+        for index in indices or range(len(self.workers)):
+            self.workers[index].call(peers.hold, False)
+
+    def stamps(self, model_id="policy", workers=None):
+        """The number that each worker's model is filled with; a pair, if not all of it is."""
+        workers = self.workers if workers is None else [self.workers[index] for index in workers]
+        return [worker.call(peers.look, model_id) for worker in workers]
+
+    def get(self, stamps, workers):
+        """Do these workers have what was sent to them? Where weights come beside the test's calls, wait for it."""
+        return self.stamps(workers=workers) == stamps
+
+    def send_and_change(self, sender, name):
+        """As the function, where the trainer is."""
+        return send_and_change(sender, name)
+
+    def versions(self, model_id="policy"):
+        return [worker.call(peers.version, model_id) for worker in self.workers]
+
+    def close(self):
+        for scheme in self.schemes:
+            scheme.shutdown()
+
+
+def send_and_change(sender, name):
+    """Send weights of 1 and write 2 into them afterwards; have they become shared memory?"""
+    net = Stamped(1)
+    getattr(sender, name)(net)
+    stamp(net, 2)
+    return any(tensor.is_shared() for tensor in net.state_dict().values())
+
+
+class PipeFleet(Fleet):
+    """Workers at the other ends of pipes."""
+
+    def __init__(self, entry, crew, count=3):
+        super().__init__(entry, crew)
+        self.pipes = []
+        for _ in range(count):
+            self.add_worker()
+
+    def add_worker(self):
+        """One more, with a pipe; its index."""
+        self.workers.append(self.crew.take())
+        self.pipes.append(self._connect(self.workers[-1], len(self.pipes)))
+        return len(self.pipes) - 1
+
+    def replace(self, index):
+        """As in Fleet, with a new pipe."""
+        self.crew.give_back(self.workers[index])
+        self.pipes[index].close()
+        self.workers[index] = self.crew.take()
+        self.pipes[index] = self._connect(self.workers[index], index)
+
+    def _connect(self, worker, index):
+        ours, theirs = self.crew.context.Pipe()
+        worker.start(peers.take_pipe, index)
+        reduction.send_handle(worker.conn, theirs.fileno(), worker.pid)
+        worker.result()
+        theirs.close()
+        return ours
+
+    def init_sender(self, scheme, model_id="policy", **kwargs):
+        self.schemes.append(scheme)
+        given = {"pipes": self.pipes, "procs": [worker.process for worker in self.workers]}
+        scheme.init_on_sender(model_id, **{**given, **kwargs})
+
+    def register(self, sender, index):
+        sender.register_worker(index, self.pipes[index], self.workers[index].process)
+
+    def die_when_applied(self, index, note):
+        self.workers[index].start(peers.die_at_ack, 0, note)
+
+    def pending(self, index):
+        """Messages that this worker sent of its own."""
+        return MPTransport(self.pipes[index]).pending()
+
+    def close(self):
+        for worker in self.workers:
+            self.crew.give_back(worker)
+        super().close()
+        for pipe in self.pipes:
+            pipe.close()
+        resource_sharer.stop()  # the thread that gave away plain shared tensors
+
+
+class RemoteFleet(Fleet):
+    """What the fleets of schemes for several machines have in common: the trainer's word comes to a worker on another
+    way than the test's, so neither waits for the other."""
+
+    def get(self, stamps, workers):
+        until(lambda: self.stamps(workers=workers) == stamps)
+        return True

@@ -1,0 +1,170 @@
+"""Workers that are actors of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+
+import pytest
+
+from support.conformance import remote_peers
+from support.conformance.fleet import RemoteFleet
+from support.one_ray import SYSTEM, instead_of_the_last
+from support.worker import Gone, RemoteTraceback, Worker
+
+
+class Process:
+    """Somebody else's child, as multiprocessing shows one's own."""
+
+    def __init__(self, pid):
+        self._fd = os.pidfd_open(pid)
+
+    def is_alive(self):
+        return not select.select([self._fd], [], [], 0)[0]
+
+    def join(self):
+        select.select([self._fd], [], [])
+
+    def close(self):
+        os.close(self._fd)
+
+
+class RayWorker(Worker):
+    """An actor that is driven like the processes of the suite."""
+
+    def __init__(self, actor):
+        self.actor = actor
+        self.busy = False
+        self.process = None
+        self._answer = actor.__ray_call__.remote(lambda _: os.getpid())
+
+    def wait(self):
+        """Until it has started."""
+        import ray
+
+        if self.process is None:
+            self.pid = ray.get(self._answer)
+            self.process = Process(self.pid)
+
+    def start(self, function, *args, **kwargs):
+        self.busy = True
+        self._answer = self.actor.call.options(concurrency_group="calls").remote(function, args, kwargs)
+
+    def result(self):
+        import ray
+
+        try:
+            ok, value, trace = ray.get(self._answer)
+        except ray.exceptions.RayActorError:
+            self.process.join()
+            raise Gone(-9) from None
+        self.busy = False
+        if not ok:
+            raise value from RemoteTraceback(trace)
+        return value
+
+    def done(self):
+        import ray
+
+        return bool(ray.wait([self._answer], timeout=0)[0])
+
+    def kill(self):
+        os.kill(self.pid, 9)
+        self.process.join()
+
+    def end(self):
+        import ray
+
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+        ray.kill(self.actor)
+        self.process.join()
+        self.process.close()
+
+
+class RayCrew:
+    """A Ray of its own, and actors that one test after the other uses: one takes seconds to start."""
+
+    def __init__(self):
+        ray = pytest.importorskip("ray", reason="this entry needs Ray, which shmsync[ray] brings")
+        instead_of_the_last(ray.shutdown)
+        ray.init(
+            address="local",
+            num_cpus=1,  # so many workers are started for nobody; actors need none
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=200 << 20,
+            _system_config=SYSTEM,
+        )
+        self._class = ray.remote(num_cpus=0, max_concurrency=4, concurrency_groups={"calls": 1})(remote_peers.Actor)
+        self._idle = [self._start() for _ in range(4)]
+
+    def _start(self):
+        return RayWorker(self._class.remote())
+
+    def take(self):
+        worker = self._idle.pop(0)
+        worker.wait()
+        return worker
+
+    def give_back(self, worker):
+        if worker.process.is_alive():
+            worker.resume()
+            if not worker.busy:
+                with contextlib.suppress(Exception):
+                    worker.call(remote_peers.leave)
+                    self._idle.append(worker)
+                    return
+        worker.end()
+        self._idle.append(self._start())
+
+    def close(self):
+        import ray
+
+        ray.shutdown()
+
+
+class RayFleet(RemoteFleet):
+    """Actors with a method update_policy_weights_()."""
+
+    called = True
+    roster = "remote_collectors"
+
+    def __init__(self, entry, crew, count=3):
+        super().__init__(entry, crew)
+        for index in range(count):
+            self.workers.append(self._take(index))
+        self.actors = [worker.actor for worker in self.workers]
+
+    def _take(self, index):
+        worker = self.crew.take()
+        worker.call(remote_peers.begin, index)
+        return worker
+
+    def replace(self, index):
+        self.crew.give_back(self.workers[index])
+        self.workers[index] = self._take(index)
+        self.actors[index] = self.workers[index].actor
+
+    def init_sender(self, scheme, model_id="policy", **kwargs):
+        self.schemes.append(scheme)
+        scheme.init_on_sender(model_id, **{self.roster: self.actors, **kwargs})
+
+    def die_when_applied(self, index, note):
+        self.workers[index].start(remote_peers.die_when_applied, note)
+
+    def close(self):
+        for worker in self.workers:
+            self.crew.give_back(worker)
+        super().close()
+
+
+class RayModuleFleet(RayFleet):
+    """Actors with a method _update_weights_tensordict()."""
+
+    roster = "actors"
+
+    def register(self, sender, index):
+        sender.register_worker(index, self.actors[index])

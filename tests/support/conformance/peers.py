@@ -1,0 +1,286 @@
+"""What the workers of the conformance suite do when the test calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import struct
+import threading
+from multiprocessing import connection, reduction
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+import shmsync
+from shmsync.schemes.pipes.connection import Channel
+from support.conformance.contexts import Context, Failing, Lookup, Stubborn
+from support.conformance.nets import Stamped, ask
+
+# ---- a worker's life
+
+
+def receive_until_called(state):
+    """What a worker does while the test asks nothing of it."""
+    if not hasattr(state, "models"):
+        start_over(state)
+    try:
+        while state.receivers and not state.held:
+            ready = connection.wait([state.conn, state.pipe])
+            for receiver in state.receivers.values():  # before the call: what was sent earlier is applied earlier
+                receiver.receive(timeout=0)
+            if state.conn in ready:
+                return
+    except Exception as error:
+        state.held, state.error = True, error
+
+
+def start_over(state):
+    state.models, state.schemes, state.receivers = {}, {}, {}
+    state.pipe = state.error = state.context = None
+    state.given = {}  # what init_on_worker() gets beside the model: where the weights come from
+    state.held = state.receiving = False
+    state.gate = threading.Condition()  # of both; see remote_peers.py
+    state.using = getattr(state, "using", contextlib.nullcontext())  # the models; a lock where calls apply weights
+
+
+def take_pipe(state, index):
+    state.pipe = connection.Connection(reduction.recv_handle(state.conn))
+    state.given = {"pipe": state.pipe}
+    state.index = index
+
+
+def join(state, scheme, model_id, make, *args):
+    model = make(*args)
+    scheme.init_on_worker(model_id, model=model, worker_idx=state.index, **state.given)
+    keep(state, model_id, scheme, model)
+
+
+def keep(state, model_id, scheme, model=None):
+    """From now on weights of this id are received."""
+    if model is not None:
+        state.models[model_id] = model
+    with state.gate:
+        state.schemes[model_id], state.receivers[model_id] = scheme, scheme.get_receiver()
+        state.gate.notify_all()
+
+
+def leave(state):
+    """Forget everything, for the next test."""
+    for scheme in state.schemes.values():
+        scheme.shutdown()
+    if state.pipe is not None:
+        state.pipe.close()
+    start_over(state)
+
+
+def hold(state, held=True):
+    with state.gate:
+        state.held = held
+        state.gate.notify_all()
+
+
+def receive(state, model_id="policy", timeout=0.001):
+    with receiving(state):
+        return state.receivers[model_id].receive(timeout=timeout)
+
+
+@contextlib.contextmanager
+def receiving(state):
+    """Meanwhile weights may come in, even if the worker is held."""
+    with state.gate:
+        state.receiving = True
+        state.gate.notify_all()
+    try:
+        yield
+    finally:
+        state.receiving = False
+
+
+def look(state, model_id="policy"):
+    with state.using:
+        return ask(state.models[model_id])
+
+
+def count(state, model_id="policy"):
+    """What one of the buffers is filled with."""
+    look(state, model_id)
+    return int(state.models[model_id].count[0])
+
+
+def receive_and_look(state):
+    return receive(state, timeout=60), look(state)
+
+
+def ties(state):
+    """Is the weight one tensor still, is the buffer a buffer, and what does it hold?"""
+    net = state.models["policy"]
+    look(state)
+    return net.tied.weight is net.layer.weight, "cache" in dict(net.named_buffers()), net.cache.tolist()
+
+
+def join_with_tensordict(state, scheme):
+    """The worker's model is a TensorDict, not a module."""
+    state.models["policy"] = TensorDict.from_module(Stamped(0)).data.clone()
+    scheme.init_on_worker("policy", model=state.models["policy"], **state.given)
+    keep(state, "policy", scheme)
+
+
+def values(state):
+    return sorted({float(value) for leaf in state.models["policy"].values(True, True) for value in leaf.view(-1)})
+
+
+def version(state, model_id="policy"):
+    return state.receivers[model_id].version
+
+
+# ---- a worker with a context
+
+
+def join_with_context(state, scheme, model_id, make, *args):
+    """The worker knows its pipe and its model through a context alone."""
+    state.models[model_id] = make(*args)
+    state.context = Lookup(models=dict(state.models), worker_idx=state.index, **state.given)
+    scheme.init_on_worker(model_id, state.context)
+    keep(state, model_id, scheme)
+
+
+def join_without_model(state, scheme, model_id):
+    scheme.init_on_worker(model_id, **state.given)
+    keep(state, model_id, scheme)
+
+
+def lose_context(state, scheme, model_id):
+    """A context that only the receiver could keep."""
+    scheme.init_on_worker(model_id, Context(**state.given))
+    keep(state, model_id, scheme)
+
+
+def join_failing(state, scheme, model_id, *, unpicklable=False):
+    state.models[model_id] = Stamped()
+    error = Stubborn(1, 2) if unpicklable else ZeroDivisionError("no such model")
+    state.context = Failing(model=state.models[model_id], error=error, ready=False, **state.given)
+    scheme.init_on_worker(model_id, state.context)
+    state.context.ready = True
+    keep(state, model_id, scheme)
+
+
+def mend(state):
+    state.context.error = None
+    hold(state, False)
+
+
+# ---- messages of the worker's own
+
+
+def pending(state, model_id="policy"):
+    return state.receivers[model_id]._transport.pending()
+
+
+def raw_recv(state):
+    """The next message, for somebody who knows nothing of shmsync; tensors as lists."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return tuple(plain(inner) for inner in value)
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return plain(state.pipe.recv())
+
+
+def raw_send(state, message):
+    state.pipe.send(message)
+
+
+def raw_attach(state):
+    """Follow a registration by hand: what it says beside the handle, and the first number that the handle leads to."""
+    (model_id, handle), word = state.pipe.recv()
+    state.sub = shmsync.Subscriber(handle)
+    with state.sub.read() as section:
+        return model_id, word, int(section.weights["count"][0])
+
+
+def raw_look(state):
+    with state.sub.read() as section:
+        return section.version, int(section.weights["count"][0])
+
+
+def raw_bytes(state):
+    return state.pipe.recv_bytes()
+
+
+def raw_detach(state):
+    state.sub.close()
+    state.sub = None
+
+
+# ---- memory
+
+
+def is_writable(state):
+    """May this process write to the pages where the model's weights are?"""
+    return "w" in mapping_of_weights(state)[1]
+
+
+def inode_of_weights(state):
+    return mapping_of_weights(state)[4]
+
+
+def mapping_of_weights(state):
+    address = state.models["policy"].layer.weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(word, 16) for word in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.split()
+    raise LookupError(hex(address))
+
+
+def identities(state):
+    return [id(tensor) for tensor in (*state.models["policy"].parameters(), *state.models["policy"].buffers())]
+
+
+def weight(state):
+    return float(state.models["policy"].layer.weight.detach()[0, 0])
+
+
+def slow_forward(state):
+    """Tell the trainer that a forward runs, and stay in it until the next weights have been announced."""
+
+    def go():
+        state.pipe.send("inside")
+        connection.wait([state.pipe])
+
+    with torch.no_grad():
+        return state.models["policy"](go)
+
+
+# ---- dying at a given step
+
+
+def die_at_ack(state, share, note):
+    """Receive; when the model has the weights, note them in a file, write this share of the ack, and die."""
+
+    def die(channel, payload, replaces=None):
+        Path(note).write_text(str(look(state)))
+        frame = struct.pack("!i", len(payload)) + payload
+        os.write(channel.fd, frame[: int(share * len(frame))])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Channel.send = die
+    receive(state, timeout=600)
+
+
+# ---- several models
+
+
+def record_pairs(state, first, second):
+    """Use both models as fast as possible until the next call; each pair of numbers they had together."""
+    pairs = set()
+    while not state.conn.poll():
+        for receiver in state.receivers.values():
+            receiver.receive(timeout=0)
+        pairs.add((look(state, first), look(state, second)))
+    return pairs

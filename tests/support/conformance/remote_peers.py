@@ -1,0 +1,185 @@
+"""What workers on other machines do in the conformance suite, beside what all do; see peers.py."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import traceback
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+from shmsync.examples.socket_transport import serve as serve_weights
+
+from shmsync.schemes.remote.parcel import stamp_of
+from support.conformance import peers
+
+
+def begin(state, index, **given):
+    """Be this worker of a fleet. `given`: what init_on_worker() gets."""
+    if not hasattr(state, "models"):
+        peers.start_over(state)
+    state.index, state.given, state.note = index, given, None
+
+
+def leave(state):
+    """Forget everything, for the next test; also those who wait at the gate."""
+    if not hasattr(state, "models"):
+        peers.start_over(state)  # it was not used
+    gate = state.gate
+    with gate:
+        peers.leave(state)  # it makes a new gate
+        gate.notify_all()
+
+
+# ---- weights that come in a call
+
+
+def take_weights(state, weights):
+    """Weights came: apply them, as soon as the test lets the worker receive."""
+    model_id, gate = stamp_of(weights).model_id, state.gate
+
+    def may_go_on():
+        free = state.receiving or not state.held
+        return state.gate is not gate or (free and model_id in state.receivers)
+
+    with gate:
+        gate.wait_for(may_go_on)
+    if state.gate is not gate:
+        return  # the test is over
+    with state.using:
+        receiver = state.receivers[model_id]
+        receiver.apply_weights(weights)
+    if state.note is not None:
+        die(state)
+    if not state.receiving:
+        receiver.receive(timeout=0)  # the worker's loop has noticed
+
+
+def serve(state, function, args, kwargs):
+    """Answer a call of the test: did it return, its value or exception, and its traceback."""
+    try:
+        return True, function(state, *args, **kwargs), None
+    except Exception as error:
+        trace = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return False, error, trace
+
+
+class Actor:
+    """A worker of Ray. Its weights come in another concurrency group than the test's calls."""
+
+    def __init__(self):
+        self.state = SimpleNamespace(using=threading.Lock())
+        peers.start_over(self.state)
+
+    def call(self, function, args, kwargs):
+        return serve(self.state, function, args, kwargs)
+
+    def update_policy_weights_(self, policy_or_weights=None):
+        take_weights(self.state, policy_or_weights)
+
+    def _update_weights_tensordict(self, params):
+        take_weights(self.state, params)
+
+
+class Collector:
+    """What an RPC worker has for each of its models."""
+
+    state = None  # of the worker
+
+    @staticmethod
+    def update_policy_weights_(rref, weights):
+        assert stamp_of(weights).model_id == rref.local_value().model_id
+        take_weights(Collector.state, weights)
+
+    def __init__(self, model_id):
+        self.model_id = model_id
+
+
+# ---- dying when the weights are there, and the answer is not
+
+
+def die_when_applied(state, note):
+    """For those who get weights in a call."""
+    state.note = note
+    peers.hold(state, False)
+
+
+def die_at_answer(state, note):
+    """For those who get them at receive()."""
+    receiver = state.receivers["policy"]
+    state.note = note
+    receiver._transport.inbox.answer = lambda serial: die(state)
+    receiver.receive(timeout=600)
+
+
+def die(state):
+    Path(state.note).write_text(str(peers.look(state)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- processes of a world; see fleet_processes.py
+
+
+def receive_between_calls(state):
+    """What a worker of torch.distributed does while the test asks nothing of it: it asks the store now and then."""
+    if not hasattr(state, "models"):
+        peers.start_over(state)
+    try:
+        while state.receivers and not state.held:
+            for receiver in state.receivers.values():
+                receiver.receive(timeout=0)
+            if state.conn.poll(0.003):
+                return
+    except Exception as error:
+        state.held, state.error = True, error
+
+
+def name_node(state, node):
+    if node is not None:
+        os.environ["SHMSYNC_NODE"] = node
+
+
+def join_rpc(state, rank, size, path):
+    from torch.distributed import rpc
+
+    state.using = threading.Lock()
+    Collector.state = state
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=60)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def serve_sockets(state):
+    """The address of this process."""
+    state.using = threading.Lock()
+    return serve_weights(partial(take_weights, state))
+
+
+def host_store(state, size):
+    """The trainer has the store; its port."""
+    from torch import distributed
+
+    state.store = distributed.TCPStore("127.0.0.1", 0, size, True, wait_for_workers=False)
+    return state.store.port
+
+
+def join_process_group(state, rank, size, port):
+    from torch import distributed
+
+    if rank:
+        state.store = distributed.TCPStore("127.0.0.1", port, size, False)
+    store = distributed.PrefixStore("group", state.store)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def begin_rank(state, index, rank, number):
+    """Be this worker, with keys of the store that no other test has."""
+    from torch import distributed
+
+    begin(state, index, store=distributed.PrefixStore(f"test{number}", state.store), rank=rank)

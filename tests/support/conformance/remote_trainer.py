@@ -1,0 +1,165 @@
+"""A trainer in a process of its own, and what stands for it in the test."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+
+import torch
+
+from support.conformance import fleet
+from support.conformance.remote_peers import Collector
+
+
+def _packed(value):
+    """As bytes: the pipe's own pickles would share the memory of tensors. Tied tensors stay tied."""
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+def _unpacked(data):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# ---- in the trainer
+
+
+def init_sender(state, key, scheme, model_id, given, context_class):
+    """`given`: what init_on_sender() gets; a partial is a function of the state that makes it here."""
+    context = None if context_class is None else context_class()
+    given = {name: value(state) if isinstance(value, partial) else value for name, value in given.items()}
+    scheme.init_on_sender(model_id, context, **given)
+    schemes = vars(state).setdefault("schemes", {})
+    schemes[key] = scheme, context
+
+
+def infos(ranks, model_id, state):
+    from torch.distributed import rpc
+
+    state.infos = vars(state).get("infos", {})
+    state.infos[model_id] = [rpc.get_worker_info(f"rank{rank}") for rank in ranks]
+    return state.infos[model_id]
+
+
+def rrefs(ranks, model_id, state):
+    state.rrefs = vars(state).get("rrefs", {})
+    state.rrefs[model_id] = [_collector(rank, model_id) for rank in ranks]
+    return state.rrefs[model_id]
+
+
+def _collector(rank, model_id):
+    from torch.distributed import rpc
+
+    return rpc.remote(f"rank{rank}", Collector, args=(model_id,))
+
+
+def change_roster(state, model_id, index, rank):
+    from torch.distributed import rpc
+
+    state.infos[model_id][index] = rpc.get_worker_info(f"rank{rank}")
+    state.rrefs[model_id][index] = _collector(rank, model_id)
+
+
+def addresses(given, model_id, state):
+    state.addresses = vars(state).get("addresses", {})
+    state.addresses[model_id] = given
+    return given
+
+
+def change_address(state, model_id, index, address):
+    state.addresses[model_id][index] = address
+
+
+def store(number, state):
+    from torch import distributed
+
+    return distributed.PrefixStore(f"test{number}", state.store)
+
+
+def register_rank(state, key, index, rank, number):
+    state.schemes[key][0].get_sender().register_worker(index, (store(number, state), rank))
+
+
+def use_sender(state, key, context, name, packed):
+    """Call a method of the sender, or get an attribute: does it return, what, and the cause of what it raises."""
+    scheme, here = state.schemes[key]
+    if context is not None:
+        vars(here).update(_unpacked(context))
+    try:
+        found = getattr(scheme.get_sender(), name)
+        if packed is not None:
+            args, kwargs = _unpacked(packed)
+            found = found(*args, **kwargs)
+        return True, found, None
+    except Exception as error:
+        return False, error, error.__cause__
+
+
+def shut_down(state, key):
+    if key in vars(state).get("schemes", {}):
+        state.schemes.pop(key)[0].shutdown()
+
+
+def send_and_change(state, key, name):
+    """See fleet.py."""
+    return fleet.send_and_change(state.schemes[key][0].get_sender(), name)
+
+
+# ---- in the test
+
+
+class Remote:
+    """A scheme whose sender is in a trainer's process."""
+
+    _keys = iter(range(10**9))
+
+    def __init__(self, scheme, trainer):
+        self.scheme = scheme
+        self.trainer = trainer
+        self.key = next(self._keys)
+        self._sender = None
+
+    def init_on_sender(self, model_id, context=None, **given):
+        self.trainer.call(
+            init_sender, self.key, self.scheme, model_id, given, None if context is None else type(context)
+        )
+        self._sender = Sender(self.trainer, self.key, context)
+
+    def get_sender(self):
+        return self._sender
+
+    def shutdown(self):
+        self.trainer.call(shut_down, self.key)
+
+    def __reduce__(self):
+        return _same, (self.scheme,)  # to a worker goes the scheme itself
+
+
+def _same(scheme):
+    return scheme
+
+
+class Sender:
+    """Passes everything on to the trainer's sender. The trainer's context has what the test's has at that time."""
+
+    def __init__(self, trainer, key, context):
+        self._trainer = trainer
+        self.key = key
+        self._context = context
+
+    def _use(self, name, packed=None):
+        context = None if self._context is None else _packed(vars(self._context))
+        returned, value, cause = self._trainer.call(use_sender, self.key, context, name, packed)
+        if not returned:
+            raise value from cause
+        return value
+
+    def _method(self, name):
+        return lambda *args, **kwargs: self._use(name, _packed((args, kwargs)))
+
+    def __getattr__(self, name):
+        if name in ("version", "worker_ids", "model_id"):
+            return self._use(name)
+        if name in ("send", "send_async", "wait_async", "update_weights", "is_dead"):
+            return self._method(name)
+        raise AttributeError(name)

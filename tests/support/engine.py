@@ -1,0 +1,187 @@
+"""What a worker does with an arena when a test calls it: `worker.call(attach, handle)`."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import shmsync
+from support.weights import bytes_of, stamped, stamps
+
+
+def create_and_stall(state, name):
+    """A publisher in the middle of its first copy."""
+    shmsync.Publisher.publish = lambda self: time.sleep(10**6)
+    shmsync.Publisher(stamped(1), name=name)
+
+
+def run_source(state, source):
+    exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
+
+
+def open_arena(state, version=1, *, words=4096, **kwargs):
+    """A publisher whose weights are stamped with the version they are published as."""
+    state.pub = shmsync.Publisher(stamped(1, words=words), **kwargs)
+    state.words = words
+    for v in range(2, version + 1):
+        publish(state, v)
+    return state.pub.handle
+
+
+def publish(state, version, **kwargs):
+    return state.pub.publish(stamped(version, words=state.words), **kwargs)
+
+
+def begin_update(state, version):
+    """Enter update(), write one of the leaves, and stay in it."""
+    state.update = state.pub.update()
+    weights = state.update.__enter__()
+    weights["large"].fill_(version)
+
+
+def close_publisher(state, *, keep=False):
+    state.pub.close()
+    if not keep:
+        state.pub = None
+
+
+# ---- a worker as subscriber
+
+
+def attach(state, handle, **kwargs):
+    state.sub = shmsync.Subscriber(handle, **kwargs)
+    return state.sub.version
+
+
+def detach(state, *, keep=False):
+    state.module = state.section = None
+    if state.sub is not None:
+        state.sub.close()
+    if not keep:
+        state.sub = None
+
+
+def enter(state, **kwargs):
+    """Enter a section and stay in it."""
+    state.section = state.sub.read(**kwargs)
+    state.section.__enter__()
+    return state.section.version
+
+
+def leave(state):
+    state.section.__exit__(None, None, None)
+    return state.section.torn
+
+
+def look(state, **kwargs):
+    return read(state.sub, **kwargs)
+
+
+def read(sub, **kwargs):
+    """(version, smallest, largest word) of one section."""
+    with sub.read(**kwargs) as section:
+        return (section.version, *stamps(section.weights))
+
+
+def refresh(state):
+    return state.sub.refresh()
+
+
+def wait_version(state, version, **kwargs):
+    return state.sub.wait_version(version, **kwargs)
+
+
+def apply_until(state, version):
+    """Apply version after version until this one."""
+    while state.sub.version < version:
+        state.sub.refresh()
+        time.sleep(0.001)
+    return state.sub.version
+
+
+def read_for_ever(state):
+    while True:
+        with state.sub.read() as section:
+            low, high = stamps(section.weights)
+            assert low == high == section.version
+
+
+def read_digest(state):
+    """The bytes of all leaves."""
+    with state.sub.read() as section:
+        return bytes_of(section.weights)
+
+
+def attach_and_tell(handle, conn):
+    """A process of its own, with the handle among its arguments."""
+    with shmsync.attach(handle) as sub, sub.read() as section:
+        conn.send((section.version, int(section.weights["scalar"])))
+
+
+# ---- never torn
+
+
+def read_until(state, reads, versions):
+    """Read until so many sections and versions were accepted: (accepted, versions, torn ones among them)."""
+    sub = state.sub
+    seen, accepted, torn, last = set(), 0, [], 0
+
+    def check():
+        return (sub.version, *stamps(sub.weights))
+
+    while accepted < reads or len(seen) < versions:
+        if accepted % 4 == 3:  # a plain section, which says itself whether it may be accepted
+            with sub.read() as section:
+                found = (section.version, *stamps(section.weights))
+            if section.torn:
+                found = sub.run(check)
+        else:
+            found = sub.run(check)
+        version, low, high = found
+        if not low == high == version:
+            torn.append(found)
+        assert version >= last, f"version {version} after {last}"
+        last = version
+        accepted += 1
+        seen.add(version)
+    return accepted, len(seen), torn
+
+
+def read_until_torn(state):
+    """Sections until one shows two versions at once; how many that took."""
+    sections = 0
+    while True:
+        sections += 1
+        with state.sub.read() as section:
+            low, high = stamps(section.weights)
+        if low != high:
+            return sections
+
+
+def bind(state, factory, *args, train=True, **kwargs):
+    state.module = state.sub.bind(factory(*args), **kwargs).train(train)
+
+
+def forward(state, *args):
+    """Run the bound module and keep its output."""
+    with torch.no_grad():
+        state.out = state.module(*[torch.tensor(a) if isinstance(a, list) else a for a in args])
+    return output(state)
+
+
+def output(state):
+    """The output kept by forward(), as plain lists."""
+
+    def plain(value):
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return [plain(inner) for inner in value]
+
+    return plain(state.out)
+
+
+def buffer(state, key):
+    return state.module.get_buffer(key).tolist()

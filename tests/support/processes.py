@@ -1,0 +1,116 @@
+"""What a test asks the kernel about processes and their arenas, what it does to them, and how it waits."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+PATIENCE = 240  # seconds: long after a slow machine is done, and before the watchdog of the test
+
+
+def until(condition):
+    """Wait for it, in vain for no longer than PATIENCE."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {source(condition)}"
+        time.sleep(0.002)
+
+
+def source(function):
+    try:
+        return inspect.getsource(function).strip()
+    except (OSError, TypeError):
+        return repr(function)
+
+
+# ---- life and death
+
+
+def alive(pid):
+    return state(pid) not in ("", "Z")
+
+
+def state(pid):
+    """The letter of /proc, "T" for one that was stopped; "" when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def kill(pid):
+    """SIGKILL, and wait until it is gone."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+
+
+def stop(pid):
+    """SIGSTOP, and wait until it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: state(pid) == "T")
+
+
+def resume(pid):
+    os.kill(pid, signal.SIGCONT)
+
+
+def wait_until_dead(pid):
+    """Of a process that somebody else waits for."""
+    fd = os.pidfd_open(pid)
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    poller.poll()
+    os.close(fd)
+
+
+def until_waits(thread, function):
+    """Until this thread of ours is inside a function of this name, and has stopped there."""
+    before, end = None, time.monotonic() + PATIENCE
+    while True:
+        assert time.monotonic() < end, f"{thread.name} does not wait in {function}()"
+        frame = sys._current_frames().get(thread.ident)
+        place = frame and (frame.f_code, frame.f_lasti)
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
+        if frame is not None and place == before and state(f"self/task/{thread.native_id}") == "S":
+            return
+        del frame
+        before = place
+        time.sleep(0.02)
+
+
+def unread(pid):
+    """Bytes that have come for a process through TCP, and that it has not read."""
+    own = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(fd))
+    rows = [
+        row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
+    ]
+    return sum(int(row[4].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in own)
+
+
+# ---- arenas
+
+
+def segment_path(name):
+    """Of the arena of this name."""
+    return Path(f"/dev/shm/shmsync.{name}")
+
+
+def segments(pid=None):
+    """The arenas that a process, by default this one, publishes: the paths of their control segments."""
+    return sorted(Path("/dev/shm").glob(f"shmsync.{os.getpid() if pid is None else pid}-*"))
+
+
+def remove_segments(pid):
+    """What a killed publisher could not remove."""
+    for path in segments(pid):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,188 @@
+"""What the workers of remote_parts have and do."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+
+from shmsync import DistributedWeightSyncScheme, Publisher
+from support.processes import segments, until
+
+FOR_EVER = 3600.0  # a send that waited for this deadline would run into the test's watchdog
+
+
+def linear(size, value=0.0):
+    model = nn.Linear(size, 4)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+members = {}  # of this process, by name
+
+
+class Trouble(Exception):
+    """What a worker of these tests raises."""
+
+
+class Member:
+    """What a worker has. For RPC it is the collector class."""
+
+    def __init__(self, scheme, size, name="policy", **arguments):
+        self.model = linear(size)
+        scheme.init_on_worker("policy", model=self.model, **arguments)
+        self.receiver = scheme.get_receiver()
+        self.came = []  # the types of what calls brought
+        self.applied = []  # versions
+        self.errors = []
+        self.gates = deque()  # each holds one call back
+        self.entered = threading.Semaphore(0)
+        self.trouble = None
+        members[name] = self
+
+    @staticmethod
+    def update_policy_weights_(rref, weights):
+        self = rref.local_value()
+        self.came.append(type(weights).__name__)
+        if self.gates:
+            gate = self.gates.popleft()
+            self.entered.release()
+            gate.wait()
+        if self.trouble is not None:
+            raise Trouble(self.trouble)
+        self.receiver.apply_weights(weights)
+        self.applied.append(self.receiver.version)
+
+    def loop(self):
+        """Receive on a thread of its own, so that the worker still answers the test."""
+        try:
+            while True:
+                if self.receiver.receive(0.1):
+                    self.applied.append(self.receiver.version)
+        except Exception as error:
+            self.errors.append(type(error).__name__)
+
+
+def make_collector(scheme, size, name="policy"):
+    return rpc.RRef(Member(scheme, size, name))
+
+
+def make_member(state, size, loop=True, **options):
+    """A receiver of the distributed scheme, and unless told otherwise a thread that receives."""
+    scheme = DistributedWeightSyncScheme(**{"timeout": FOR_EVER, **options})
+    member = Member(scheme, size, store=state.store, rank=dist.get_rank())
+    if loop:
+        threading.Thread(target=member.loop, daemon=True).start()
+
+
+def make_member_of_the_group(state, size):
+    """One that is told nothing but its model."""
+    member = Member(DistributedWeightSyncScheme(timeout=FOR_EVER), size)
+    threading.Thread(target=member.loop, daemon=True).start()
+
+
+class Actor:
+    """Has two models, and is the context in which both are found."""
+
+    def __init__(self):
+        self.policy = linear(500)
+        self.env = SimpleNamespace(value_net=linear(300))
+
+
+def make_actor(state):
+    state.actor = Actor()
+    state.receivers = {}
+    for name in ("policy", "env.value_net"):
+        scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
+        scheme.init_on_worker(name, state.actor, store=state.store, rank=dist.get_rank())
+        state.receivers[name] = scheme.get_receiver()
+
+    def loop():
+        while True:
+            for receiver in state.receivers.values():
+                receiver.receive(0.01)
+
+    threading.Thread(target=loop, daemon=True).start()
+
+
+def actor_values(state):
+    models = {"policy": state.actor.policy, "env.value_net": state.actor.env.value_net}
+    return {name: (float(models[name].weight.detach().mean()), each.version) for name, each in state.receivers.items()}
+
+
+def look(state, name="policy"):
+    """(value, version); two values for weights that are torn."""
+    member = members[name]
+    low, high = (float(bound) for bound in torch.aminmax(member.model.weight.detach()))
+    return (low if low == high else (low, high)), member.receiver.version
+
+
+def attribute(state, what, name="policy"):
+    return getattr(members[name], what)
+
+
+def wait_applied(state, version):
+    until(lambda: version in members["policy"].applied)
+
+
+def receive(state, timeout, name="policy"):
+    return members[name].receiver.receive(timeout)
+
+
+def hold(state):
+    """Hold back the next call that comes, and no other one."""
+    members["policy"].gate = threading.Event()
+    members["policy"].gates.append(members["policy"].gate)
+
+
+def wait_held(state):
+    members["policy"].entered.acquire()
+
+
+def let_go(state):
+    members["policy"].gate.set()
+
+
+def make_trouble(state, text):
+    members["policy"].trouble = text
+
+
+def take_unanswered(state):
+    """Receive a message of the scheme, and do not answer."""
+    return members["policy"].receiver.transport.receive_weights(timeout=FOR_EVER)[0]
+
+
+def can_write(pid, inode):
+    """Does this process map that memory to write to it?"""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return re.search(rf"^\S+ rw-s \S+ \S+ {inode} ", maps, re.M) is not None
+
+
+def wait_without_segments(state):
+    until(lambda: not segments())
+
+
+def die_as_relay(state):
+    """Die at the first thing that a sender asks this worker to publish."""
+    Publisher.__init__ = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mapping(state):
+    """(permissions, inode, path) of the memory that the model's weights lie in."""
+    address = members["policy"].model.weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        first, last = (int(bound, 16) for bound in span.split("-"))
+        if first <= address < last:
+            return permissions, int(inode), path[0] if path else ""
+    raise LookupError(hex(address))

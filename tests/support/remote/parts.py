@@ -1,0 +1,296 @@
+"""A trainer and workers that speak torch.distributed or torch.distributed.rpc, and what they do in these tests.
+
+Every one of them is a process: an RPC agent has only one life in a process, and a process group is for its whole
+process. So the trainer is a Worker too, and the test itself only says who does what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+
+from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from support.processes import remove_segments
+from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
+from support.worker import Worker, serve
+
+SCHEMES = {"rpc": RPCWeightSyncScheme, "distributed": DistributedWeightSyncScheme}
+
+
+class Fleet:
+    """`fleet.trainer` and `fleet.workers`; worker 0 is rank 1.
+
+    Args:
+        make: the `start` fixture.
+        nodes: what each worker calls its node; None for one that says nothing.
+        home: what the trainer calls its node.
+    """
+
+    def __init__(self, make, count, *, nodes=(), home=None):
+        self.trainer, *self.workers = make(count + 1)
+        self.everybody = [self.trainer, *self.workers]
+        for worker, node in zip(self.everybody, [home, *nodes], strict=False):
+            if node is not None:
+                worker.call(set_environment, SHMSYNC_NODE=node)
+
+    def add(self, worker):
+        """One that was not made by `make`."""
+        self.workers.append(worker)
+        self.everybody.append(worker)
+
+    def connect(self, kind, host="127.0.0.1", *, keeper=None):
+        """Make the process group or the agents. `keeper`: a Worker that has the store, instead of the trainer."""
+        self.kind = kind
+        port = (self.trainer if keeper is None else keeper).call(free_port if kind == "rpc" else host_store, host)
+        for rank, worker in enumerate(self.everybody):
+            worker.start(join_rpc if kind == "rpc" else join_group, rank, len(self.everybody), host, port)
+        for worker in self.everybody:
+            worker.result()
+        return self
+
+    def open(self, size=500, **options):
+        """Make the scheme, with its sender and its receivers."""
+        if self.kind == "distributed":
+            for worker in self.workers:
+                worker.call(make_member, size, **options)
+        self.trainer.call(make_sender, self.kind, len(self.workers), size, **{"timeout": FOR_EVER, **options})
+        return self
+
+    def send(self, value, **kwargs):
+        """The trainer sends a model that is `value` everywhere; the version."""
+        return self.trainer.call(send, value, **kwargs)
+
+    def look(self, *who):
+        """(value, version) of these workers; None: all."""
+        return [self.workers[index].call(look) for index in who or range(len(self.workers))]
+
+    def end(self):
+        """Kill them all, and remove what they had in /dev/shm."""
+        for worker in self.everybody:
+            if worker.process.is_alive():
+                worker.kill()
+            remove_segments(worker.pid)
+
+
+@contextlib.contextmanager
+def fleets(make):
+    """fleet(2, nodes=...) -> a Fleet. They are dead afterwards."""
+    made = []
+
+    def new(*args, **kwargs):
+        made.append(Fleet(make, *args, **kwargs))
+        return made[-1]
+
+    try:
+        yield new
+    finally:
+        for fleet in made:
+            fleet.end()
+
+
+class ElsewhereWorker(Worker):
+    """In a process namespace of its own, as on another machine: its pid says nothing to others there."""
+
+    def __init__(self, context):
+        self.conn, theirs = context.Pipe()
+        self.process = context.Process(target=serve_elsewhere, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.pid = self.conn.recv()
+        self.busy = False
+
+
+def serve_elsewhere(conn):
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def checked(result):
+        if result != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    checked(libc.unshare(0x20020000))  # CLONE_NEWPID, for the children, and CLONE_NEWNS
+    child = os.fork()
+    if child:
+        conn.send(child)
+        conn.close()  # so that its end tells of the death of the child
+        os.waitpid(child, 0)
+        return
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    checked(libc.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE: the next ones are seen here alone
+    checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
+    checked(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None))
+    serve(conn)
+    os._exit(0)
+
+
+# ---- in every process
+
+
+def set_environment(state, **variables):
+    os.environ.update(variables)
+
+
+def enter_namespace(state, name):
+    """Move to a network namespace, before there are other threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as file:
+        if libc.setns(file.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def transmitted(state, interface):
+    """Bytes that this network namespace has sent over an interface."""
+    return int(re.search(rf"{interface}:(.*)", Path("/proc/self/net/dev").read_text())[1].split()[8])
+
+
+def free_port(state, host):
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
+
+
+def host_store(state, host):
+    state.hosted = state.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return state.hosted.port
+
+
+def join_group(state, rank, size, host, port):
+    state.store = dist.TCPStore(host, port, is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", state.store), rank=rank, world_size=size)
+
+
+def join_rpc(state, rank, size, host, port):
+    # TCP alone: between namespaces of one machine TensorPipe would find ways around the network.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://{host}:{port}", _transports=["uv"], _channels=["basic"]
+    )
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def store(state, call, *args):
+    return getattr(state.store, call)(*args)
+
+
+# ---- the trainer
+
+
+def make_sender_with(state, size, *, own_store=False, **arguments):
+    """Of the distributed scheme, with nothing but these arguments."""
+    state.model = linear(size)
+    state.scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
+    if own_store:
+        arguments["store"] = state.store
+    state.scheme.init_on_sender("policy", model=state.model, **arguments)
+    state.sender = state.scheme.get_sender()
+
+
+def make_sender(state, kind, count, size, *, workers=None, context=False, **options):
+    """`workers`: so many of them are there at first. `context`: the sender finds them in an object."""
+    state.model = linear(size)
+    state.scheme = SCHEMES[kind](**options)
+    if kind == "rpc":
+        roster = {"collector_infos": [], "collector_rrefs": [], "collector_class": Member}
+        state.roster = Roster(roster)
+        for rank in range(1, (count if workers is None else workers) + 1):
+            add_collector(state, rank, size)
+        arguments = {"context": state.roster} if context else roster
+    else:
+        arguments = {"store": state.store, "num_workers": count}
+    state.scheme.init_on_sender("policy", model=state.model, **arguments)
+    state.sender = state.scheme.get_sender()
+
+
+def make_sender_anew(state, kind, **options):
+    """As a trainer that was started again has it, for the same workers."""
+    state.scheme.shutdown()
+    count = len(state.sender.worker_ids)
+    state.scheme = SCHEMES[kind](timeout=FOR_EVER, **options)
+    arguments = {"context": state.roster} if kind == "rpc" else {"store": state.store, "num_workers": count}
+    state.scheme.init_on_sender("policy", model=state.model, **arguments)
+    state.sender = state.scheme.get_sender()
+
+
+class Roster:
+    """A context."""
+
+    def __init__(self, attributes):
+        self.__dict__.update(attributes)
+
+
+def add_collector(state, rank, size, name="policy"):
+    state.roster.collector_infos.append(rpc.get_worker_info(f"w{rank}"))
+    state.roster.collector_rrefs.append(rpc.rpc_sync(f"w{rank}", make_collector, args=(state.scheme, size, name)))
+
+
+def remove_collector(state, index):
+    del state.roster.collector_infos[index], state.roster.collector_rrefs[index]
+
+
+def send(state, value, workers=None, **kwargs):
+    for parameter in state.model.parameters():
+        nn.init.constant_(parameter, value)
+    return state.sender.send(None, workers, **kwargs)
+
+
+def send_async(state, value):
+    for parameter in state.model.parameters():
+        nn.init.constant_(parameter, value)
+    return state.sender.send_async()
+
+
+def wait_async(state, **kwargs):
+    return state.sender.wait_async(**kwargs)
+
+
+def make_actor_senders(state):
+    state.senders = []
+    for name in ("policy", "env.value_net"):
+        scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
+        scheme.init_on_sender(name, store=state.store, num_workers=1)
+        state.senders.append(scheme.get_sender())
+
+
+def send_both(state, policy, value_net, at_once=False):
+    pairs = list(zip(state.senders, [linear(500, policy), linear(300, value_net)], strict=True))
+    if not at_once:
+        return tuple(sender.send(model) for sender, model in pairs)
+    for sender, model in pairs:
+        sender.send_async(model)
+    return tuple(sender.wait_async() for sender, _ in pairs)
+
+
+def send_other_model(state, features):
+    """One that does not fit."""
+    return state.sender.send(nn.Linear(features, 4))
+
+
+def dead(state):
+    return [index for index in state.sender.worker_ids if state.sender.is_dead(index)]
+
+
+def shut_down(state):
+    state.scheme.shutdown()
+
+
+def count_isends(state):
+    """Note whom each tensor that leaves through the process group is for, and how large it is."""
+    real, state.isends = dist.isend, []
+
+    def isend(tensor, rank, **kwargs):
+        state.isends.append((rank, tensor.nbytes))
+        return real(tensor, rank, **kwargs)
+
+    dist.isend = isend
+
+
+def isends(state):
+    """What was noted since the last look."""
+    noted, state.isends[:] = list(state.isends), []
+    return noted

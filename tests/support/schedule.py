@@ -1,0 +1,62 @@
+"""Which tests of a parallel run stay together in one process, and which of these groups begin first.
+
+Starting what tests need takes seconds: a fork server imports torch, a Ray cluster starts ten processes. So all tests
+that need the same one run in the same worker of pytest-xdist, one after the other; programs, which share nothing, run
+one by one; all others stay together by file.
+"""
+
+from __future__ import annotations
+
+import re
+
+CREW = re.compile(r"[\[-](forkserver|fork|spawn|ray|rpc|distributed)[-\]]")
+ONE_RAY = ("remote/test_ray_schemes.py", "remote/test_ray_modules.py", "remote/test_updaters.py")
+TWO_NODES_OF_RAY = ("remote/test_ray_nodes.py", "remote/test_ray_lost_nodes.py")
+
+# The longest first, so that none of them begins when the others have ended: beginnings of what group_of() says.
+LONGEST = (
+    "conformance ray",
+    "ray on two nodes",
+    "conformance rpc",
+    "ray",
+    "conformance distributed",
+    "conformance",
+    "programs",
+    "collectors",
+    "integrations/collectors/test_faults.py",
+    "remote",
+    "integrations/collectors",
+    "engine",
+)
+
+
+def group_of(nodeid):
+    """The name of the group that a test runs in."""
+    path, _, test = nodeid.partition("::")
+    path = path.rpartition("tests/")[2]
+    folder = path.partition("/")[0]
+    if folder == "conformance" and (crew := CREW.search(test)):
+        return f"conformance {crew[1]}"
+    if path in ONE_RAY:
+        return "ray"
+    if path in TWO_NODES_OF_RAY:
+        return "ray on two nodes"
+    return f"{path}::{test}" if folder == "programs" else path
+
+
+def rank(nodeid):
+    """Of its group: smaller ones begin first."""
+    group = group_of(nodeid)
+    return next((number for number, begin in enumerate(LONGEST) if group.startswith(begin)), len(LONGEST))
+
+
+def make_scheduler(config, log):
+    """For pytest-xdist, which runs may lack."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of rank()
+    return Groups(config, log)

@@ -1,0 +1,71 @@
+"""A process of its own for what may hang."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+from pathlib import Path
+
+import psutil
+import torch
+
+from support.processes import remove_segments
+from support.torchrl.parts import server, starting
+
+
+class Child:
+    """A process of its own that runs function(say, *args), and may hang; say(...) is heard here."""
+
+    def __init__(self, context, function, args):
+        self._ours, theirs = context.Pipe(duplex=False)
+        place = inspect.getfile(function), function.__name__
+        self.process = context.Process(target=run_in_child, args=(place, theirs, args))
+        self.process.start()
+        theirs.close()
+
+    def hear(self, seconds=None):
+        """What it says next; HANGS when it says nothing for so long, and how it ended when it has ended."""
+        if not self._ours.poll(seconds):
+            return HANGS
+        try:
+            return self._ours.recv()
+        except EOFError:
+            self.process.join()
+            return f"exit code {self.process.exitcode}"
+
+    def end(self):
+        self.process.kill()
+        self.process.join()
+        self._ours.close()
+        remove_segments(self.process.pid)
+
+
+HANGS = "hangs"
+
+
+@contextlib.contextmanager
+def child(function, *args, method="forkserver"):
+    """A Child; in the end it is dead, and the workers that it started are."""
+    before = server.workers()
+    with starting(method) as context:
+        child = Child(context, function, args)
+    try:
+        yield child
+    finally:
+        child.end()
+        for process in server.workers() - before:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+# ---- in a worker
+
+
+def run_in_child(place, pipe, args):
+    path, name = place
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_num_threads(1)
+    getattr(module, name)(pipe.send, *args)

@@ -1,0 +1,171 @@
+"""Policies of the TorchRL tests; the collectors' workers import them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+from support.processes import until
+
+
+class Readable:
+    """What a test asks a worker's policy."""
+
+    def read(self):
+        found = self.state_dict().items()
+        return {key: value.detach().clone() for key, value in found if isinstance(value, torch.Tensor)}
+
+    def call(self, function, *args):
+        """Run it in this worker, on this policy."""
+        return function(self, *args)
+
+
+class Tagged(Readable, TensorDictModuleBase):
+    """All its weights are the number of the update, and it says in each frame which it saw, at the start of its forward
+    and a moment later."""
+
+    def __init__(self, tag=0.0, *, layers=2, size=4, pause=0.0):
+        super().__init__()
+        self.in_keys, self.out_keys = ["observation"], ["action", "tag", "first", "last"]
+        self.layers = nn.ParameterList([torch.full((size,), float(tag)) for _ in range(layers)])
+        self.register_buffer("tag", torch.tensor([float(tag)]))
+        self.pause, self.folder, self.gate = pause, None, ""
+
+    def forward(self, tensordict):
+        first = self.layers[0].detach().min()
+        if self.folder is not None:
+            Path(self.folder, str(os.getpid())).touch()
+        if self.gate != "":
+            until(Path(self.gate).exists)
+        time.sleep(self.pause)
+        last = torch.stack([layer.detach().max() for layer in self.layers]).max()
+        ones = torch.ones_like(tensordict["observation"])
+        return tensordict.update({"action": ones, "tag": self.tag * ones, "first": first * ones, "last": last * ones})
+
+    def set(self, tag):
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(tag)
+
+
+class PlainTagged(Readable, nn.Module):
+    """The same for a module that knows nothing of TensorDicts: its action is the number of the update. TorchRL hands it
+    the version too."""
+
+    def __init__(self, tag=0.0, *, pause=0.0):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.tensor([float(tag)])), nn.Parameter(torch.tensor([float(tag)]))
+        self.pause = pause
+
+    def forward(self, observation, policy_version=None):
+        first = self.weight.detach().clone()
+        time.sleep(self.pause)
+        return torch.where(first == self.other.detach(), first, -1.0) * torch.ones_like(observation)
+
+    set = Tagged.set
+
+
+def seen(frames):
+    """The tag of every frame: each of its parts must be of the same weights."""
+    for key in ("first", "last"):
+        assert torch.equal(frames[key], frames["tag"]), key
+    return frames["tag"].squeeze(-1).long()
+
+
+class Fragile(Tagged):
+    """Its extra state says whether it can be applied."""
+
+    def __init__(self):
+        super().__init__()
+        self.broken = torch.tensor(False)
+
+    def get_extra_state(self):
+        return {"broken": self.broken.clone()}
+
+    def set_extra_state(self, state):
+        if state["broken"]:
+            raise RuntimeError("it is broken")
+
+
+class Acting(Readable, TensorDictModule):
+    """A policy of one net, from the observation to the action."""
+
+    def __init__(self, net):
+        super().__init__(net, in_keys=["observation"], out_keys=["action"])
+
+
+class Normalising(nn.Module):
+    """BatchNorm in train mode: its forward writes in its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def forward(self, observation):
+        return self.norm(torch.stack([observation, observation + 1]))[0]
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.other.weight = self.one.weight
+
+    def forward(self, observation):
+        return self.other(self.one(observation))
+
+
+class Remembering(nn.Module):
+    """Keeps notes beside its weight; bad ones make it fail."""
+
+    def __init__(self, notes=()):
+        super().__init__()
+        self.notes = list(notes)
+        self.weight = nn.Parameter(torch.full((1,), float(len(self.notes))))
+
+    def get_extra_state(self):
+        return {"notes": list(self.notes)}
+
+    def set_extra_state(self, state):
+        if "bad" in state["notes"]:
+            raise RuntimeError("a bad note")
+        self.notes = list(state["notes"])
+
+    def forward(self, observation):
+        return self.weight.detach() * torch.ones_like(observation)
+
+    def write(self, *notes):
+        """The weight is the number of notes."""
+        self.notes += notes
+        with torch.no_grad():
+            self.weight.fill_(len(self.notes))
+
+
+class Outer(nn.Module):
+    """Two modules with notes, one in the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Remembering()
+        self.deeper = nn.Sequential(nn.Identity(), Remembering())
+
+    def forward(self, observation):
+        return self.inner(observation) + self.deeper(observation)
+
+
+def notes(policy):
+    """What the modules of a policy remember, by their weights: (weight, notes) each."""
+    found = [module for module in policy.modules() if isinstance(module, Remembering)]
+    return [(int(module.weight), module.notes) for module in found]
+
+
+def share_memory(policy):
+    """Whether the two weights of a Tied lie at one address."""
+    return policy.module.one.weight.data_ptr() == policy.module.other.weight.data_ptr()

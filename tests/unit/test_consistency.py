@@ -1,0 +1,74 @@
+"""Optimistic and live reads, and run(), which repeats what was torn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.weights import put
+
+
+def test_optimistic_sections_never_hold_the_publisher_up_and_say_they_were_torn(pair):
+    pub, sub = pair(consistency="optimistic")
+    with sub.read() as section:
+        put(pub, 1)
+    assert section.torn
+    with sub.read() as section:
+        pass
+    assert not section.torn
+    assert sub.stats().torn == 1
+
+
+def test_run_repeats_torn_calls_and_takes_a_pin_in_the_end(pair):
+    pub, sub = pair(consistency="optimistic")
+    calls = []
+
+    def disturbed():
+        calls.append(sub.version)
+        if len(calls) <= 3:
+            put(pub, len(calls))
+        return sub.weights["t"].tolist()
+
+    assert sub.run(disturbed) == [3.0] * 4
+    assert len(calls) == 4
+
+
+def test_run_repeats_an_exception_that_torn_weights_caused(pair):
+    pub, sub = pair(consistency="optimistic")
+    calls = []
+
+    def fails_once():
+        calls.append(1)
+        if len(calls) == 1:
+            put(pub, 1)
+            raise FloatingPointError
+        return "fine"
+
+    assert sub.run(fails_once) == "fine"
+    with pytest.raises(KeyError):
+        sub.run(lambda: {}["x"])
+
+
+def test_live_reads_are_neither_protected_nor_in_the_way(pair):
+    pub, sub = pair(consistency="live")
+    with sub.read() as section:
+        put(pub, 3)
+        assert section.weights["t"].tolist() == [3] * 4
+    assert section.torn
+
+
+def test_the_fourth_attempt_of_run_is_pinned(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(4)}, slots=2)
+    sub = subscriber(pub, consistency="optimistic")
+    pinned = []
+
+    def look():
+        sub_pinned = pub.readers()[0].pinned
+        pinned.append(sub_pinned)
+        if sub_pinned is None:
+            pub.publish()
+            pub.publish()  # tears this call's slot
+        return sub_pinned
+
+    assert sub.run(look) is not None
+    assert pinned[:3] == [None, None, None]

@@ -1,0 +1,64 @@
+"""publish(wait=...): whom it waits for, and whom it names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import shmsync
+
+
+def test_wait_argument_is_checked_before_anything_is_written(publisher):
+    pub = publisher({"t": torch.ones(1)})
+    with pytest.raises(ValueError, match="wait is None"):
+        pub.publish(wait="everyone")
+    assert pub.version == 1
+
+
+def test_wait_all_with_nobody_there_returns(publisher):
+    assert publisher({"t": torch.ones(1)}).publish(wait="all") == 2
+
+
+def test_a_named_worker_that_never_attached_times_out(publisher):
+    with pytest.raises(shmsync.AckTimeout) as error:
+        publisher({"t": torch.ones(1)}).publish(wait=[3], timeout=0.05)
+    assert error.value.missing == [3]
+    assert error.value.version == 2
+    assert isinstance(error.value, TimeoutError)
+
+
+def test_a_subscriber_that_does_not_refresh_is_named(publisher, subscriber):
+    pub = publisher({"t": torch.ones(1)})
+    subscriber(pub, worker=7)
+    with pytest.raises(shmsync.AckTimeout) as error:
+        pub.publish(wait="all", timeout=0.05)
+    assert error.value.missing == [7]
+    assert pub.version == 2
+
+
+def test_wait_takes_any_iterable_of_indices_and_refuses_others(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(3)})
+    subscriber(pub, worker=0)
+    with pytest.raises(shmsync.AckTimeout):
+        pub.publish(wait=(index for index in [0]), timeout=0.05)
+    for wrong in (5, "everybody", [-1], ["0"], [True]):
+        with pytest.raises(ValueError, match="wait is|worker is"):
+            pub.publish(wait=wrong)
+    for wrong in (-1, math.nan, "x"):
+        with pytest.raises(ValueError, match="timeout"):
+            pub.publish(timeout=wrong)
+        with pytest.raises(ValueError, match="timeout"):
+            pub.update(timeout=wrong)
+    assert pub.version == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_version_that_nobody_applied_in_time_is_no_aborted_call(publisher, subscriber, slots):
+    pub = publisher({"w": torch.zeros(3)}, slots=slots)
+    subscriber(pub, worker=0)
+    with pytest.raises(shmsync.AckTimeout), pub.update(wait=[0], timeout=0.05):
+        pass
+    assert (pub.version, pub.stats().updates, pub.stats().aborted) == (2, 1, 0)
+    assert pub.publish() == 3

@@ -1,0 +1,115 @@
+"""What is published: every change to a source is seen, however it was made."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+
+
+def test_every_change_to_a_cached_module_is_seen(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+
+    def check():
+        pub.publish()
+        sub.refresh()
+        assert torch.equal(sub.weights["0", "weight"], module[0].weight)
+        assert torch.equal(sub.weights["1", "weight"], module[1].weight)
+
+    check()
+    module[0].weight.data.add_(1)  # moves no autograd version counter
+    check()
+    module[0].weight.detach().numpy()[:] = 5
+    check()
+    module[0].weight.data = torch.full((2, 2), 9.0)  # another address
+    check()
+    module[1].weight = nn.Parameter(torch.full((2, 2), 4.0))  # another object
+    check()
+    module[1] = nn.Linear(2, 2)  # another submodule
+    check()
+    module[0].weight.data = torch.randn(2, 2).t()  # another memory order
+    check()
+    module.append(nn.Linear(2, 2))
+    with pytest.raises(shmsync.ManifestMismatch, match="2.weight is not in the arena"):
+        pub.publish()
+    del module[2]
+    check()
+    module[0].weight.data = torch.zeros(2, 2, dtype=torch.float64)
+    with pytest.raises(shmsync.ManifestMismatch, match="float64"):
+        pub.publish()
+
+
+def test_tied_leaves_with_different_values_are_refused(publisher, subscriber):
+    shared = torch.zeros(3)
+    pub = publisher({"a": shared, "b": shared})
+    sub = subscriber(pub)
+    with pytest.raises(shmsync.ManifestMismatch, match="a and b are one tensor in the arena"):
+        pub.publish({"a": torch.ones(3), "b": torch.full((3,), 7.0)})
+    assert pub.version == 1
+    source = {"a": torch.ones(3), "b": torch.ones(3)}  # equal values are fine, each time anew
+    pub.publish(source)
+    source["b"][0] = 5
+    with pytest.raises(shmsync.ManifestMismatch):
+        pub.publish(source)
+    assert (sub.snapshot().weights["b"] == 1).all()
+
+
+def test_a_scripted_module_can_be_published(publisher, subscriber):
+    module = torch.jit.script(nn.Linear(2, 2))
+    pub = publisher(module)
+    with torch.no_grad():
+        module.weight.fill_(4)
+    pub.publish()
+    assert (subscriber(pub).weights["weight"] == 4).all()
+
+
+def test_every_change_to_a_tensordict_is_seen(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+
+    def published(source):
+        pub.publish(source)
+        sub.refresh()
+        return [sub.weights["0", name].unique().item() for name in ("weight", "bias")]
+
+    def fill(value):
+        with torch.no_grad():
+            for tensor in module.parameters():
+                tensor.fill_(value)
+
+    shown = TensorDict.from_module(module)
+    fill(1)
+    assert published(shown) == [1, 1]
+    fill(2)
+    assert published(shown) == [2, 2]  # the same TensorDict
+    fill(3)
+    assert published(TensorDict.from_module(module)) == [3, 3]  # another, of the same tensors
+    shown["0", "bias"] = torch.full((2,), 4.0)  # a replaced leaf
+    assert published(shown) == [3, 4]
+    fill(5)
+    assert published(TensorDict.from_module(module)) == [5, 5]
+    module[0].weight.data = torch.full((2, 2), 6.0)  # elsewhere in memory
+    assert published(TensorDict.from_module(module)) == [6, 5]
+    assert published({"0": {"weight": torch.full((2, 2), 7.0)}}) == [7, 5]
+    assert published(TensorDict({"0": {"bias": torch.full((2,), 8.0)}})) == [7, 8]  # partial
+    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+        published(TensorDict({"0": {"bias": torch.zeros(3)}}))
+    assert published(TensorDict.from_module(module)) == [6, 5]
+
+
+def test_no_tensordict_of_values_is_kept_alive(publisher):
+    pub = publisher(nn.Linear(2, 2))
+    source = TensorDict({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
+    alive = weakref.ref(source["weight"])
+    pub.publish(source)
+    pub.publish(source)
+    del source
+    assert alive() is None

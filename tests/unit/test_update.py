@@ -1,0 +1,131 @@
+"""update(): weights written in place."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import shmsync
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_update_publishes_on_leaving(publisher, subscriber, slots):
+    pub = publisher({"t": torch.zeros(4), "kept": torch.ones(2)}, slots=slots)
+    sub = subscriber(pub)
+    for version in range(2, 7):
+        with pub.update() as weights:
+            assert weights["t"].tolist() == [version - 2] * 4
+            weights["t"].fill_(version - 1)
+        assert pub.version == version
+        sub.refresh()
+        assert sub.weights["t"].tolist() == [version - 1] * 4
+        assert sub.weights["kept"].tolist() == [1, 1]
+
+
+def test_update_copies_nothing_with_one_slot(publisher):
+    pub = publisher({"t": torch.zeros(1000)})
+    before = pub.stats().bytes_copied
+    with pub.update() as weights:
+        weights["t"].fill_(1)
+    assert pub.stats().bytes_copied == before
+
+
+def test_replacing_a_key_in_update_is_refused_rather_than_lost(publisher):
+    pub = publisher({"t": torch.zeros(2)}, slots=2)
+    with pytest.raises(RuntimeError), pub.update() as weights:
+        weights["t"] = torch.ones(2)
+    assert pub.version == 1
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_failed_update_poisons_one_slot_until_a_whole_publish(publisher, subscriber, partial):
+    source = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    pub = publisher(source)
+    sub = subscriber(pub)
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["a"].fill_(1)
+        raise ZeroDivisionError
+    with pytest.raises(shmsync.Poisoned), sub.read():
+        pass
+    with pytest.raises(shmsync.Poisoned), pub.update():
+        pass
+    if partial:
+        with pytest.raises(shmsync.Poisoned):
+            pub.publish({"a": torch.ones(2)})
+    assert pub.publish() == 2
+    with sub.read() as section:
+        assert section.version == 2
+        assert section.weights["a"].tolist() == [0, 0]
+
+
+def test_a_failed_update_with_more_slots_is_abandoned(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(2)}, slots=2)
+    sub = subscriber(pub)
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["t"].fill_(1)
+        raise ZeroDivisionError
+    assert pub.version == 1
+    with sub.read() as section:
+        assert section.weights["t"].tolist() == [0, 0]
+    assert pub.publish({"t": torch.ones(2)}) == 2
+
+
+def test_nested_and_concurrent_writer_calls_are_refused_at_once(publisher):
+    pub = publisher({"t": torch.zeros(2)})
+    raised = []
+
+    def publish():
+        try:
+            pub.publish()
+        except shmsync.WriterBusy as error:
+            raised.append(error)
+
+    with pub.update():
+        with pytest.raises(shmsync.WriterBusy):
+            pub.publish()
+        with pytest.raises(shmsync.WriterBusy), pub.update():
+            pass
+        thread = threading.Thread(target=publish)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    assert pub.version == 2
+
+
+def test_publishing_a_poisoned_arena_into_itself_repairs_nothing(publisher):
+    pub = publisher({"w": torch.zeros(3)})
+    with pytest.raises(ValueError, match="half way"), pub.update() as weights:
+        weights["w"][0] = 1
+        raise ValueError("half way")
+    with pytest.raises(shmsync.Poisoned):
+        pub.publish(pub.weights)
+    assert pub.publish() == 2
+
+
+def test_the_body_of_update_does_not_eat_the_workers_time(publisher, subscriber):
+    pub = publisher({"w": torch.zeros(3)}, slots=2)
+    sub = subscriber(pub, worker=0)
+
+    def apply():
+        sub.wait_version(2)
+        sub.refresh()
+
+    worker = threading.Thread(target=apply)
+    with pub.update(wait=[0], timeout=2.0):
+        time.sleep(2.1)  # nothing would be left of it
+        worker.start()
+    worker.join()
+    assert sub.version == 2
+
+
+def test_an_error_in_the_body_is_not_hidden_by_a_busy_writer():
+    pub = shmsync.Publisher({"w": torch.zeros(3)})
+    update = pub.update()
+    with pytest.raises(ZeroDivisionError), pub:
+        update.__enter__()
+        raise ZeroDivisionError
+    update.__exit__(None, None, None)
+    pub.close()
