@@ -1,9 +1,8 @@
-"""Weights over plain TCP connections: a whole scheme for several machines in one file. docs/add-a-transport.md goes
-through it.
+"""Weights over plain TCP connections: a whole scheme for several machines in one file.
 
-A worker calls serve() and gives its address to the trainer, which passes all of them to init_on_sender(addresses=...).
-Connections are those of multiprocessing.connection: only processes with the same authkey are let in, since whoever is
-can run code there, as always with pickle.
+docs/add-a-transport.md explains it. A worker calls serve() and gives its address to the trainer, which passes all of
+them to init_on_sender(addresses=...). Connections are those of multiprocessing.connection: only processes with the same
+authkey are let in, since whoever is let in can run code there, as always with pickle.
 """
 
 from __future__ import annotations
