@@ -11,6 +11,7 @@ from typing import Any as _Any
 if not _sys.platform.startswith("linux"):
     raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
 
+from . import schemes as _schemes
 from ._native import ReadSection
 from .engine.publisher import Publisher
 from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
@@ -37,34 +38,9 @@ from .errors import (
 )
 from .memory.process import ProcessState
 from .memory.segment import Handle
-from .schemes import (
-    MPTransport,
-    MultiProcessWeightSyncScheme,
-    NoWeightSyncScheme,
-    SharedMemTransport,
-    SharedMemWeightSyncScheme,
-    TransportBackend,
-    WeightReceiver,
-    WeightSender,
-    WeightStrategy,
-    WeightSyncScheme,
-)
 
 if _TYPE_CHECKING:
-    from .schemes import (
-        DistributedTransport,
-        DistributedWeightSyncScheme,
-        RayActorTransport,
-        RayModuleTransformReceiver,
-        RayModuleTransformScheme,
-        RayModuleTransformSender,
-        RayTransport,
-        RayWeightSyncScheme,
-        RayWeightUpdater,
-        RPCTransport,
-        RPCWeightSyncScheme,
-        WeightUpdaterBase,
-    )
+    from .schemes import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -74,57 +50,38 @@ __all__ = [
     "ArenaExists",
     "ArenaNotFound",
     "ClosedError",
-    "DistributedTransport",
-    "DistributedWeightSyncScheme",
     "ForkedHandle",
     "Handle",
     "Latency",
-    "MPTransport",
     "ManifestMismatch",
-    "MultiProcessWeightSyncScheme",
     "NoSpace",
-    "NoWeightSyncScheme",
     "Poisoned",
     "ProcessState",
     "ProtocolError",
     "PublishTimeout",
     "Publisher",
     "PublisherStats",
-    "RPCTransport",
-    "RPCWeightSyncScheme",
-    "RayActorTransport",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayTransport",
-    "RayWeightSyncScheme",
-    "RayWeightUpdater",
     "ReadSection",
     "ReaderInfo",
     "ReaderStalled",
     "ReaderTableFull",
-    "SharedMemTransport",
-    "SharedMemWeightSyncScheme",
     "ShmSyncError",
     "Snapshot",
     "Subscriber",
     "SubscriberStats",
-    "TransportBackend",
-    "WeightReceiver",
-    "WeightSender",
-    "WeightStrategy",
-    "WeightSyncScheme",
-    "WeightUpdaterBase",
     "WorkerDied",
     "WriterBusy",
     "WriterDied",
     "attach",
 ]
+__all__ += _schemes.__all__
 
 
 def __getattr__(name: str) -> _Any:
-    from . import schemes
-
-    if name in __all__:
-        return getattr(schemes, name)
+    if name in _schemes.__all__:  # those for several machines are imported when they are first used
+        return getattr(_schemes, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_schemes.__all__]

@@ -4,6 +4,7 @@ The schemes for several machines are imported when they are first used.
 May be imported by collectors and integrations.
 """
 
+# ruff: noqa: F405  # the lazy names come from the star
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -16,20 +17,7 @@ from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
 from .pipes.together import send_together
 
 if _TYPE_CHECKING:
-    from .remote import (
-        DistributedTransport,
-        DistributedWeightSyncScheme,
-        RayActorTransport,
-        RayModuleTransformReceiver,
-        RayModuleTransformScheme,
-        RayModuleTransformSender,
-        RayTransport,
-        RayWeightSyncScheme,
-        RayWeightUpdater,
-        RPCTransport,
-        RPCWeightSyncScheme,
-        WeightUpdaterBase,
-    )
+    from .remote import *  # noqa: F403
 
 __all__ = [
     "DistributedTransport",

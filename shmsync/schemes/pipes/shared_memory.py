@@ -27,15 +27,7 @@ from .transport import PipeTransport
 
 class SharedMemTransport(PipeTransport):
     """Weights in arenas, and small messages about them over pipes; see PipeTransport. One for all workers in the
-    trainer; one for each worker on the other side.
-
-    Args:
-        policy_weights: plain shared TensorDicts by model id, which every send also writes in place.
-        auto_register: let the first send of a model register it.
-        slots, consistency: of the arenas and of their subscribers; see Publisher and Subscriber.
-        groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one.
-        timeout: default of a send, in seconds.
-        alias: adopt the first module that is sent: its own parameters become the shared memory.
+    trainer; one for each worker on the other side. Its arguments are those of SharedMemWeightSyncScheme.
     """
 
     carrier: SharedMemCarrier

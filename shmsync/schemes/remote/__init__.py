@@ -3,6 +3,7 @@
 What another one is made of is in carrier, requests, transport and scheme: see docs/add-a-transport.md.
 """
 
+# ruff: noqa: F401  # schemes/__init__ lists the names
 from .distributed.scheme import DistributedWeightSyncScheme
 from .distributed.transport import DistributedTransport
 from .ray.module import (
@@ -14,18 +15,3 @@ from .ray.module import (
 from .ray.scheme import RayTransport, RayWeightSyncScheme
 from .ray.updater import RayWeightUpdater, WeightUpdaterBase
 from .rpc import RPCTransport, RPCWeightSyncScheme
-
-__all__ = [
-    "DistributedTransport",
-    "DistributedWeightSyncScheme",
-    "RPCTransport",
-    "RPCWeightSyncScheme",
-    "RayActorTransport",
-    "RayModuleTransformReceiver",
-    "RayModuleTransformScheme",
-    "RayModuleTransformSender",
-    "RayTransport",
-    "RayWeightSyncScheme",
-    "RayWeightUpdater",
-    "WeightUpdaterBase",
-]

@@ -181,19 +181,11 @@ class RPCWeightSyncScheme(RemoteScheme):
 
     Args:
         strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its workers.
+
+    init_on_sender() takes `collector_infos` and `collector_rrefs` (lists, read again at each send), `collector_class`,
+    and `model` (or `source_model`); each as an argument or by the context, which is held weakly. It raises ValueError
+    for missing or contradictory ones.
     """
-
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Prepare to send the model of this id.
-
-        Args:
-            context: gives `.collector_infos`, `.collector_rrefs` (lists, which are read again at each send) and
-                `.collector_class`. Held weakly.
-            **kwargs: the same names, and `model` (or `source_model`), instead or beside it.
-
-        Raises ValueError for missing or contradictory ones.
-        """
-        super().init_on_sender(model_id, context, **kwargs)
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RPCTransport:

@@ -27,6 +27,12 @@ class DistributedWeightSyncScheme(RemoteScheme):
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
         strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its ranks.
+
+    init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
+    for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
+    `store` and `rank` (else the default process group's) and `model`, and tells the sender where this rank is. Each may
+    be an argument or come from the context, which is held weakly. Both raise ProtocolError without a process group when
+    one is needed.
     """
 
     def __init__(
@@ -46,27 +52,6 @@ class DistributedWeightSyncScheme(RemoteScheme):
         self.backend = backend
         self.sync = sync
 
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Prepare to send the model of this id.
-
-        Args:
-            context: gives what is not in **kwargs, under the same names. Held weakly.
-            **kwargs: `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers` for
-                the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`).
-
-        Raises ProtocolError without a process group when one is needed.
-        """
-        super().init_on_sender(model_id, context, **kwargs)
-
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Prepare to receive the model of this id, and tell the sender where this rank is.
-
-        Args:
-            context: gives what is not in **kwargs. Held weakly.
-            **kwargs: `store` and `rank` (else the default process group's), `model`.
-        """
-        super().init_on_worker(model_id, context, **kwargs)
-
     @override
     def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
         """The transport to a rank, given as (store, rank)."""
@@ -84,13 +69,9 @@ class DistributedWeightSyncScheme(RemoteScheme):
             count = arguments.get("num_workers")
             if isinstance(count, int):
                 ranks = range(1, count + 1)
-            elif torch.distributed.is_initialized():
-                ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
             else:
-                raise ProtocolError(
-                    "there is no process group that tells the ranks; call torch.distributed.init_process_group() "
-                    "first, or give ranks= or num_workers="
-                )
+                _need_group("ranks= or num_workers=")
+                ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
         store = _store(arguments)
         return Roster(lambda: [(store, rank) for rank in ranks], "ranks", live=False)
 
@@ -99,15 +80,18 @@ class DistributedWeightSyncScheme(RemoteScheme):
         return DistributedReceiver(self, consistency=self.consistency, timeout=self.timeout)
 
 
+def _need_group(instead: str) -> None:
+    if not torch.distributed.is_initialized():
+        raise ProtocolError(
+            f"there is no process group; call torch.distributed.init_process_group() first, or give {instead}"
+        )
+
+
 def _store(arguments: Arguments) -> Any:
     """The store for a model: each model but "policy" has keys of its own."""
     store = arguments.get("store")
     if store is None:
-        if not torch.distributed.is_initialized():
-            raise ProtocolError(
-                "there is neither a store nor a process group; call torch.distributed.init_process_group() first, or "
-                "give store="
-            )
+        _need_group("store=")
         store = torch.distributed.PrefixStore("shmsync", torch.distributed.distributed_c10d._get_default_store())
     if arguments.model_id != "policy":
         store = torch.distributed.PrefixStore(arguments.model_id, store)
@@ -124,11 +108,7 @@ class DistributedReceiver(RemoteReceiver):
         super().set_up(arguments)
         rank = arguments.get("rank")
         if rank is None:
-            if not torch.distributed.is_initialized():
-                raise ProtocolError(
-                    "there is neither a rank nor a process group; call torch.distributed.init_process_group() first, "
-                    "or give rank="
-                )
+            _need_group("rank=")
             rank = torch.distributed.get_rank()
         self.register_worker_transport((_store(arguments), rank))
         if self._transport.inbox is not None:

@@ -72,6 +72,10 @@ class RayModuleTransformScheme(ActorScheme):
         strategy: the form in which weights travel, and which of the actor's methods gets them.
         tensor_transport, fan_out, slots, consistency, timeout: see RayWeightSyncScheme. fan_out="node" needs an actor
             that gives what it gets to a receiver's apply_weights(), as TorchRL's does not.
+
+    init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
+    argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,
+    ImportError without Ray.
     """
 
     def __init__(
@@ -92,17 +96,6 @@ class RayModuleTransformScheme(ActorScheme):
             consistency=consistency,
             timeout=timeout,
         )
-
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Prepare to send the model of this id.
-
-        Args:
-            context: gives `.actor_refs`, `.actors` or `.remote_collectors`, or the actor by the model id. Held weakly.
-            **kwargs: the same names, and `source_model` (or `model`), instead or beside it.
-
-        Raises ValueError when neither actors nor a context are given, ImportError without Ray.
-        """
-        super().init_on_sender(model_id, context, **kwargs)
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RayActorTransport:

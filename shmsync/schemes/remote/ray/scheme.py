@@ -90,20 +90,11 @@ class RayWeightSyncScheme(ActorScheme):
     Args:
         strategy, fan_out, slots, consistency, timeout: see RemoteScheme. Relays are actors.
         tensor_transport: how Ray moves the weights, "object_store" or "nixl".
+
+    init_on_sender() takes `remote_collectors` (a list of actors, read again at each send: actors may join and leave),
+    and perhaps `num_workers` or `num_collectors`, `source_model` (or `model`); each as an argument or by the context,
+    which is held weakly. It raises ValueError for missing or contradictory ones, ImportError without Ray.
     """
-
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        """Prepare to send the model of this id.
-
-        Args:
-            context: gives `.remote_collectors` (actors), and perhaps `.num_workers` or `.num_collectors`. Held weakly.
-                Who is in that list at a send gets it: actors may join and leave.
-            **kwargs: `remote_collectors`, `num_workers` or `num_collectors`, `source_model` (or `model`) instead, or
-                beside it. A list is read again at each send too.
-
-        Raises ValueError for missing or contradictory ones, ImportError without Ray.
-        """
-        super().init_on_sender(model_id, context, **kwargs)
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RayTransport:
