@@ -17,7 +17,12 @@ from support.processes import until
 
 
 def test_a_shut_down_collector_leaves_nothing_but_its_last_batch(collector):
-    collector(Counting, Constant()).shutdown()  # from here on the fork server runs
+    with collector(
+        Counting, Constant()
+    ) as first:  # from here on the fork server runs, and what torch opens once is open
+        next(first)
+    del first
+    gc.collect()
     children, fds = set(psutil.Process().children(recursive=True)), len(os.listdir("/proc/self/fd"))
     batches = collector(Counting, Constant())
     pids = [member.process.pid for member in batches._fleet.members.values()]

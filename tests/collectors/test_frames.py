@@ -97,7 +97,7 @@ def test_environments_of_different_form_are_refused(collector):
 def test_logits_are_no_actions(collector):
     with pytest.raises(ValueError, match=r"argmax") as caught:
         collector(policy=environments.Logits())
-    assert "_spaces.py" in str(caught.value.__cause__)
+    assert "spaces.py" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(

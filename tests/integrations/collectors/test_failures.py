@@ -139,7 +139,7 @@ def test_what_a_worker_raises_while_it_applies_is_raised_here_with_its_traceback
         collecting.update_policy_weights_()
     cause = str(caught.value.__cause__)
     assert "worker 0" in cause or "worker 1" in cause
-    assert "in set_extra_state" in cause and "torchrl_parts.py" in cause
+    assert "in set_extra_state" in cause and "policies.py" in cause
     policy.module.notes.clear()
     policy.module.write("good")
     collecting.update_policy_weights_()
