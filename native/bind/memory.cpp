@@ -71,11 +71,6 @@ void map_readonly_over(std::uintptr_t address, std::size_t bytes, int fd) {
     throw std::system_error(errno, std::generic_category(), "mapping the slab read-only");
 }
 
-void make_readonly(std::uintptr_t address, std::size_t bytes) {
-  if (mprotect(reinterpret_cast<void*>(address), bytes, PROT_READ) != 0)
-    throw std::system_error(errno, std::generic_category(), "mprotect of the slab");
-}
-
 // Touches every page now, so that the first publish does not fault them in one by one.
 void populate(std::uintptr_t address, std::size_t bytes) {
   nb::gil_scoped_release release;
@@ -151,7 +146,6 @@ void bind_memory(nb::module_& m) {
   m.def("unprotect_in_children", &unprotect_in_children, "address"_a);
   m.def("map_readonly_over", &map_readonly_over, "address"_a, "bytes"_a, "fd"_a,
         "Replace the mapping at address by a read-only one of fd.");
-  m.def("make_readonly", &make_readonly, "address"_a, "bytes"_a, "Protect this range against writes, by mprotect().");
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
   m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict | None"),
         "The identity of a control segment, unchecked; None when the file is too short to hold one.");

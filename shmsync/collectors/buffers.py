@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
-from ..engine.strategy import nested
-from ..memory.arena import view
+from ..memory.arena import nested, view
 from ..memory.manifest import Key, Manifest
 
 BUFFERS = 2

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..engine.strategy import nested
+from ..memory.arena import nested
 from ..memory.manifest import Key
 from . import spaces
 from .buffers import Buffers, Leaves, frame

@@ -22,9 +22,8 @@ from ..memory.manifest import Key
 from .guard import Guard
 from .matching import describe_problems, mismatches, tied_apart
 from .reading import ReadPath
-from .sources import Filter, collect, not_saved
+from .sources import EVERYTHING, collect, not_saved
 
-_EVERYTHING = Filter.of(None, None)
 # Which subscriber moves a submodule's tensors: the last one that bound it.
 _bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ReadPath]] = weakref.WeakKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -115,7 +114,7 @@ def bind_module(
     arena = path.arena
     original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
     _refuse_unsafe(original)
-    tensors = collect(original, _EVERYTHING).tensors
+    tensors = collect(original, EVERYTHING).tensors
     private = not_saved(original)
     tensors = {key: t for key, t in tensors.items() if key in arena.manifest.by_key or key not in private}
     if arena.manifest.filtered:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..memory.manifest import Key
 from .pickling import dumps
-from .sources import Filter, collect
+from .sources import EVERYTHING, collect
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
@@ -64,7 +64,7 @@ def fitted(tensors: Any, states: States, room: int) -> dict[str, Any] | None:
 
 def flat(tensors: Any) -> dict[str, Any]:
     """Tensors by dotted key."""
-    return {".".join(key): tensor for key, tensor in collect(tensors, Filter.of(None, None)).tensors.items()}
+    return {".".join(key): tensor for key, tensor in collect(tensors, EVERYTHING).tensors.items()}
 
 
 def unpacked(weights: TensorDictBase) -> Any:

@@ -53,6 +53,9 @@ class Filter(NamedTuple):
         return self.include is not None or bool(self.exclude)
 
 
+EVERYTHING = Filter(None, ())
+
+
 def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 

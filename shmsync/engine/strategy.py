@@ -11,14 +11,14 @@ from torch import nn
 
 from .. import _native
 from ..errors import ManifestMismatch
+from ..memory.arena import nested
 from ..memory.manifest import Key, tie
 from . import extra_state
 from .matching import plain, same_bytes
-from .sources import Filter, check_keys, collect, not_saved, problem_with
+from .sources import EVERYTHING, check_keys, collect, not_saved, problem_with
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
-_EVERYTHING = Filter.of(None, None)
 
 
 class WeightStrategy:
@@ -47,16 +47,16 @@ class WeightStrategy:
             if isinstance(source, nn.Module):
                 return source.state_dict()
             if isinstance(source, TensorDictBase):
-                return {".".join(key): value for key, value in collect(source, _EVERYTHING).tensors.items()}
+                return {".".join(key): value for key, value in collect(source, EVERYTHING).tensors.items()}
             if isinstance(source, Mapping):
                 return source
         else:
             if isinstance(source, nn.Module):
                 return TensorDict.from_module(source).data
             if isinstance(source, TensorDictBase):
-                return source if not is_flat(source) else nested(leaves_of(source)[0])
+                return source if not is_flat(source) else _checked_nested(source)
             if isinstance(source, Mapping):
-                return nested(leaves_of(source)[0])
+                return _checked_nested(source)
         raise ValueError(
             f"weights come from a torch.nn.Module, a TensorDict or a dict, not from a {type(source).__name__}"
         )
@@ -153,7 +153,7 @@ def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[d
         keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in extra_state.KEYS]
         extra = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys}
-    tensors = unflattened(collect(source, _EVERYTHING).tensors)
+    tensors = unflattened(collect(source, EVERYTHING).tensors)
     extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in extra_state.KEYS}
     return tensors, extra
 
@@ -163,16 +163,10 @@ def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
-def nested(tensors: Mapping[Key, Any]) -> TensorDict:
-    """Leaves by key path as a nested TensorDict."""
+def _checked_nested(source: Any) -> TensorDict:
+    tensors = leaves_of(source)[0]
     check_keys(tensors)
-    result: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        level = result
-        for part in key[:-1]:
-            level = level.setdefault(part, {})
-        level[key[-1]] = tensor
-    return TensorDict(result, batch_size=[])
+    return nested(tensors)
 
 
 def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key]) -> list[str]:

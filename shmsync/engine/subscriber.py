@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
 from ..errors import ClosedError, Poisoned, ProtocolError
 from ..memory import attaching
+from ..memory.arena import nested
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import bind_module
@@ -128,7 +129,7 @@ class Subscriber(ReadPath):
         if out is None:
             tensors = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self.arena.manifest.leaves}
             targets = {leaf.key: tensors[leaf.name] for leaf in self.arena.manifest.leaves}
-            out = _nested(targets)
+            out = nested(targets)
         for leaf in self.arena.manifest.leaves:
             target = out.get(leaf.key)
             if target is not None and self.arena.overlaps(target):
@@ -196,13 +197,6 @@ class Subscriber(ReadPath):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
-
-
-def _nested(tensors: dict[tuple[str, ...], torch.Tensor]) -> TensorDict:
-    result = TensorDict({}, batch_size=[])
-    for key, tensor in tensors.items():
-        result[key] = tensor
-    return result
 
 
 def attach(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,13 +87,7 @@ class Arena:
         """A slot as a TensorDict. Locked, because assigning a key would replace the view and reach no reader."""
         weights = self._weights.get((slot, writable))
         if weights is None:
-            nested: dict[str, Any] = {}
-            for key, view in self.views(slot, writable=writable).items():
-                level = nested
-                for part in key[:-1]:
-                    level = level.setdefault(part, {})
-                level[key[-1]] = view
-            weights = self._weights[slot, writable] = TensorDict(nested, batch_size=[]).lock_()
+            weights = self._weights[slot, writable] = nested(self.views(slot, writable=writable)).lock_()
         return weights
 
     def slot_address(self, slot: int) -> int:
@@ -161,6 +156,17 @@ def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tu
         slab.release(memory)
         raise
     return Arena(created.control, memory, manifest, slots=slots, session=session), created
+
+
+def nested(tensors: Mapping[Key, Any]) -> TensorDict:
+    """Leaves by key path as a nested TensorDict."""
+    result: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        level = result
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = tensor
+    return TensorDict(result, batch_size=[])
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:

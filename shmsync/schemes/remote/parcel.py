@@ -24,9 +24,9 @@ from tensordict import TensorDict, TensorDictBase
 from ... import _native
 from ...engine.matching import direct
 from ...engine.sources import check_keys, problem_with
-from ...engine.strategy import leaves_of, nested
+from ...engine.strategy import leaves_of
 from ...errors import ManifestMismatch
-from ...memory.arena import view
+from ...memory.arena import nested, view
 from ...memory.manifest import Key, Manifest
 from ...memory.segment import Handle
 
