@@ -246,8 +246,10 @@ class WeightSender:
         return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
-        """Wait for the pending send_async(), and return its version. Raises RuntimeError when none is pending, and
-        what send() raises; then nothing is pending any more."""
+        """Wait for the pending send_async(), and return its version.
+
+        Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
+        """
         if self._pending is None:
             raise RuntimeError("no send is pending; call send_async() first")
         (workers, posted), self._pending = self._pending, None
@@ -336,8 +338,10 @@ class WeightReceiver:
 
     @property
     def version(self) -> int:
-        """Of the weights that the model uses now; 0: those it came with. To wait for a version, loop until receive()
-        is True: with shared memory the model may use a version that receive() has not answered for."""
+        """The version of the weights that the model uses now; 0: those it came with.
+
+        To wait for a version, loop until receive() is True: with shared memory the model may use it before that.
+        """
         return self._version
 
     def set_context(self, context: Any) -> None:

@@ -29,26 +29,26 @@ class NoTransport:
     """Sends nothing, receives nothing, and is always connected."""
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Nothing."""
+        """Does nothing: the workers keep the weights they came with."""
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
-        """Nothing."""
+        """Does nothing, so wait_ack() has nothing to wait for."""
 
     def wait_ack(self) -> None:
-        """Returns at once."""
+        """Does nothing: there is no worker to answer."""
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """None, at once."""
+        """None, without waiting: there is no sender."""
         return None
 
     def send_ack(self, message: str = "updated") -> None:
-        """Nothing."""
+        """Does nothing: there is no sender to answer."""
 
     def check_ack(self, message: str = "updated") -> None:
-        """Returns at once."""
+        """Does nothing: there is no worker to answer."""
 
     def check_connection(self) -> bool:
-        """True."""
+        """True: there is no connection that could fail."""
         return True
 
 
@@ -72,4 +72,4 @@ class NoReceiver(WeightReceiver):
 
     @override
     def apply_weights(self, weights: Any) -> None:
-        """Nothing."""
+        """Does nothing: the model keeps the weights it came with."""

@@ -38,8 +38,7 @@ def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
 
 
 class Publishers:
-    """Publishers by model and group. All groups of a model share one numbering of versions, and skip what a send to
-    others used."""
+    """Publishers by model and group. A model's groups share version numbers, and skip what a send to others used."""
 
     def __init__(self, *, slots: int, groups: Sequence[Sequence[int]] | None, timeout: float, alias: bool) -> None:
         self._slots = slots

@@ -72,8 +72,7 @@ class PipeCarrier(ABC):
         return links
 
     def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
-        """One that nobody has used for this model on these pipes: a late answer to an older message never counts for a
-        newer one, whoever sent either."""
+        """One that no sender used for this model on these pipes: a late answer never counts for a newer message."""
         used = max((link.end.highest(model_id) for link in links.values()), default=0)
         return max(self.version(model_id), used) + 1
 

@@ -79,9 +79,10 @@ class Channel:
         return bool(self._arrived) or (not self.closed and _native.wait_readable(self.fd, 0))
 
     def send(self, payload: bytes, tag: Tag | None = None) -> list[Tag]:
-        """Send it, as far as it goes; flush() sends the rest. With a tag it takes the place of an older message about
-        the same model that has not begun to leave: to a worker that does not read, only the newest weights are kept.
-        Returns the tags of the messages that it replaced."""
+        """Send it, as far as it goes; flush() sends the rest. Returns the tags of the messages that it replaced.
+
+        With a tag it replaces an older message about the same model that has not begun to leave: only the newest waits.
+        """
         with self.lock:
             self._check_open()
             replaced: list[Tag] = self.frames.send(payload, "" if tag is None else tag.model_id, tag)
@@ -95,10 +96,9 @@ class Channel:
                 self.frames.flush()
 
     def peek(self) -> tuple[Any] | None:
-        """The next message, in a tuple of one; None if no whole one is there. The same one until it is dropped, so
-        that an interrupt loses none. Raises EOFError at the end.
+        """The next message, in a tuple of one; None if no whole one is there. Raises EOFError at the end.
 
-        What is no pickle, or has a class that is not here, is kept in `pending`.
+        The same one until drop(), so that an interrupt loses none. What cannot be unpickled here is kept in `pending`.
         """
         with self.lock:
             while True:

@@ -82,8 +82,10 @@ class _Poll:
                 self._poll.unregister(fd)
 
     def news(self, waiting: Mapping[int, Link], deadline: float) -> list[tuple[int, bool]]:
-        """(worker, is there something to read?); every worker after a slice without news: another thread may have read
-        its answer, and a process that nobody knew at first may have died."""
+        """(worker, is there something to read?) for each with news; every worker after a slice without any.
+
+        Meanwhile another thread may have read an answer, or a process that nobody knew at first may have died.
+        """
         found = self._poll.poll(milliseconds(deadline))
         if not found:
             return [(index, False) for index in list(waiting)]

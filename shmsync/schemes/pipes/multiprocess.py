@@ -63,8 +63,7 @@ class MPTransport(PipeTransport):
         super().__init__(pipe_connection, timeout, MultiProcessCarrier())
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """In the worker: the next weights of any model, as (model_id, weights); None if none came. send_ack()
-        answers."""
+        """In the worker: the next (model_id, weights) of any model; None if none came. send_ack() answers."""
         message = self.end.take((messages.UPDATE,), time.monotonic() + check_timeout(timeout))
         return None if message is None else (message.model_id, message.content)
 

@@ -42,13 +42,17 @@ class PipeSender(WeightSender):
         return self.carrier.links[worker_idx].reported
 
     def pending(self, worker_idx: int) -> list[Any]:
-        """Messages from a worker that are no answers, oldest first; each is given once. A wait for answers reads the
-        whole pipe, so a recv() of your own may miss what arrives meanwhile."""
+        """Messages from a worker that are no answers, oldest first; each is given once.
+
+        A wait for answers reads the whole pipe, so a recv() of your own may miss what arrives meanwhile.
+        """
         return self.carrier.links[worker_idx].take_pending()
 
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
-        """Bring workers that joined late to the newest version; nothing new is published. Returns it, 0 if nothing was
-        sent yet. Raises as send() does."""
+        """Bring workers that joined late to the newest version; nothing new is published.
+
+        Returns that version, 0 if nothing was sent yet. Raises as send() does.
+        """
         links = self.ready("resend", worker_ids) if self.version else {}
         if not links:
             return 0
@@ -57,8 +61,10 @@ class PipeSender(WeightSender):
         return max((tag.version for tags in posted.tags.values() for tag in tags), default=self.version)
 
     def ready(self, call: str, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
-        """The workers that a call goes to. Raises RuntimeError while a send_async() is pending, ValueError for an
-        unknown worker, WorkerDied when all of them are dead."""
+        """The workers that a call goes to.
+
+        Raises RuntimeError if a send_async() is pending, ValueError for an unknown worker, WorkerDied if all are dead.
+        """
         self._refuse_pending(call)
         return self.carrier.reach(self.model_id, self._chosen(worker_ids))
 

@@ -59,8 +59,7 @@ class SenderEnd:
             self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
 
     def highest(self, model_id: str) -> int:
-        """The newest version of a model that was sent over this pipe, by whatever sender: numbers are never used again,
-        so that a late answer to an earlier sender's message is not taken for one to a later sender's."""
+        """The newest version of a model that any sender sent over this pipe; see PipeCarrier.next_version()."""
         return self._highest.get(model_id, 0)
 
     @property
@@ -204,8 +203,7 @@ class Route:
         self.complete = len(self._processes) == len(peers)  # else some process may become known yet
 
     def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
-        """Send `message` to all, and wait a moment for `answer` from all. The workers that still owe it; the tag is
-        awaited from them, so gather() can go on."""
+        """Send `message` to all, and wait a moment for `answer`. Returns who still owes it; gather() can go on."""
         locked = []
         try:
             for end in self._ends:

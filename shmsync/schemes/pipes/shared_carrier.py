@@ -59,10 +59,10 @@ class SharedMemCarrier(PipeCarrier):
         self.register_pipe(pipe, index, process)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
-        """Register a model before its first send: `weights` are its version 1. A plain shared TensorDict is written in
-        place by every send. Known workers are told at once, and their answers awaited by the first send.
+        """Register a model before its first send: `weights` are its version 1.
 
-        Raises RuntimeError when the model is registered, ValueError for weights that are no TensorDict.
+        Every send writes a plain shared TensorDict in place. Known workers are told at once; the first send waits for
+        their answers. Raises RuntimeError when the model is registered, ValueError for weights that are no TensorDict.
         """
         if model_id in self.plain or self.publishers.version(model_id):
             raise RuntimeError(f"{model_id!r} is registered already; its layout is fixed, so send() new values for it")

@@ -26,8 +26,9 @@ from .transport import PipeTransport
 
 
 class SharedMemTransport(PipeTransport):
-    """Weights in arenas, and small messages about them over pipes; see PipeTransport. One for all workers in the
-    trainer; one for each worker on the other side. Its arguments are those of SharedMemWeightSyncScheme.
+    """Weights in arenas, and small messages about them over pipes; see PipeTransport.
+
+    One for all workers in the trainer, one in each worker. Its arguments are those of SharedMemWeightSyncScheme.
     """
 
     carrier: SharedMemCarrier
@@ -67,8 +68,10 @@ class SharedMemTransport(PipeTransport):
         super().wait_ack()
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
-        """In the worker: the weights of the next version of any model, as (model_id, zero-copy TensorDict), protected
-        only inside a read section; None if none came. send_ack() answers. Registrations are answered by themselves."""
+        """In the worker: the next version of any model, as (model_id, zero-copy TensorDict); None if none came.
+
+        Protected only inside a read section. send_ack() answers; registrations are answered by themselves.
+        """
         kinds, deadline = (messages.UPDATE, messages.REGISTER), time.monotonic() + check_timeout(timeout)
         while (message := self.end.take(kinds, deadline)) is not None:
             if message.kind == messages.UPDATE:
@@ -144,8 +147,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @override
     def create_transport(self, pipe_or_context: Any) -> SharedMemTransport:
-        """The trainer's transport, which is one for all workers; with a pipe, that worker is registered. In a worker,
-        its receiver's."""
+        """The trainer's, one for all workers; with a pipe, that worker is registered. In a worker, its receiver's."""
         if self._receiver is not None:
             return self._receiver.transport
         if pipe_or_context is not None:
@@ -233,8 +235,7 @@ class SharedMemReceiver(PipeReceiver):
     @property
     @override
     def version(self) -> int:
-        """Of the weights that the model uses now. Between two calls of receive() it may move on: each forward uses the
-        newest."""
+        """The version that the model uses now. It may move on between receive() calls: each forward uses the newest."""
         subscriber = self._transport and self._transport.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else 0
 

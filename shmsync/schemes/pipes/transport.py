@@ -45,8 +45,10 @@ class PipeTransport:
         return self.carrier.links
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send, and wait until the workers have applied them. Raises WorkerDied, AckTimeout, a worker's exception, or
-        RuntimeError for an unexpected answer."""
+        """Send, and wait until the workers have applied them.
+
+        Raises WorkerDied, AckTimeout, a worker's exception, or RuntimeError for an unexpected answer.
+        """
         self.send_weights_async(model_id, weights)
         self.wait_ack()
 
@@ -63,8 +65,10 @@ class PipeTransport:
             self.check_ack(messages.UPDATED)
 
     def check_ack(self, message: str = "updated") -> None:
-        """Wait for the worker's next answer, which should be `message`. Raises WorkerDied, AckTimeout, the worker's
-        exception, or RuntimeError for another answer, which stays in pending()."""
+        """Wait for the worker's next answer, which should be `message`.
+
+        Raises WorkerDied, AckTimeout, the worker's exception, or RuntimeError for another answer; pending() has that.
+        """
         links = self._links()
         if len(links) != 1:
             raise ValueError(f"check_ack() listens to one worker, and this transport has {len(links)}; use wait_ack()")

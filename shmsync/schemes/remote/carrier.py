@@ -43,8 +43,7 @@ class Carrier(ABC):
         return parcel
 
     def wait(self, calls: Collection[Call], seconds: float) -> None:
-        """Return when one of these calls is finished, but no later than that. By default they are asked again and
-        again."""
+        """Return when one of these calls is finished, or after `seconds`. By default they are asked again and again."""
         sleeping(calls, seconds)
 
     def home(self) -> Place:
@@ -65,8 +64,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
-        """End what a relay has published for this session, which is the sender's. In a worker, close_here() does it.
-        `ended`: the sender sends no more, and may wait a moment for it; else this does not wait."""
+        """End what a relay has published for the sender's session; in a worker, close_here() does it.
+
+        `ended`: the sender sends no more, and may wait a moment for it; else this does not wait.
+        """
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """Give back threads and connections. Idempotent."""

@@ -58,8 +58,10 @@ class FanOut:
     # Who is on which node.
 
     def find_places(self, delivery: Delivery, chosen: Workers, everybody: Workers, deadline: float) -> None:
-        """Find out on which nodes workers are, and end the relays of nodes that have none any more. Raises ValueError
-        when some are chosen, but not all, of those who share an arena."""
+        """Find out on which nodes workers are, and end the relays of nodes that have none any more.
+
+        Raises ValueError when some are chosen, but not all, of those who share an arena.
+        """
         self._ask_places(delivery, chosen, deadline)
         if chosen.keys() != everybody.keys():
             self._ask_places(Delivery(self._carrier.wait), everybody, deadline)
@@ -104,8 +106,10 @@ class FanOut:
         accept: Callable[[], None],
         deadline: float,
     ) -> None:
-        """Start sending to the workers whose places are known. Raises what Publisher.publish() raises on the sender's
-        own node, before anything left it; `accept` is called when nothing of that kind can happen any more."""
+        """Start sending to the workers whose places are known; `accept` is called once publishing cannot fail any more.
+
+        Raises what Publisher.publish() raises on the sender's own node, before anything left it.
+        """
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
         home, far = Site.of(self.home), _by_site(workers)

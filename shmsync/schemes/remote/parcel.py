@@ -83,8 +83,9 @@ class Parcel:
 
 
 class Packer:
-    """Packs parcels. A buffer is used again when the parcel that had it is gone: fresh memory costs more than the
-    copy. INV: whoever may still read a buffer keeps its Parcel.
+    """Packs parcels. A parcel that is gone leaves its buffer to the next: fresh memory costs more than the copy.
+
+    INV: whoever may still read a buffer keeps its Parcel.
 
     Args:
         piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.

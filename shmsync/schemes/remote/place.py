@@ -46,8 +46,7 @@ class Site(NamedTuple):
 
 
 def here(node: str | None = None) -> Place:
-    """The calling process. `node`: what to call its node; else $SHMSYNC_NODE, else one for each network and process
-    namespace of a machine."""
+    """The calling process. Its node: `node`, else $SHMSYNC_NODE, else one by machine, network and pid namespace."""
     identity = me()
     boot_id = identity.boot_id.hex()
     name = node or os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}/{boot_id[:8]}-{_namespaces(os.getpid())}"

@@ -21,8 +21,9 @@ from .parcel import Announcement, Stamp, allow_views, stamp_of
 
 
 class RemoteReceiver(WeightReceiver):
-    """Applies what a call brought: weights, which are copied into the model, or the word that they lie in this node's
-    arena, which the model is bound to then. Thread-safe: calls may come on any thread, and out of order.
+    """Applies what a call brought: weights, which it copies, or news of this node's arena, to which it binds the model.
+
+    Thread-safe: calls may come on any thread, and out of order.
 
     Args:
         consistency, timeout: of its subscriber.
@@ -56,8 +57,7 @@ class RemoteReceiver(WeightReceiver):
 
     @property
     def version(self) -> int:
-        """Of the weights that the model uses now; 0: those it came with. A model that is bound to an arena moves on by
-        itself: each forward uses the newest."""
+        """The version that the model uses now; 0: as it came. Bound to an arena, each forward uses the newest."""
         subscriber = self.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else self._version
 
@@ -86,7 +86,7 @@ class RemoteReceiver(WeightReceiver):
                 self._news.put(None)
 
     def receive(self, timeout: float = 0.001) -> bool:
-        """Has a call brought weights since the last receive()? They are applied already.
+        """Has a call brought weights since this was last asked? They are applied already.
 
         Args:
             timeout: seconds to wait for the next ones; 0 only looks.

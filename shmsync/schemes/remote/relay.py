@@ -42,8 +42,7 @@ class Relay:
         return True
 
     def publish(self, weights: Any) -> Announcement:
-        """Publish weights that a sender stamped, under their own version. Raises what Publisher.publish() raises, and
-        ProtocolError for weights without a stamp."""
+        """Publish weights under their stamp. Raises as Publisher.publish() does, and ProtocolError without a stamp."""
         return self.publish_as(_stamp(weights), weights, deadline_after(None, self._timeout))
 
     def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
@@ -73,8 +72,7 @@ def _stamp(weights: Any) -> Stamp:
 
 
 def _sweep() -> None:
-    """Remove the segments of dead processes, as `shmsync gc` does. Their random names are never used again, so nobody
-    else would."""
+    """Remove dead processes' segments, as `shmsync gc` does: their random names do not recur, so nobody else would."""
     for name in segment.names():
         with contextlib.suppress(ShmSyncError, OSError):
             segment.sweep(name)

@@ -216,8 +216,7 @@ def _order(name: Any) -> tuple[bool, Any]:
 
 
 def sleeping(calls: Iterable[Call], seconds: float) -> None:
-    """Wait until one of these calls is finished, but no longer than that, by asking them: often at first, then three
-    times in a millisecond."""
+    """Ask until one of these calls is finished, at most `seconds`: often at first, then three times a millisecond."""
     calls = list(calls)
     started = time.monotonic()
     pause = 0.00005

@@ -176,8 +176,9 @@ class RPCTransport(RemoteTransport):
 
 
 class RPCWeightSyncScheme(RemoteScheme):
-    """Weights go to RPC workers, as an argument of `update_policy_weights_(rref, weights)` of a class of the user's,
-    which gives them to the receiver's apply_weights().
+    """Weights go to RPC workers, as an argument of `update_policy_weights_(rref, weights)`.
+
+    That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights().
 
     Args:
         strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its workers.

@@ -42,8 +42,10 @@ class RemoteTransport(Destination, ABC):
         return self.start_call(payload) if self.connected else Answered()
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send a TensorDict or a dict, and wait until the worker has applied it. Raises WorkerDied, AckTimeout, the
-        worker's own exception, RuntimeError for an answer that is none."""
+        """Send a TensorDict or a dict, and wait until the worker has applied it.
+
+        Raises WorkerDied, AckTimeout, the worker's own exception, RuntimeError for an answer that is none.
+        """
         self.send_weights_async(model_id, weights)
         self.wait_ack()
 
@@ -69,10 +71,10 @@ class RemoteTransport(Destination, ABC):
         return None
 
     def send_ack(self, message: str = "updated") -> None:
-        """Nothing: the call's return is the answer."""
+        """Does nothing: the call's return is the answer."""
 
     def check_ack(self, message: str = "updated") -> None:
-        """Nothing: wait_ack() waits for the call's return."""
+        """Does nothing: wait_ack() waits for the call's return."""
 
     def check_connection(self) -> bool:
         """Can this process send?"""

@@ -77,8 +77,10 @@ class Mailbox:
         self.store.set(self._key("in"), UPDATE)
 
     def take_message(self) -> dict[str, Any] | None:
-        """In the worker, when `in` is there: the message; None when it was taken before. Raises RuntimeError for
-        another word, and for an announcement without a message."""
+        """In the worker, when `in` is there: the message; None when it was taken before.
+
+        Raises RuntimeError for another word, and for an announcement without a message.
+        """
         word = self._hear("in")
         if word != UPDATE:
             raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
@@ -110,8 +112,7 @@ class Mailbox:
         return answer
 
     def last_answer(self) -> Answer | None:
-        """In the sender: the last answer there was, whether or not the bell rings: an interrupted take_answer() may
-        have deleted that."""
+        """In the sender: the last answer, even without its bell: an interrupted take_answer() may have deleted that."""
         if not self.has("answer"):
             return None
         content = json.loads(self.store.get(self._key("answer")))

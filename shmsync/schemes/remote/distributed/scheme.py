@@ -20,8 +20,7 @@ from .transport import DistributedCarrier, DistributedTransport
 
 
 class DistributedWeightSyncScheme(RemoteScheme):
-    """Weights go to the ranks of torch.distributed, which apply them at their receive(): one flat buffer for each
-    rank, or with fan_out="node" for each node.
+    """Sends each rank of torch.distributed, or with fan_out="node" each node, one flat buffer; receive() applies it.
 
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
@@ -116,8 +115,7 @@ class DistributedReceiver(RemoteReceiver):
 
     @override
     def receive(self, timeout: float = 0.001) -> bool:
-        """Apply what has arrived, and answer. Weights that cannot be applied raise in the sender; the model keeps what
-        it had."""
+        """Apply what has arrived, and answer. What cannot be applied raises in the sender; the model is unchanged."""
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False

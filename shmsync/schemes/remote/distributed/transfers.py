@@ -20,8 +20,10 @@ _SENDER = 0  # the rank of the sender, unless a message says otherwise
 
 
 def wait(works: Iterable[Any], *_buffers: Any) -> None:
-    """Until all has been sent or received. No time-out: the process group gives up its connections when a wait of it
-    times out, by default after half an hour."""
+    """Wait until all has been sent or received, without a time-out.
+
+    The process group gives up its connections when a wait of it times out, by default after half an hour.
+    """
     for work in works:
         work.wait(_FOR_EVER)
 

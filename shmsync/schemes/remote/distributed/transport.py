@@ -25,8 +25,9 @@ _STRATEGY = WeightStrategy()
 
 
 class DistributedCarrier(Carrier):
-    """torch.distributed. The relay of a node is the first of its ranks that lives. A rank takes one message at a time,
-    so there is no HostedRelay beside its transport: messages for the relay wait for the rank's own, and these for them.
+    """torch.distributed: the relay of a node is the first of its ranks that lives.
+
+    A rank takes one message at a time, so there is no HostedRelay: messages for the relay and for the rank take turns.
     """
 
     @override
@@ -146,14 +147,12 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def send_ack(self, message: str = "updated") -> None:
-        """Answer the weights that receive_weights() returned last. Raises WriterDied when the store cannot be reached
-        any more."""
+        """Answer what receive_weights() returned last. Raises WriterDied when the store cannot be reached any more."""
         if self.inbox is not None:
             self.inbox.acknowledge(message.encode())
 
     def receive_initial_weights(self) -> Any:
-        """Weights that rank 0 sends with send_initial_weights(); None when the transport has no rank. Waits as long as
-        its timeout."""
+        """What rank 0 sends with send_initial_weights(); None without a rank. Raises TimeoutError after `timeout`."""
         if self.rank is None:
             return None
         weights = self._initial_receiver.receive(self.timeout)

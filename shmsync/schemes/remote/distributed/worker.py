@@ -25,8 +25,7 @@ from .transfers import receive
 
 
 class Inbox:
-    """The worker's end of a mailbox. Messages for the relay of this node, which the rank is then, are carried out here;
-    the caller sees only the worker's own.
+    """The worker's end of a mailbox; it carries out messages for the node's relay, and returns the worker's own.
 
     INV: a message that was taken is answered, whatever interrupts: until then next() gives it again.
     """
@@ -53,8 +52,7 @@ class Inbox:
 
     @contextlib.contextmanager
     def alone(self, deadline: float) -> Iterator[bool]:
-        """For one thread at a time, from taking a message to answering it. False: another thread had it until the
-        deadline."""
+        """Held by one thread from taking a message to answering it. False: another thread had it until the deadline."""
         alone = self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
         try:
             yield alone
@@ -63,8 +61,10 @@ class Inbox:
                 self._lock.release()
 
     def next(self, deadline: float, *, after: str | None = None) -> dict[str, Any] | None:
-        """The next message, with its bytes; None if none came. answer() or fail() it: until then it is given again,
-        unless it is the one whose serial number is `after`. Raises WriterDied, RuntimeError for what is no message."""
+        """The next message, with its bytes; None if none came. Raises WriterDied, RuntimeError for what is no message.
+
+        answer() or fail() it: until then it is given again, unless its serial number is `after`.
+        """
         self.introduce()
         assert self._beacon is not None
         self._beacon.tend()
@@ -92,8 +92,7 @@ class Inbox:
         return None if message is None or message["serial"] == self._after else message
 
     def _take(self) -> None:
-        """Wait for the next message, and take it with its bytes. On the clerk's thread: a sender that is stopped in the
-        middle keeps it."""
+        """Wait for the next message, and take its bytes. On the clerk's thread: a sender that stops midway keeps it."""
         while self._ready() is None and self._mailbox.arrives("in", lambda: self._until):
             message = self._mailbox.take_message()
             if message is None:
@@ -156,8 +155,10 @@ class Inbox:
     def receive_weights(
         self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy
     ) -> tuple[str, Any] | None:
-        """The next weights as (model_id, weights), applied to these destinations; None when there are none in time.
-        acknowledge() answers. What applying them raises is the answer too, and raises here."""
+        """The next (model_id, weights), applied to these destinations; None when there are none in time.
+
+        acknowledge() answers. What applying them raises is the answer too, and raises here.
+        """
         with self.alone(deadline) as alone:
             message = self.next(deadline, after=self._given) if alone else None
             if message is None:
