@@ -53,10 +53,12 @@ class WeightStrategy:
         else:
             if isinstance(source, nn.Module):
                 return TensorDict.from_module(source).data
-            if isinstance(source, TensorDictBase):
-                return source if not is_flat(source) else _checked_nested(source)
-            if isinstance(source, Mapping):
-                return _checked_nested(source)
+            if isinstance(source, TensorDictBase) and not is_flat(source):
+                return source
+            if isinstance(source, (TensorDictBase, Mapping)):
+                tensors, _ = leaves_of(source)
+                check_keys(tensors)
+                return nested(tensors)
         raise ValueError(
             f"weights come from a torch.nn.Module, a TensorDict or a dict, not from a {type(source).__name__}"
         )
@@ -161,12 +163,6 @@ def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[d
 def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     """Leaves by key path, with keys that contain dots taken apart."""
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
-
-
-def _checked_nested(source: Any) -> TensorDict:
-    tensors = leaves_of(source)[0]
-    check_keys(tensors)
-    return nested(tensors)
 
 
 def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key]) -> list[str]:

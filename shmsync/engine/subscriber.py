@@ -199,15 +199,4 @@ class Subscriber(ReadPath):
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
 
 
-def attach(
-    handle_or_name: Handle | str,
-    *,
-    consistency: Consistency = "pinned",
-    worker: int | None = None,
-    timeout: float = 10.0,
-) -> Subscriber:
-    """Attach to an arena: a Subscriber with these arguments."""
-    return Subscriber(handle_or_name, consistency=consistency, worker=worker, timeout=timeout)
-
-
-__all__ = ["Consistency", "Snapshot", "Subscriber", "attach"]
+attach = Subscriber  # a verb, for those who prefer one

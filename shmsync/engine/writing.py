@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import _native
 from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
@@ -34,7 +34,7 @@ NO_ACKS = Acks(False)
 
 @dataclass
 class Counts:
-    """What stats() reports."""
+    """What stats() reports, under the names of PublisherStats."""
 
     publishes: int = 0
     updates: int = 0
@@ -203,18 +203,9 @@ class WriteSide:
 
     def stats(self) -> PublisherStats:
         """Counts and latencies so far."""
-        counts = self.counts
-        return PublisherStats(
-            version=self.writer.version,
-            publishes=counts.publishes,
-            updates=counts.updates,
-            bytes_copied=counts.bytes_copied,
-            aborted=counts.aborted,
-            reaped=counts.reaped,
-            publish=counts.publish.latency(),
-            pin_wait=counts.pin_wait.latency(),
-            ack_wait=counts.ack_wait.latency(),
-        )
+        counted = vars(self.counts).items()
+        each: Any = {name: value.latency() if isinstance(value, Samples) else value for name, value in counted}
+        return PublisherStats(version=self.writer.version, **each)
 
     def _reap_dead(self) -> bool:
         """Free the rows of dead readers in the way; were there any?"""
