@@ -12,19 +12,19 @@ import psutil
 import pytest
 
 import shmsync
+from shmsync.collectors import MultiprocessCollector
 from support.environments import Constant, Counting
 from support.processes import until
 
 
-def test_a_shut_down_collector_leaves_nothing_but_its_last_batch(collector):
-    with collector(
-        Counting, Constant()
-    ) as first:  # from here on the fork server runs, and what torch opens once is open
-        next(first)
+def test_a_shut_down_collector_leaves_nothing_but_its_last_batch():
+    options = {"num_workers": 2, "frames_per_batch": 40}
+    with MultiprocessCollector(Counting, Constant(), **options) as first:
+        next(first)  # the fork server runs now, and what torch opens once is open
     del first
     gc.collect()
     children, fds = set(psutil.Process().children(recursive=True)), len(os.listdir("/proc/self/fd"))
-    batches = collector(Counting, Constant())
+    batches = MultiprocessCollector(Counting, Constant(), **options)
     pids = [member.process.pid for member in batches._fleet.members.values()]
     batch = next(batches)
     batches.shutdown()
@@ -32,11 +32,11 @@ def test_a_shut_down_collector_leaves_nothing_but_its_last_batch(collector):
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert batch["observation"].sum() > 0
     assert set(psutil.Process().children(recursive=True)) <= children
-    del batch
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= fds
     with pytest.raises(shmsync.ClosedError):
         next(batches)
+    del batch, batches
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= fds
 
 
 PROGRAM = """

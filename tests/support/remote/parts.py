@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from shmsync.schemes.remote.distributed.mailbox import Mailbox
 from support.processes import remove_segments
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
 from support.worker import Worker, serve
@@ -179,6 +180,17 @@ def store(state, call, *args):
 
 
 # ---- the trainer
+
+
+def note_questions(state):
+    """From now on the store shows of which ranks this process has asked where they run."""
+    introduced = Mailbox.introduced
+
+    def note(mailbox):
+        mailbox.store.set(f"NODE_{mailbox.rank}_asked", b"")
+        return introduced(mailbox)
+
+    Mailbox.introduced = note
 
 
 def make_sender_with(state, size, *, own_store=False, **arguments):

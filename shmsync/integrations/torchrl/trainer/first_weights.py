@@ -122,7 +122,9 @@ def _mapped(source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: 
 
 def _alone(names: list[str], name: str) -> None:
     if names != [name]:
-        raise ValueError(f"{name} cannot be combined with {', '.join(n for n in names if n != name)}; leave one out")
+        raise ValueError(
+            f"{name} stands alone, but {', '.join(n for n in names if n != name)} was given too; leave one out"
+        )
 
 
 def _module(model: Any, model_id: str | None) -> nn.Module:
