@@ -98,7 +98,7 @@ class Publisher:
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
-        self._check()
+        self._side.check()
         return self._arena.weights(self._side.writer.current_slot)
 
     @property
@@ -128,13 +128,13 @@ class Publisher:
         """
         deadline = deadline_after(timeout, self._side.timeout)
         acks = _acks(wait)
-        self._check()
+        self._side.check()
         with self._side.lock:
             return self._side.publish(self._checked(weights), deadline, acks)
 
     def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
         """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
-        self._check()  # close() may have come between
+        self._side.check()  # close() may have come between
         source = self._source if weights is None else weights
         return self._side.checked(self._plans.find(source, default=source is self._source), optional)
 
@@ -147,7 +147,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
+        return Update(self, self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
 
     def adopt(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
@@ -168,7 +168,7 @@ class Publisher:
             )
         side = self._side
         with side.lock:
-            self._check()
+            self._side.check()
             if side.adopted is not None:
                 raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
             plan = self._plans.make(module)
@@ -192,7 +192,7 @@ class Publisher:
 
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, the dead ones not yet swept included."""
-        self._check()
+        self._side.check()
         return reader_infos(self._arena.control, self._side.peers, self.version)
 
     def stats(self) -> PublisherStats:
@@ -242,9 +242,6 @@ class Publisher:
 
     def __reduce__(self) -> Any:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
-
-    def _check(self) -> None:
-        self._side.check()
 
     # For the layers above the engine.
 

@@ -21,8 +21,9 @@ from .writing import Acks, WriteSide
 class Update(_native.Scope):
     """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
 
-    def __init__(self, side: WriteSide, acks: Acks, timeout: float | None) -> None:
+    def __init__(self, publisher: object, side: WriteSide, acks: Acks, timeout: float | None) -> None:
         super().__init__()
+        self._publisher = publisher  # lives as long as its section
         self._side = side
         self._acks = acks
         self._timeout = timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -129,3 +130,14 @@ def test_an_error_in_the_body_is_not_hidden_by_a_busy_writer():
         raise ZeroDivisionError
     update.__exit__(None, None, None)
     pub.close()
+
+
+def test_an_update_keeps_its_publisher(subscriber):
+    update = shmsync.Publisher({"w": torch.zeros(3)}).update()  # nobody else has the publisher
+    gc.collect()
+    with update as weights:
+        weights["w"].fill_(1)
+        publisher = update._publisher
+    sub = subscriber(publisher)
+    assert (sub.weights["w"] == 1).all()
+    publisher.close()
