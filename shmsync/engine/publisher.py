@@ -257,8 +257,7 @@ class Publisher:
 
     def applied_by(self, version: int) -> list[int]:
         """The workers whose last ack is for this version, including those that have left or died since."""
-        workers: list[int] = self._arena.control.workers_at(version)
-        return workers
+        return list(self._arena.control.workers_at(version))
 
     def attached_rows(self) -> dict[int, RowId]:
         """The row of each attached worker, by its index."""
@@ -266,8 +265,7 @@ class Publisher:
 
     def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
         """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
-        late: list[RowId] = self._side.writer.wait_acks(version, rows, nanoseconds)
-        return late
+        return list(self._side.writer.wait_acks(version, rows, nanoseconds))
 
 
 class Publication(NamedTuple):

@@ -48,8 +48,8 @@ def my_rank() -> int:
 class InitialSender:
     """Sends a rank its first weights without the store: the sizes, the label, the buffer."""
 
-    def __init__(self) -> None:
-        self._clerk = Clerk()
+    def __init__(self, clerk: Clerk) -> None:
+        self._clerk = clerk
 
     def send(self, parcel: Parcel, rank: int, timeout: float) -> None:
         """Raises TimeoutError when the rank does not receive in time."""
@@ -64,8 +64,8 @@ class InitialSender:
 class InitialReceiver:
     """Receives them."""
 
-    def __init__(self) -> None:
-        self._clerk = Clerk()
+    def __init__(self, clerk: Clerk) -> None:
+        self._clerk = clerk
         self._asked: Task | None = None
 
     def receive(self, timeout: float) -> Any:

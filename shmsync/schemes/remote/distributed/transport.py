@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from ....engine.strategy import WeightStrategy
 from ....engine.timing import check_timeout
+from ..background import Clerk
 from ..carrier import Carrier
 from ..place import Site
 from ..relay import RelayOptions
@@ -80,8 +81,8 @@ class DistributedTransport(RemoteTransport):
         mailbox = None if store is None or rank is None else Mailbox(store, rank)
         self.outbox = None if mailbox is None else Outbox(mailbox)
         self.inbox = None if mailbox is None else Inbox(mailbox)
-        self._initial_sender = InitialSender()
-        self._initial_receiver = InitialReceiver()
+        self._clerk = Clerk()  # for the initial weights
+        self._initial_sender, self._initial_receiver = InitialSender(self._clerk), InitialReceiver(self._clerk)
 
     # The sender's side.
 
@@ -93,7 +94,7 @@ class DistributedTransport(RemoteTransport):
     @property
     def sender_end(self) -> Outbox:
         """Of a transport that is connected."""
-        assert self.outbox is not None
+        assert self.outbox is not None, "this transport has no rank"
         return self.outbox
 
     @property
@@ -179,6 +180,6 @@ class DistributedTransport(RemoteTransport):
     @override
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
-        for end in (self.outbox, self.inbox):
+        for end in (self.outbox, self.inbox, self._clerk):
             if end is not None:
                 end.close()
