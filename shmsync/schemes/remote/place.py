@@ -19,7 +19,7 @@ class Place(NamedTuple):
     boot_id: str
     pid_namespace: int
     user: int
-    owner: int  # pid << 42 | start ticks
+    owner: int  # its owner word
 
     def sees_processes_of(self, other: Place) -> bool:
         """Does one pid mean the same process in both, so that a pidfd tells of a death?"""
