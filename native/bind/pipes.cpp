@@ -35,15 +35,17 @@ class Frames {
  public:
   explicit Frames(int fd) : fd_(fd) {}
 
-  nb::list send(nb::bytes payload, const std::string& group, nb::object tag) {
-    nb::list replaced;
+  // Sends a message, and notes in `awaited` (a dict by tag, or None) that it will be answered and that those of its
+  // group that it replaced will not: in the same call, so that no interrupt comes between.
+  void send(nb::bytes payload, const std::string& group, nb::object tag, nb::object awaited) {
     for (const auto id : out_.replace(group)) {
-      replaced.append(tags_[id]);
-      tags_.erase(id);
+      const auto replaced = tags_.extract(id);
+      if (!awaited.is_none() && PyDict_Contains(awaited.ptr(), replaced.mapped().ptr()) == 1)
+        PyDict_DelItem(awaited.ptr(), replaced.mapped().ptr());
     }
+    if (!awaited.is_none() && PyDict_SetItem(awaited.ptr(), tag.ptr(), Py_True) != 0) throw nb::python_error();
     push(payload, group, tag);
     flush();
-    return replaced;
   }
 
   void flush() {
@@ -91,20 +93,26 @@ class Frames {
   bool ended_ = false;
 };
 
-std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::vector<int>& watched,
-                                  const nb::bytes& message, const std::string& group, nb::object tag,
-                                  const nb::bytes& answer, std::int64_t timeout_ns) {
+std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::vector<nb::object>& awaited,
+                                  const std::vector<int>& watched, const nb::bytes& message, const std::string& group,
+                                  nb::object tag, const nb::bytes& answer, std::int64_t timeout_ns) {
   std::vector<int> fds;
   bool all_sent = true;
-  for (auto* end : ends) {
-    end->send(message, group, tag);
-    all_sent = all_sent && !end->unsent() && !end->ended();
-    fds.push_back(end->fd());
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    ends[i]->send(message, group, tag, awaited.at(i));
+    all_sent = all_sent && !ends[i]->unsent() && !ends[i]->ended();
+    fds.push_back(ends[i]->fd());
   }
   if (!all_sent) return {};
-  const std::string expected = frames::framed(view(answer));
-  nb::gil_scoped_release release;
-  return frames::gather(fds, watched, expected, std::chrono::nanoseconds(timeout_ns));
+  std::vector<std::size_t> done;
+  {
+    const std::string expected = frames::framed(view(answer));
+    nb::gil_scoped_release release;
+    done = frames::gather(fds, watched, expected, std::chrono::nanoseconds(timeout_ns));
+  }
+  for (const auto i : done)
+    if (PyDict_DelItem(awaited[i].ptr(), tag.ptr()) != 0) throw nb::python_error();
+  return done;
 }
 
 bool wait_readable(int fd, std::int64_t timeout_ns) {
@@ -118,9 +126,9 @@ void bind_pipes(nb::module_& m) {
   nb::class_<Frames>(m, "Frames",
                      "One end of a pipe: whole messages in and out, never waiting. Borrows the descriptor.")
       .def(nb::init<int>(), "fd"_a)
-      .def("send", &Frames::send, "payload"_a, "group"_a = "", "tag"_a = nb::none(),
-           "Send a message, as far as the pipe takes it; flush() sends the rest. It replaces those messages of its "
-           "group of which no byte has been sent, and returns their tags.")
+      .def("send", &Frames::send, "payload"_a, "group"_a = "", "tag"_a = nb::none(), "awaited"_a = nb::none(),
+           "Send a message, as far as the pipe takes it; flush() sends the rest. It takes the place of those of its "
+           "group that have not begun to leave. In the dict `awaited` their tags go, and this one's comes.")
       .def("flush", &Frames::flush, "Send what the pipe takes now.")
       .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
       .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
@@ -128,7 +136,7 @@ void bind_pipes(nb::module_& m) {
       .def_prop_ro("ended", &Frames::ended, "Has reading or sending found the other end closed?");
   m.def("wait_readable", &wait_readable, "fd"_a, "timeout_ns"_a,
         "Wait at most so long. Is there something to read, or is the other end closed?");
-  m.def("exchange", &exchange, "ends"_a, "watched"_a, "message"_a, "group"_a, "tag"_a.none(), "answer"_a,
+  m.def("exchange", &exchange, "ends"_a, "awaited"_a, "watched"_a, "message"_a, "group"_a, "tag"_a.none(), "answer"_a,
         "timeout_ns"_a,
         "Send a message to each end, and wait for exactly this answer from each; the positions of those that gave it. "
         "Returns early when anything else arrives, or when a descriptor in `watched` becomes ready.");

@@ -17,7 +17,7 @@ _WORDING = Wording(
     sent="is published",
     after_death='The others have it. Start the dead again, or go on without them: wait="all" leaves them out, a list '
     "must not name them",
-    after_lateness="A late worker still applies it; give more time with timeout=",
+    after_lateness="A worker that is merely late still applies it; give more time with timeout=",
 )
 
 
@@ -90,12 +90,7 @@ def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | s
 
 
 def _late(
-    control: _native.Control,
-    peers: Peers,
-    version: int,
-    rows: list[RowId],
-    absent: list[int],
-    dead: list[int | str],
+    control: _native.Control, peers: Peers, version: int, rows: list[RowId], absent: list[int], dead: list[int | str]
 ) -> AckTimeout:
     outcome = _outcome(dead)
     attached = [reader_table.name_of(control, row) for row in rows]

@@ -125,7 +125,7 @@ class WriteSide:
 
     def skip_to(self, version: int) -> None:
         """Number the next version `version`; they only grow."""
-        if not self.writer.skip_to(version):
+        if version != self.next_version and not self.writer.skip_to(version):
             raise ProtocolError(
                 f"the next version can be {self.next_version} or later, not {version}; versions only grow",
                 version=version,

@@ -75,11 +75,7 @@ class Manifest:
 
     @classmethod
     def of(
-        cls,
-        tensors: Mapping[Key, torch.Tensor],
-        *,
-        dtype: torch.dtype | None = None,
-        filtered: bool = False,
+        cls, tensors: Mapping[Key, torch.Tensor], *, dtype: torch.dtype | None = None, filtered: bool = False
     ) -> Manifest:
         """Lay out the tensors in their order; `dtype` replaces the dtype of floating leaves."""
         leaves = []

@@ -57,10 +57,10 @@ class WeightSyncScheme(ABC):
 
         Args:
             model_id: a path such as "policy", "env.value_net", "env.transform[0]".
-            context: gives `.pipes` (one end of a Pipe for each worker), `.num_workers`, `.get_model(model_id)`,
-                `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps filled later). Held
-                weakly. What it lacks is not used.
-            **kwargs: `pipes`, `num_workers`, `model`, `cached_weights`, `procs` instead of a context, or beside it.
+            context: over pipes it gives `.pipes` (one end of a Pipe for each worker), `.num_workers`,
+                `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps
+                filled later). Held weakly. What other schemes take and raise is in the docstrings of their classes.
+            **kwargs: the same names (`model`, `cached_weights`), instead of a context or beside it.
 
         Raises ValueError for missing or contradictory ones.
         """
@@ -74,8 +74,9 @@ class WeightSyncScheme(ABC):
         """Prepare to receive the model of this id.
 
         Args:
-            context: gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly.
-            **kwargs: `pipe`, `model` instead, or beside it. Others are for other schemes.
+            context: over pipes it gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly. What
+                other schemes take is in the docstrings of their classes.
+            **kwargs: `pipe`, `model` instead, or beside it.
 
         Raises ValueError for missing ones.
         """

@@ -89,14 +89,14 @@ class PipeCarrier(ABC):
     def collect(self, posted: Posted, deadline: float) -> None:
         """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""
         outcome = gather(posted.links, posted.tags, deadline)
-        self.mark(posted.model_id, outcome)
+        self.mark(posted, outcome)
         outcome.check(f"version {posted.version} of {posted.model_id!r}", posted.version)
 
-    def mark(self, model_id: str, outcome: Outcome) -> None:
-        """Leave the dead out from now on."""
+    def mark(self, posted: Posted, outcome: Outcome) -> None:
+        """Leave the dead out from now on; whoever has taken the place of one since is not meant."""
         for index in list(outcome.dead):
-            link = self.links[index]
+            link = posted.links[index]
             link.reported = True
-            if link.finished and self.done_before_leaving(model_id, index):
+            if link.finished and self.done_before_leaving(posted.model_id, index):
                 del outcome.dead[index]
                 outcome.done.append(index)

@@ -21,7 +21,6 @@ from typing import Any
 
 from ... import _native
 from ...engine.timing import slice_until
-from .messages import Tag
 
 _log = logging.getLogger("shmsync")
 
@@ -38,7 +37,7 @@ class Channel:
         self.role: Any = None  # the SenderEnd or the WorkerEnd that reads it
         self.lock = threading.RLock()  # several models, and so several threads, may share a pipe
         self._connection = weakref.ref(connection)
-        self._arrived: list[bytes] = []  # read, and not dropped
+        self.arrived: list[bytes] = []  # read, and not yet where it belongs
 
     @classmethod
     def of(cls, connection: Connection) -> Channel:
@@ -70,55 +69,49 @@ class Channel:
 
     @property
     def idle(self) -> bool:
-        """Is no message half sent or half read, and none waiting to be dropped?"""
-        return self.frames.idle and not self._arrived
+        """Is no message half sent or half read, and none read that has not arrived where it belongs?"""
+        return self.frames.idle and not self.arrived
 
     @property
     def readable(self) -> bool:
         """Is there something to read at this moment?"""
-        return bool(self._arrived) or (not self.closed and _native.wait_readable(self.fd, 0))
+        return bool(self.arrived) or (not self.closed and _native.wait_readable(self.fd, 0))
 
-    def send(self, payload: bytes, tag: Tag | None = None) -> list[Tag]:
-        """Send it, as far as it goes; flush() sends the rest. Returns the tags of the messages that it replaced.
-
-        With a tag it replaces an older message about the same model that has not begun to leave: only the newest waits.
-        """
+    def send(self, payload: bytes) -> None:
+        """Send a message, as far as it goes; flush() sends the rest."""
         with self.lock:
-            self._check_open()
-            replaced: list[Tag] = self.frames.send(payload, "" if tag is None else tag.model_id, tag)
-            return replaced
+            self.check_open()
+            self.frames.send(payload)
 
     def flush(self) -> None:
         """Write what the pipe takes now."""
         with self.lock:
             if self.frames.unsent:
-                self._check_open()
+                self.check_open()
                 self.frames.flush()
 
     def peek(self) -> tuple[Any] | None:
         """The next message, in a tuple of one; None if no whole one is there. Raises EOFError at the end.
 
-        The same one until drop(), so that an interrupt loses none. What cannot be unpickled here is kept in `pending`.
+        It is given again until it is taken out of `arrived`. Python runs signal handlers at calls and jumps only: who
+        puts it where it belongs and deletes `arrived[0]`, with no call in between, neither loses nor repeats it. What
+        cannot be unpickled here is kept in `pending`.
         """
         with self.lock:
             while True:
-                if not self._arrived:
-                    self._check_open()
-                    if not self.frames.read_into(self._arrived):
+                if not self.arrived:
+                    self.check_open()
+                    if not self.frames.read_into(self.arrived):
                         if self.frames.ended:
                             raise EOFError("the other end of the pipe is closed")
                         return None
-                payload = self._arrived[0]
+                payload = self.arrived[0]
                 try:
                     return (pickle.loads(payload),)
                 except Exception as error:
                     _log.warning("a message of %d bytes cannot be unpickled here, and is kept: %s", len(payload), error)
-                    self.pending.append(payload)
-                    self.drop()
-
-    def drop(self) -> None:
-        """The message that peek() gave has arrived where it belongs."""
-        del self._arrived[0]
+                self.pending += (payload,)
+                del self.arrived[0]
 
     def take_pending(self) -> list[Any]:
         """The messages that are not about weights, oldest first; each is given once."""
@@ -128,13 +121,14 @@ class Channel:
 
     def wait(self, deadline: float) -> None:
         """Until there is something to read, or the other end is closed, or the monotonic time is `deadline`."""
-        self._check_open()
+        self.check_open()
         poller = select.poll()
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self.unsent else 0))
         poller.poll(milliseconds(deadline))
         self.flush()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise OSError if this end is closed."""
         if self.closed:
             raise OSError("this end of the pipe is closed")
 

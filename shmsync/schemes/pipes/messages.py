@@ -87,6 +87,11 @@ def is_message(message: object) -> bool:
     return isinstance(content, tuple) and len(content) == 2 and isinstance(content[0], (str, tuple))
 
 
+def is_version(content: Any) -> bool:
+    """Does it name a version of a model?"""
+    return isinstance(content, tuple) and len(content) == 2 and (type(content[0]), type(content[1])) == (str, int)
+
+
 def is_answer_like(message: object) -> bool:
     """Does it have the shape of an answer, whatever it says?"""
     return isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)

@@ -46,17 +46,15 @@ class SenderEnd:
     def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
         """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
         with self.lock:
-            self.expect(tag)
-            if not self.channel.closed:  # else the wait will find it dead
-                for replaced in self.channel.send(payload, tag if replaceable else None):
-                    if replaced != tag:
-                        self._awaited.pop(replaced, None)  # it never left, so nobody will answer it
+            self.note(tag)
+            if self.channel.closed:
+                self._awaited[tag] = True  # the wait will find it dead
+            else:
+                self.channel.frames.send(payload, tag.model_id if replaceable else "", tag, self._awaited)
 
-    def expect(self, tag: Tag) -> None:
-        """A message will be answered with this tag; the caller sends it."""
-        with self.lock:
-            self._awaited[tag] = True
-            self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+    def note(self, tag: Tag) -> None:
+        """A message of this tag is about to be sent: its number is never used again."""
+        self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
 
     def highest(self, model_id: str) -> int:
         """The newest version of a model that any sender sent over this pipe; see PipeCarrier.next_version()."""
@@ -74,6 +72,10 @@ class SenderEnd:
             self._results.pop(tag, None)
             if tag in self._awaited:
                 self._awaited[tag] = False
+
+    def owes(self, tag: Tag) -> bool:
+        """Has a message of this tag an answer, or will it have one?"""
+        return tag in self._awaited or tag in self._results
 
     def answered(self, tag: Tag) -> bool:
         """Is the answer there? take() gives it."""
@@ -100,32 +102,37 @@ class SenderEnd:
             try:
                 while (found := channel.peek()) is not None:
                     self._sort(found[0])
-                    channel.drop()
             except EOFError:
                 pass  # channel.ended says so
 
     def _sort(self, message: Any) -> None:
-        if not messages.is_answer_like(message):
-            self.channel.pending.append(message)
-            return
-        data, word = message
+        channel, strange = self.channel, not messages.is_answer_like(message)
+        data: Any = None
+        tag: Tag | None = None
         result: Result = None
-        tag = message.tag if isinstance(message, messages.Tagged) else None
-        if tag is not None and self.peer is None and message.who:
-            self.peer = Peer(owner=message.who)
-        if word == messages.FAILED and isinstance(data, Failure):
-            tag, result = data.tag, data
-        elif word == messages.UPDATED and isinstance(data, tuple) and len(data) == 2:
-            tag = Tag(*data)
-        elif word not in (messages.UPDATED, messages.REGISTERED, messages.PREPARED):
-            self.channel.pending.append(message)
-            result = unexpected(word)
-        tag = self._oldest_of(word) if tag is None else tag
-        if tag is None:
-            if result is None:
-                self._stray.append((data, word))
-        elif self._awaited.pop(tag, False):
-            self._results[tag] = result
+        if not strange:
+            data, word = message
+            tag = message.tag if isinstance(message, messages.Tagged) else None
+            if tag is not None and self.peer is None and message.who:
+                self.peer = Peer(owner=message.who)
+            if word == messages.FAILED and isinstance(data, Failure):
+                tag, result = data.tag, data
+            elif word == messages.UPDATED and messages.is_version(data):
+                tag = Tag(*data)
+            elif word not in (messages.UPDATED, messages.REGISTERED, messages.PREPARED):
+                strange, result = True, unexpected(word)
+            tag = self._oldest_of(word) if tag is None else tag
+        wanted = tag is not None and self._awaited.get(tag, False)
+        # No call from here on: see Channel.peek().
+        if strange:
+            channel.pending += (message,)
+        elif tag is None and result is None:
+            self._stray += (message,)
+        if tag is not None and tag in self._awaited:
+            del self._awaited[tag]
+            if wanted:
+                self._results[tag] = result
+        del channel.arrived[0]
 
     def _oldest_of(self, word: str) -> Tag | None:
         registration = {messages.REGISTERED: True, messages.UPDATED: False}.get(word)
@@ -198,6 +205,7 @@ class Route:
         self._indices = [index for index, _ in ordered]
         self._ends = [link.end for _, link in ordered]
         self._frames = [end.channel.frames for end in self._ends]
+        self._awaited = [end._awaited for end in self._ends]
         peers = [link.peer for _, link in ordered]
         self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]
         self.complete = len(self._processes) == len(peers)  # else some process may become known yet
@@ -214,13 +222,11 @@ class Route:
                     end.send(message, tag, replaceable=True)
                 return self._indices
             moment = min(slice_until(deadline), _MOMENT)
-            done = _native.exchange(self._frames, self._processes, message, tag.model_id, tag, answer, moment)
-            if len(done) == len(self._ends):
-                return []
-            late = sorted(set(range(len(self._ends))) - set(done))
-            for position in late:
-                self._ends[position].expect(tag)
-            return [self._indices[position] for position in late]
+            for end in self._ends:
+                end.note(tag)
+            ends, awaited = self._frames, self._awaited
+            done = _native.exchange(ends, awaited, self._processes, message, tag.model_id, tag, answer, moment)
+            return [index for position, index in enumerate(self._indices) if position not in done]
         finally:
             for lock in locked:
                 lock.release()

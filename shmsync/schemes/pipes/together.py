@@ -18,7 +18,7 @@ from ...errors import AckTimeout
 from ..api import WeightSender, WeightSyncScheme
 from ..publishers import write
 from . import messages
-from .exchange import gather
+from .exchange import WORDING, gather
 from .messages import Tag
 from .sender import PipeSender
 from .sender_end import Link
@@ -64,8 +64,9 @@ def _send_together(
     deadline = deadline_after(timeout, max(sender.default_timeout for sender in links))
     version = max(sender.carrier.next_version(sender.model_id, reached) for sender, reached in links.items())
     meeting = _Meeting([sender.model_id for sender in links], version, first)
-    met = meeting.wait(deadline)
+    met = Outcome(WORDING)
     try:
+        met = meeting.wait(deadline)
         if met.late:
             raise AckTimeout(
                 f"nothing was sent: {listed(met.late)} did not come to receive() in time, and the models "
@@ -91,16 +92,16 @@ def _send_together(
         raise
     try:
         posted = [(sender, sender.carrier.tell(sender.model_id, version, ready[sender])) for sender in links]
-        outcomes = [(sender, gather(post.links, post.tags, deadline)) for sender, post in posted]
+        outcomes = [(sender, post, gather(post.links, post.tags, deadline)) for sender, post in posted]
     except BaseException:
         meeting.call_off()
         raise
-    if any(outcome.late for _, outcome in outcomes):
+    if any(outcome.late for _, _, outcome in outcomes):
         meeting.call_off()  # a late worker may have lost a message to a newer one; it goes on with what it has
-    for sender, outcome in outcomes:
+    for sender, post, outcome in outcomes:
+        sender.carrier.mark(post, outcome)
         outcome.dead = {**met.dead, **outcome.dead}
-        sender.carrier.mark(sender.model_id, outcome)
-    for sender, outcome in outcomes:
+    for sender, _, outcome in outcomes:
         outcome.check(f"version {version} of {sender.model_id!r}", version)
     return version
 
@@ -120,15 +121,11 @@ class _Meeting:
         self._tag = Tag(messages.PREPARE, self._number)
 
     def wait(self, deadline: float) -> Outcome:
-        """Who is there by the deadline."""
+        """Who is there by the deadline. Whoever calls this calls the meeting off, should anything be raised."""
         payload = dumps((self._content, messages.PREPARE))
         for link in self._links.values():
             link.end.send(payload, self._tag)
-        try:
-            return gather(self._links, {index: [self._tag] for index in self._links}, deadline)
-        except BaseException:
-            self.call_off()
-            raise
+        return gather(self._links, {index: [self._tag] for index in self._links}, deadline)
 
     def call_off(self) -> None:
         """Let them go on with what they have."""

@@ -60,7 +60,11 @@ class PipeTransport:
     def wait_ack(self) -> None:
         """Wait for the answers to the oldest send_weights_async() that was not waited for. Raises as send_weights()."""
         if self._posted:
-            self.carrier.collect(self._posted.popleft(), deadline_after(None, self.timeout))
+            posted = self._posted.popleft()
+            # What newer weights have replaced before it left is not answered any more.
+            ends = {index: link.end for index, link in posted.links.items()}
+            tags = {index: [tag for tag in tags if ends[index].owes(tag)] for index, tags in posted.tags.items()}
+            self.carrier.collect(posted._replace(tags=tags), deadline_after(None, self.timeout))
         else:
             self.check_ack(messages.UPDATED)
 

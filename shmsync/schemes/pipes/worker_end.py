@@ -87,11 +87,13 @@ class WorkerEnd:
             return False
         if found is None:
             return False
-        if messages.is_message(found[0]):
-            self._messages.append(Message.of(found[0]))
+        message, channel = Message.of(found[0]) if messages.is_message(found[0]) else None, self.channel
+        # No call from here on: see Channel.peek().
+        if message is not None:
+            self._messages += (message,)
         else:
-            self.channel.pending.append(found[0])
-        self.channel.drop()
+            channel.pending += found
+        del channel.arrived[0]
         return True
 
     def _look_for_sender(self) -> None:
