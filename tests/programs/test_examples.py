@@ -100,6 +100,7 @@ class TestCleanRL:
     def _needs(self):
         pytest.importorskip("gymnasium", reason="the example needs gymnasium, which shmsync[demo] brings")
 
+    @pytest.mark.full
     def test_it_learns_while_workers_act(self, run):
         output = run("cleanrl_ppo_async.py", "--target-return", "195", "--total-timesteps", "200000").end()
         end = dict(re.findall(r"(\w+)=([\d.]+)", output.splitlines()[-1]))
@@ -131,6 +132,7 @@ class TestStableBaselines3:
         rows = re.findall(r"^ *(\d+) +(\d+) +\d+ +([\d.]+)  (.*)$", output, re.MULTILINE)
         return {int(version): (int(steps), float(mean), names) for version, steps, mean, names in rows}
 
+    @pytest.mark.full
     def test_versions_are_judged_while_training_goes_on(self, run):
         example = run("sb3_evaluators.py", "--timesteps", "12000")
         example.read_until("2 evaluators are playing")
@@ -157,6 +159,7 @@ class TestStableBaselines3:
         assert re.fullmatch(r"evaluator \d", table[max(table)][2]), output
 
 
+@pytest.mark.full
 def test_ppo_with_the_collector_learns(run):
     output = run("collector_ppo.py", "--total-frames", "30000", "--num-workers", "2").end()
     rows = re.findall(r"(\d+) frames .* version +(\d+) .* episodes +([\d.]+)", output)
@@ -165,6 +168,7 @@ def test_ppo_with_the_collector_learns(run):
     assert float(rows[0][2]) < 40 < 80 < float(mean_return)
 
 
+@pytest.mark.full
 def test_ppo_with_torchrl_learns(run):
     output = run("torchrl_ppo.py", "--total-frames", "20000").end()
     rows = re.findall(r"(\d+) frames, mean return ([\d.]+), policy version (\d+) to (\d+)", output)

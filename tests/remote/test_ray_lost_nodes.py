@@ -43,6 +43,7 @@ def node_of(actor):
     return parts.state.actors(actor._actor_id.hex())["Address"]["NodeID"]
 
 
+@pytest.mark.full
 def test_workers_that_come_back_on_another_node_get_the_next_weights(cluster):
     first = add_node(cluster)
     scheme = RayWeightSyncScheme(fan_out="node", timeout=60.0)

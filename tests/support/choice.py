@@ -5,7 +5,8 @@ their combinations. The covering choice takes so few of them that each scheme, e
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the choice, as another one of its function shows the same.
+A test that is marked `full` is never of the choice: another one of its function shows the same, or it is a training of a
+minute or more whose program other tests start too.
 """
 
 from __future__ import annotations
