@@ -16,7 +16,8 @@ TESTS ?= tests
 JOBS ?= auto
 PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .)
 
-# Every test function but long trainings. Where one is for all start methods, schemes and forms of weights, each of these in some test.
+# Every test function but long trainings. Where one is for all start methods, schemes and forms of weights, each of
+# these in some test.
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
 

@@ -5,8 +5,8 @@ their combinations. The covering choice takes so few of them that each scheme, e
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the choice: another one of its function shows the same, or it is a training of a
-minute or more whose program other tests start too.
+A test that is marked `full` is never of the choice: another one of its function shows the same, or it is a training of
+a minute or more whose program other tests start too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def choose(items, choice):
 
 def cover(items, taken):
     """Tests of one function, in which every value of every parameter occurs."""
-    if len(items) == 1:
-        return items
     items = [item for item in items if not item.get_closest_marker("full")]
+    if len(items) <= 1:
+        return items
     given = {id(item): item.callspec.params.items() for item in items}
     values = {
         key: {(name, id(getattr(value, "scheme", value))) for name, value in pairs} for key, pairs in given.items()
