@@ -59,7 +59,7 @@ class WeightSyncScheme(ABC):
             model_id: a path such as "policy", "env.value_net", "env.transform[0]".
             context: over pipes it gives `.pipes` (one end of a Pipe for each worker), `.num_workers`,
                 `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps
-                filled later). Held weakly. What other schemes take and raise is in the docstrings of their classes.
+                filled later). Held weakly. For what other schemes take and raise see their classes.
             **kwargs: the same names (`model`, `cached_weights`), instead of a context or beside it.
 
         Raises ValueError for missing or contradictory ones.
@@ -74,9 +74,8 @@ class WeightSyncScheme(ABC):
         """Prepare to receive the model of this id.
 
         Args:
-            context: over pipes it gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly. What
-                other schemes take is in the docstrings of their classes.
-            **kwargs: `pipe`, `model` instead, or beside it.
+            context: over pipes it gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly.
+            **kwargs: `pipe`, `model` instead, or beside it; for other schemes see their classes.
 
         Raises ValueError for missing ones.
         """
@@ -146,10 +145,7 @@ class WeightSyncScheme(ABC):
 
 
 class WeightSender:
-    """Sends the weights of one model to its workers. Made by a scheme.
-
-    This one speaks to any transport, one worker after the other; the senders of pipe schemes speak to all at once.
-    """
+    """Sends the weights of one model to its workers, over any transport, one after the other. Made by a scheme."""
 
     sends = True  # False: its workers keep the weights they came with
 
