@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 namespace shmsync::bind {
 void bind_memory(nb::module_&);
+void bind_module_tree(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
@@ -18,6 +19,7 @@ NB_MODULE(_native, m) {
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
   shmsync::bind::bind_memory(m);
+  shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);

@@ -1,31 +1,27 @@
 """Binding: the parameters of a module become views of an arena.
 
 Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
-weights, hooks and parameter lists stay right.
+weights, hooks and parameter lists stay right. A tensor that replaces another one in the module takes its place.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from .. import _native
-from ..errors import ManifestMismatch, ProtocolError
+from ..errors import ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
-from .guard import Guard
-from .matching import describe_problems, mismatches, tied_apart
+from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
-from .sources import EVERYTHING, collect, not_saved
 
-# Which subscriber moves a submodule's tensors: the last one that bound it.
-_bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ReadPath]] = weakref.WeakKeyDictionary()
+# The bindings that move tensors of a module, those without an owner left included.
+_bound_to: weakref.WeakKeyDictionary[nn.Module, list[Binding]] = weakref.WeakKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -37,151 +33,181 @@ class Binding:
     native objects would never be collected.
     """
 
-    def __init__(
-        self, module: nn.Module, arena: Arena, tensors: dict[Key, torch.Tensor], buffers: str, copies: bool
-    ) -> None:
-        self._arena = arena
-        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
-        self._owners = [
-            weakref.ref(child)
-            for child in module.modules()
-            if any(id(tensor) in unique for tensor in (*child._parameters.values(), *child._buffers.values()))
-        ]
-        viewed = [
-            (key, tensor)
-            for key, tensor in unique.values()
-            if not copies and (isinstance(tensor, nn.Parameter) or buffers == "view")
-        ]
-        self._viewed_keys = [key for key, _ in viewed]
-        self._viewed = [tensor for _, tensor in viewed]
-        shown = {id(tensor) for tensor in self._viewed}
-        self.copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
-        self._sets: dict[int, list[torch.Tensor]] = {}
-        self._placed: _native.Sources | None = None  # notices a tensor that is no longer where it was put
+    def __init__(self, path: ReadPath, module: nn.Module, fitting: Fitting) -> None:
+        self.path = weakref.ref(path)
+        self._fitting = fitting
+        self._arena: Arena = path.arena
+        self._root = weakref.ref(module)
+        self._places: list[tuple[Key, weakref.ref[nn.Module]]] = []
+        self._viewed: list[torch.Tensor] = []
+        self.copied: list[tuple[Key, torch.Tensor]] = []
+        self._private: set[int] = set()  # ids of the copied tensors that have memory of their own
+
+    @property
+    def serves(self) -> bool:
+        """False when another binding has taken over, or the Subscriber is closed or gone."""
+        path = self.path()
+        return path is not None and self in path.followers
+
+    def modules(self) -> list[nn.Module]:
+        """The living modules below the bound one, itself included."""
+        return [module for _, ref in self._places if (module := ref()) is not None]
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
-        return {owner for ref in self._owners if (owner := ref()) is not None}
+        mine = self.tensors()
+        return {
+            owner
+            for owner in self.modules()
+            if any(id(tensor) in mine for tensor in (*owner._parameters.values(), *owner._buffers.values()))
+        }
+
+    def tensors(self) -> set[int]:
+        """The ids of the tensors that it moves."""
+        return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
+
+    def names_below(self, module: nn.Module) -> set[str]:
+        """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""
+        mine = self.tensors()
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {name for name, tensor in named if id(tensor) in mine}
+
+    def take(self, tensors: dict[Key, torch.Tensor], modules: Iterator[tuple[Key, nn.Module]]) -> None:
+        """From now on move these tensors; `modules`: all that may own some, with their key paths."""
+        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
+        viewed = [(key, tensor) for key, tensor in unique.values() if self._fitting.viewed(tensor)]
+        shown = {id(tensor) for _, tensor in viewed}
+        copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
+        places = list(modules)
+        dicts = [store for _, module in places for store in (module._parameters, module._buffers)]
+        watched = [(store, list(store.items()), True) for store in dicts]
+        self._places = [(path, weakref.ref(module)) for path, module in places]
+        self._tree = _native.ModuleTree([_node(module) for _, module in places])
+        for _, tensor in copied:
+            if id(tensor) not in self._private:
+                make_private(tensor)  # forward passes write buffers
+        self._private = {id(tensor) for _, tensor in copied}
+        self._viewed_keys = [key for key, _ in viewed]
+        self._viewed = [tensor for _, tensor in viewed]
+        self.copied = copied
+        self._sets: dict[int, list[torch.Tensor]] = {}
+        # With one slot nothing moves, unless `.to()` or `.data =` has taken a parameter away meanwhile.
+        self._one_slot = self._arena.slots == 1
+        self._placed = False
+        self._watched = watched
+        self._dicts = _native.Sources(watched, [])
+        for _, module in places:
+            bindings = _bound_to.setdefault(module, [])
+            if self not in bindings:
+                bindings.append(self)
 
     def move(self, slot: int) -> bool:
-        """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
-        if not any(ref() is not None for ref in self._owners):
+        """Let the tensors show this slot; False when every owner is gone. Call it inside a section.
+
+        Raises ManifestMismatch when the module was changed so that it does not fit the arena any more.
+        """
+        if not any(ref() is not None for _, ref in self._places):
             return False
-        # With one slot nothing moves, unless `.to()` or `.data =` has taken a parameter away meanwhile.
-        if self._placed is None or not self._placed.revalidate() or self._placed.moved:
+        unchanged = self._tree.unchanged() and self._dicts.revalidate()
+        if not unchanged:
+            self._follow()
+        if not (unchanged and self._placed and not self._dicts.moved):
             views = self._sets.get(slot)
             if views is None:
                 made = self._arena.views(slot)
                 views = self._sets[slot] = [made[key] for key in self._viewed_keys]
             deque(map(_set_data, self._viewed, views), 0)  # 0.12 to 0.25 µs a tensor
-            if self._arena.slots == 1:
-                self._placed = _native.Sources([], [(tensor, 0, 0) for tensor in self._viewed])
+            if self._one_slot:
+                self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
+                self._placed = True
         if self.copied:
             made = self._arena.views(slot)
             with torch.no_grad():
                 for key, buffer in self.copied:
                     buffer.copy_(made[key])
+        torch.clear_autocast_cache()  # casts of the version before
         return True
+
+    def _follow(self) -> None:
+        """Take the tensors that the module has now under the bound names."""
+        root = self._root()
+        if root is not None:
+            self.take(self._fitting.tensors(root), placed_modules(root))
+            return
+        living = [(path, module) for path, ref in self._places if (module := ref()) is not None]
+        tensors: dict[Key, torch.Tensor] = {}
+        for path, module in living:
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and (*path, name) in self._arena.manifest.by_key:
+                    tensors[(*path, name)] = tensor
+        self._fitting.check(tensors, partial=True)
+        self.take(tensors, iter(living))
 
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
         """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
         mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
         for tensor in self._viewed:
             if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
-                tensor.data = tensor.data.clone()
+                make_private(tensor)
+        self._placed = False
+
+    def drop(self) -> None:
+        """Move nothing any more."""
+        path = self.path()
+        if path is not None and self in path.followers:
+            path.followers.remove(self)
+        for module in self.modules():
+            if self in _bound_to.get(module, ()):
+                _bound_to[module].remove(self)
 
 
-def bind_module(
-    path: ReadPath,
-    module: nn.Module,
-    *,
-    guard: bool,
-    buffers: Literal["copy", "view"],
-    clone_outputs: bool,
-    copies: bool = False,
-    beside: Collection[Key] = (),
-) -> Binding:
+def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
     """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
 
-    Args:
-        copies: parameters become private copies too, on the device they are on.
-        beside: leaves of the arena that are no tensors of the module.
+    A binding whose tensors are all taken over ends. One that has other tensors of the module goes on beside this one.
     """
-    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
-    if buffers not in ("copy", "view"):
-        raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
-    arena = path.arena
-    original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
-    _refuse_unsafe(original)
-    tensors = collect(original, EVERYTHING).tensors
-    private = not_saved(original)
-    tensors = {key: t for key, t in tensors.items() if key in arena.manifest.by_key or key not in private}
-    if arena.manifest.filtered:
-        tensors = {key: tensor for key, tensor in tensors.items() if key in arena.manifest.by_key}
-    meta = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
-    others = {key: arena.views(0)[key] for key in beside}
-    problems = mismatches({**tensors, **meta, **others}, arena, partial=False, any_device=copies, source_is="module")
-    # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
-    problems += [
-        f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
-        for leaf in arena.manifest.leaves
-        if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
-    ]
-    problems = problems or tied_apart(tensors, arena, "module")
-    if problems:
-        raise ManifestMismatch(describe_problems(problems, f"arena {path.name!r}", "the module to bind"))
-    binding = Binding(original, arena, tensors, buffers, copies)
-    _take_over(module, binding.owners())  # the last step that can raise
-    for key, tensor in tensors.items():
-        if tensor.device.type == "meta":  # a tied one was swapped with its first key
-            _materialise(tensor, meta[key])
-        elif not isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data.clone()  # private in any case: forward passes write buffers
-    if guard:
-        Guard(module, path, clone_outputs)
-    for owner in binding.owners():
-        _bound_to[owner] = weakref.ref(path)
+    tensors = fitting.tensors(module)
+    replaced = _taken_over(module, {id(tensor) for tensor in tensors.values()})
+    for tensor in tensors.values():
+        if tensor.device.type == "meta":
+            materialise(tensor)
+    for old in replaced:
+        old.drop()
+    binding = Binding(path, module, fitting)
+    binding.take(tensors, placed_modules(module))
     return binding
 
 
-def _take_over(module: nn.Module, owners: set[nn.Module]) -> None:
-    """Unbind submodules that are bound already: two subscribers would take turns in moving their tensors."""
-    previous = {ref() for owner in owners if (ref := _bound_to.get(owner)) is not None}
-    overlapping = [
-        (path, old) for path in previous if path is not None for old in path.followers if old.owners() & owners
-    ]
-    for _, old in overlapping:
-        if old.owners() - owners:
-            raise ProtocolError(
-                f"{len(old.owners() & owners)} submodule(s) of this module are bound already, as part of a larger one; "
-                "bind the larger one again, or a fresh copy of this one"
-            )
-    for path, old in overlapping:
-        path.followers.remove(old)
+def companions(module: nn.Module) -> list[Binding]:
+    """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
+    found: dict[Binding, None] = {}
     for child in module.modules():
-        guard = child.__dict__.get("forward")
-        if isinstance(guard, Guard):
-            guard.remove()
+        found.update(dict.fromkeys(_bound_to.get(child, ())))
+    return [each for each in found if each.serves]
 
 
-def _materialise(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Give a tensor of the meta device memory; the Python object stays. `.data` cannot change its device."""
-    if isinstance(tensor, nn.Parameter):
-        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, memory)
-
-
-def _refuse_unsafe(module: nn.Module) -> None:
-    inductor = sys.modules.get("torch._inductor.config")
-    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
-        raise ProtocolError(
-            "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
-            "switch it off before bind()"
-        )
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+def _taken_over(module: nn.Module, tensors: set[int]) -> list[Binding]:
+    """The bindings that end. Two subscribers would take turns in moving the same tensors."""
+    replaced = []
+    for old in companions(module):
+        common = old.tensors() & tensors
+        if not common:
+            continue
+        if old.tensors() - tensors:
             raise ProtocolError(
-                f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
-                "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"
+                f"{len(common)} tensor(s) of this module are bound already, as part of a larger binding; bind the "
+                "larger one again, or a fresh copy of this module"
             )
+        replaced.append(old)
+    return replaced
+
+
+def make_private(tensor: torch.Tensor) -> None:
+    """Give a tensor memory of its own, with the same values."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor.data = tensor.data.clone()
+
+
+def _node(module: nn.Module) -> tuple[object, ...]:
+    children = [(name, weakref.ref(child)) for name, child in module._modules.items() if child is not None]
+    return weakref.ref(module), module._parameters, module._buffers, children

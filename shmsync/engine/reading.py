@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 from tensordict import TensorDictBase
 from torch import nn
+from torch._dynamo.decorators import skip
+from torch.compiler import disable
 
 from .. import _native
 from .._native import Consistency, Enter, State
@@ -91,6 +93,7 @@ class ReadPath(_native.Reader):
             self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency()
         )
 
+    @skip
     def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """fn(*args, **kwargs) computed on untorn weights, in one section.
 
@@ -141,8 +144,10 @@ class ReadPath(_native.Reader):
                     follower.move(self._held_slot)
             self.followers.append(follower)
 
-    # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise.
+    # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
+    # below compiled code, and Dynamo must not compile them.
 
+    @disable
     def _enter_slow(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
         started = time.perf_counter()
@@ -215,6 +220,7 @@ class ReadPath(_native.Reader):
         self._moves += 1
         self._applied()
 
+    @disable
     def _refresh_slow(self) -> bool:
         before = self._version
         outcome = self._try_enter(False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import nullcontext
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -19,10 +20,15 @@ from ..memory.arena import nested
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import bind_module
+from .calls import GuardNames, calls_of
+from .covering import guard_calls
+from .fitting import Fitting, bindable
 from .reading import ReadPath
 from .timing import check_timeout, check_worker
 
 Consistency = Literal["pinned", "optimistic", "live"]
+
+M = TypeVar("M", bound=nn.Module)
 
 _CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
 
@@ -93,31 +99,46 @@ class Subscriber(ReadPath):
 
     def bind(
         self,
-        module: nn.Module,
+        module: M,
         *,
-        guard: bool = True,
+        guard: GuardNames = True,
         buffers: Literal["copy", "view"] = "copy",
         clone_outputs: bool = True,
-    ) -> nn.Module:
+    ) -> M:
         """Make the module's parameters views of the arena, which move with the version, and return the module.
 
-        Its Parameter objects keep their identity.
+        Its Parameter objects keep their identity. A tensor that replaces another one in the module is bound with the
+        next version. Bind one module to several arenas if each has other tensors of it; its calls are sections of all.
 
         Args:
-            guard: wrap the module's forward in a read section, so that each call uses one version.
+            guard: which calls are read sections, so that each uses one version, the newest. True: each call of the
+                module or of a submodule, hooks included, and each public method that its own classes define (not those
+                of torch). A list names methods and submodules, as in ["act", "actor.net"]. False: none; put what uses
+                the weights in `with sub.read():`.
             buffers: "copy": private copies, refreshed with each version, so that forward passes may write them;
                 "view": zero-copy and read-only.
-            clone_outputs: outputs of a guarded forward that are views of the weights are cloned, so that they do not
+            clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
                 change with the next version.
 
-        An optimistic subscriber repeats a torn forward, with all that it does besides (random numbers, buffers).
+        An optimistic subscriber repeats a torn call, with all that it does besides (random numbers, buffers). A
+        generator holds its section until it ends, is closed or is collected.
 
         Raises:
-            ManifestMismatch: module and arena differ; nothing was changed. ProtocolError: it cannot be bound.
+            ManifestMismatch: module and arena differ. ProtocolError: it cannot be bound, or not be guarded so (a
+            coroutine, a class with its own __call__, nothing to guard). ValueError: a name in `guard` that the module
+            lacks. Nothing was changed. As read() does otherwise.
         """
         self._check()
+        fitting = Fitting(self.arena, self.name, buffers=buffers)
+        bound = bindable(module)
+        calls = calls_of(module, guard)
         with self._exclusive():
-            self.show(bind_module(self, module, guard=guard, buffers=buffers, clone_outputs=clone_outputs))
+            with self.read() if self._version else nullcontext():
+                binding = bind_module(self, bound, fitting)
+                if self._version:
+                    binding.move(self._held_slot)
+                self.followers.append(binding)
+            guard_calls(module, bound, binding, calls, clones=clone_outputs)
         return module
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:

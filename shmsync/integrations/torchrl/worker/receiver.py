@@ -12,6 +12,7 @@ from torch import nn
 
 from ....engine import extra_state
 from ....engine.binding import Binding, bind_module
+from ....engine.fitting import Fitting, bindable
 from ....engine.strategy import WeightStrategy
 from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
@@ -172,14 +173,9 @@ class Receiver:
     def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
         devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
+        copies = not devices <= {"cpu", "meta"}  # an arena lies in CPU memory
         return bind_module(
-            subscriber,
-            module,
-            guard=False,
-            buffers="copy",
-            clone_outputs=True,
-            copies=not devices <= {"cpu", "meta"},  # an arena lies in CPU memory
-            beside=beside,
+            subscriber, bindable(module), Fitting(subscriber.arena, subscriber.name, copies=copies, beside=beside)
         )
 
     def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from torch._dynamo.decorators import skip
 
 from ....engine.binding import Binding
-from ....engine.guard import StandIn, forward, unalias
+from ....engine.guard import StandIn, call
+from ....engine.outputs import unalias
 from ....engine.subscriber import Subscriber
 from ....errors import ShmSyncError
 from .clock import VersionClock
@@ -90,7 +91,7 @@ class SafePoint(StandIn):
                 return self.inner(*args, **kwargs)
             with self._section:
                 self._clock.forward_begins(args)
-                return unalias(forward(self.inner, args, kwargs), self._aliases)
+                return unalias(call(self.inner, *args, **kwargs), self._aliases)
 
 
 class StatePoint(StandIn):

@@ -1,0 +1,113 @@
+"""Does a module fit an arena, and which of its tensors show the arena's memory?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..errors import ManifestMismatch, ProtocolError
+from ..memory.arena import Arena
+from ..memory.manifest import Key
+from .matching import describe_problems, mismatches, tied_apart
+from .sources import EVERYTHING, collect, not_saved
+
+
+class Fitting:
+    """How modules are bound to an arena; finds the tensors of one, and checks them.
+
+    Args:
+        arena, name: what they are bound to.
+        buffers: "copy": private copies that are refreshed with each version; "view": zero-copy and read-only.
+        copies: parameters become private copies too, on the device they are on.
+        beside: leaves of the arena that are no tensors of the module.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        name: str,
+        *,
+        buffers: Literal["copy", "view"] = "copy",
+        copies: bool = False,
+        beside: Collection[Key] = (),
+    ) -> None:
+        if buffers not in ("copy", "view"):
+            raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
+        self._arena = arena
+        self._name = name
+        self._buffers = buffers
+        self._copies = copies
+        self._beside = beside
+
+    def viewed(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor show the arena's memory? Else it is a private copy."""
+        return not self._copies and (isinstance(tensor, nn.Parameter) or self._buffers == "view")
+
+    def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
+        """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
+        _refuse_unsafe(module)
+        by_key = self._arena.manifest.by_key
+        tensors = collect(module, EVERYTHING).tensors
+        private = not_saved(module)
+        tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
+        if self._arena.manifest.filtered:
+            tensors = {key: tensor for key, tensor in tensors.items() if key in by_key}
+        self.check(tensors)
+        return tensors
+
+    def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
+        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
+        arena = self._arena
+        stand_ins = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
+        others = {key: arena.views(0)[key] for key in self._beside}
+        given = {**tensors, **stand_ins, **others}
+        problems = mismatches(given, arena, partial=partial, any_device=self._copies, source_is="module")
+        # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
+        problems += [
+            f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
+            for leaf in arena.manifest.leaves
+            if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
+        ]
+        problems = problems or tied_apart(tensors, arena, "module")
+        if problems:
+            raise ManifestMismatch(describe_problems(problems, f"arena {self._name!r}", "the module to bind"))
+
+
+def bindable(module: nn.Module) -> nn.Module:
+    """The module whose tensors are bound: behind torch.compile's wrapper, the one that it wraps."""
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
+    return getattr(module, "_orig_mod", module)
+
+
+def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
+    """Each module that may own tensors, with its key path."""
+    for prefix, child in module.named_modules():
+        yield tuple(prefix.split(".")) if prefix else (), child
+
+
+def materialise(tensor: torch.Tensor) -> None:
+    """Give a tensor of the meta device memory; the Python object stays. `.data` cannot change its device."""
+    memory = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, memory)
+
+
+def _refuse_unsafe(module: nn.Module) -> None:
+    inductor = sys.modules.get("torch._inductor.config")
+    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
+        raise ProtocolError(
+            "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
+            "switch it off before bind()"
+        )
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ProtocolError(
+                f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
+                "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"
+            )
