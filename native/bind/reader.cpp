@@ -6,7 +6,9 @@
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +17,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "control.hpp"
@@ -141,7 +144,15 @@ class Reader {
       }
     } else
       return false;
-    return address >= slab_begin && address < slab_end;
+    if (address >= slab_begin && address < slab_end) return true;
+    const auto after = std::upper_bound(copies_.begin(), copies_.end(), std::pair{address, ~std::uintptr_t{0}});
+    return after != copies_.begin() && address < std::prev(after)->second;
+  }
+
+  // Private copies that change with the version: [(begin, end), ...].
+  void set_copies(std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges) {
+    std::sort(ranges.begin(), ranges.end());
+    copies_ = std::move(ranges);
   }
 
   std::uint32_t row() const { return row_; }
@@ -176,6 +187,7 @@ class Reader {
   ReaderTable table_;
   std::uint32_t row_;
   std::uint64_t generation_ = fork_generation();
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> copies_;
 
  public:
   ReadSide side;
@@ -223,6 +235,46 @@ class Section {
   Reader* reader_;
   nb::object asked_, timeout_;
 };
+
+// Methods of plain CPython's kind: Dynamo calls those of nanobind's without their object, when compiled code opens a
+// section.
+PyObject* read_or_null(PyObject* self, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"version", "timeout", nullptr};
+  PyObject *version = Py_None, *timeout = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO:read", const_cast<char**>(names), &version, &timeout))
+    return nullptr;
+  try {
+    return nb::cast(Section(nb::borrow(self), nb::borrow(version), nb::borrow(timeout))).release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  }
+  return nullptr;
+}
+
+PyObject* refresh_or_null(PyObject* self, PyObject*) {
+  try {
+    return nb::bool_(nb::inst_ptr<Reader>(self)->refresh(self)).release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (nb::builtin_exception& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef read_method = {
+    "read", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_or_null)), METH_VARARGS | METH_KEYWORDS,
+    "read($self, /, *, version=None, timeout=None)\n--\n\n"
+    "Enter a read section: `with sub.read() as section:`.\n\n"
+    "Inside, `section.weights` and bound modules show one version, `section.version`. Sections nest; the outermost\n"
+    "one decides the version. With `version`, exactly that one: waits for it at most `timeout` seconds.\n\n"
+    "Raises WriterBusy (the writer kept the gate closed), WriterDied, Poisoned, PublishTimeout (`version` did not\n"
+    "come), ProtocolError (`version` is gone), ClosedError, ForkedHandle."};
+
+PyMethodDef refresh_method = {
+    "refresh", refresh_or_null, METH_NOARGS,
+    "refresh($self, /)\n--\n\n"
+    "Move to the newest version and ack it. False when nothing is new, and inside a section."};
 
 // What the guards of a bound module share: the readers whose sections cover each of its calls. A module that is bound to
 // two arenas has two. Python's half decides what is rare (see shmsync/engine/cover.py).
@@ -437,27 +489,16 @@ void bind_reader(nb::module_& m) {
           "__exit__", [](Exclusive& e, nb::handle, nb::handle, nb::handle) { e.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 
-  nb::class_<Reader>(m, "Reader", "The reader's side of the protocol; base of Subscriber.", nb::is_weak_referenceable())
+  nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol; base of Subscriber.",
+                            nb::is_weak_referenceable());
+  for (PyMethodDef* method : {&read_method, &refresh_method}) {
+    nb::object descriptor = nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(reader.ptr()), method));
+    if (!descriptor.is_valid()) throw nb::python_error();
+    reader.attr(method->ml_name) = descriptor;
+  }
+  reader
       .def(nb::init<Control&, std::uint32_t, std::uint64_t, Consistency>(), "control"_a, "row"_a, "me"_a,
            "consistency"_a, nb::keep_alive<1, 2>())
-      .def(
-          "read",
-          [](nb::handle self, nb::object version, nb::object timeout) {
-            return Section(nb::borrow(self), std::move(version), std::move(timeout));
-          },
-          nb::kw_only(), "version"_a = nb::none(), "timeout"_a = nb::none(),
-          nb::sig("def read(self, *, version: int | None = None, timeout: float | None = None) -> ReadSection"),
-          "Enter a read section: `with sub.read() as section:`.\n\n"
-          "Inside, `section.weights` and bound modules show one version, `section.version`. Sections nest; the "
-          "outermost\n"
-          "one decides the version. With `version`, exactly that one: waits for it at most `timeout` seconds.\n\n"
-          "Raises WriterBusy (the writer kept the gate closed), WriterDied, Poisoned, PublishTimeout (`version` did "
-          "not\n"
-          "come), ProtocolError (`version` is gone), ClosedError, ForkedHandle.")
-      .def(
-          "refresh", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->refresh(self); },
-          nb::sig("def refresh(self) -> bool"),
-          "Move to the newest version and ack it. False when nothing is new, and inside a section.")
       .def(
           "_exclusive", [](nb::handle self) { return Exclusive(nb::borrow(self)); },
           nb::sig("def _exclusive(self) -> Exclusive"))
@@ -493,6 +534,7 @@ void bind_reader(nb::module_& m) {
             r.slab_end = end;
           },
           "begin"_a, "end"_a)
+      .def("_set_copies", &Reader::set_copies, "ranges"_a)
       .def_prop_ro("_row", &Reader::row)
       .def_prop_ro("_mine", [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id(); })
       .def_prop_ro(

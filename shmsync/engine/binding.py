@@ -96,6 +96,10 @@ class Binding:
         self._placed = False
         self._watched = watched
         self._dicts = _native.Sources(watched, [])
+        path = self.path()
+        if path is not None:
+            others = [each for each in path.followers if isinstance(each, Binding) and each is not self]
+            path._set_copies([part for each in (*others, self) for part in each.copies()])
         for _, module in places:
             bindings = _bound_to.setdefault(module, [])
             if self not in bindings:
@@ -127,6 +131,11 @@ class Binding:
                     buffer.copy_(made[key])
         torch.clear_autocast_cache()  # casts of the version before
         return True
+
+    def copies(self) -> list[tuple[int, int]]:
+        """[begin, end) of the private copies in CPU memory."""
+        copied = [tensor for _, tensor in self.copied if tensor.device.type == "cpu" and tensor.numel()]
+        return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
 
     def _follow(self) -> None:
         """Take the tensors that the module has now under the bound names."""

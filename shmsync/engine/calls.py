@@ -17,14 +17,14 @@ from .guard import CALL
 GuardNames: TypeAlias = bool | Sequence[str]
 
 
-class Call(NamedTuple):
+class GuardedCall(NamedTuple):
     """A method of a module; CALL is the call of the module itself."""
 
     module: nn.Module
     method: str
 
 
-def calls_of(module: nn.Module, guard: GuardNames) -> list[Call]:
+def calls_of(module: nn.Module, guard: GuardNames) -> list[GuardedCall]:
     """The calls to guard; [] for False. Raises ValueError, TypeError or ProtocolError for what cannot be guarded.
 
     True: each call of the module or of a submodule, and each public method that a class of the user's own (one that is
@@ -45,7 +45,7 @@ def calls_of(module: nn.Module, guard: GuardNames) -> list[Call]:
     return [call for name in guard for call in _named(module, name)]
 
 
-def _all(module: nn.Module) -> list[Call]:
+def _all(module: nn.Module) -> list[GuardedCall]:
     _refuse_own_call(module)
     found = []
     for child in module.modules():
@@ -55,15 +55,15 @@ def _all(module: nn.Module) -> list[Call]:
         for name in methods:
             _refuse_coroutine(child, name)
         if _has_forward(child):
-            found.append(Call(child, CALL))
+            found.append(GuardedCall(child, CALL))
             # Who calls the forward() of a layer of torch directly? It would cost each call of the layer 0.1 µs.
             if child is module or not _of_torch(type(child)):
-                found.append(Call(child, "forward"))
-        found += [Call(child, name) for name in methods]
+                found.append(GuardedCall(child, "forward"))
+        found += [GuardedCall(child, name) for name in methods]
     return found
 
 
-def _named(module: nn.Module, name: str) -> list[Call]:
+def _named(module: nn.Module, name: str) -> list[GuardedCall]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"guard names methods and submodules by dotted strings, not {name!r}")
     owner, found = module, module
@@ -80,10 +80,10 @@ def _named(module: nn.Module, name: str) -> list[Call]:
             raise ValueError(f"guard names {name!r}, but {part!r} is no submodule")
     if isinstance(found, nn.Module):
         _refuse_own_call(found)
-        calls = [Call(found, CALL), Call(found, "forward")] if _has_forward(found) else []
-        return calls + [Call(found, method) for method in own_methods(found)]
+        calls = [GuardedCall(found, CALL), GuardedCall(found, "forward")] if _has_forward(found) else []
+        return calls + [GuardedCall(found, method) for method in own_methods(found)]
     if last == "forward":
-        return [Call(owner, CALL), Call(owner, "forward")]
+        return [GuardedCall(owner, CALL), GuardedCall(owner, "forward")]
     method = inspect.getattr_static(owner, last)
     if isinstance(method, (staticmethod, classmethod, property)) or not callable(getattr(owner, last)):
         raise ValueError(
@@ -91,7 +91,7 @@ def _named(module: nn.Module, name: str) -> list[Call]:
             "that uses it, or put it in `with sub.read():`"
         )
     _refuse_coroutine(owner, last)
-    return [Call(owner, last)]
+    return [GuardedCall(owner, last)]
 
 
 def _names(module: Any) -> list[str]:

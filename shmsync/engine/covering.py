@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .binding import Binding, companions
-from .calls import Call
+from .calls import GuardedCall
 from .cover import Cover
 from .guard import CALL, Guard, StandIn
 from .loading import Loading
@@ -17,7 +17,7 @@ from .loading import Loading
 _covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
 
 
-def guard_calls(module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[Call], *, clones: bool) -> None:
+def guard_calls(module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool) -> None:
     """Let sections of the binding's arena cover these calls of a module, those of its other bindings too.
 
     Args:
@@ -53,7 +53,7 @@ def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
     return first
 
 
-def _install(call: Call, cover: Cover) -> None:
+def _install(call: GuardedCall, cover: Cover) -> None:
     module, name = call
     _covers[module] = cover
     if not isinstance(module.__dict__.get(name), Guard):

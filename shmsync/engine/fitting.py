@@ -39,13 +39,13 @@ class Fitting:
             raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
         self._arena = arena
         self._name = name
-        self._buffers = buffers
+        self._how_buffers = buffers
         self._copies = copies
         self._beside = beside
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
-        return not self._copies and (isinstance(tensor, nn.Parameter) or self._buffers == "view")
+        return not self._copies and (isinstance(tensor, nn.Parameter) or self._how_buffers == "view")
 
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""

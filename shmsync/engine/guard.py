@@ -72,6 +72,7 @@ class Guard(StandIn, _native.Guard):
 
     def use(self, cover: Cover) -> None:
         """Run calls in the sections of this cover from now on."""
+        self.cover = cover
         self.number = id(cover)  # which Dynamo can compare
         self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner))
         cover.codes.add(getattr(getattr(self.inner, "__func__", self.inner), "__code__", None))

@@ -93,7 +93,6 @@ class ReadPath(_native.Reader):
             self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency()
         )
 
-    @skip
     def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """fn(*args, **kwargs) computed on untorn weights, in one section.
 
@@ -257,3 +256,6 @@ class ReadPath(_native.Reader):
                     "slow or stuck?",
                     version=version,
                 )
+
+
+skip(ReadPath.run)  # Dynamo compiles what it calls, not this frame

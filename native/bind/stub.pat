@@ -1,0 +1,10 @@
+# Signatures that the generator of _native.pyi cannot see.
+
+shmsync._native.Reader.read|_native.Reader.read:
+    def read(self, *, version: int | None = None, timeout: float | None = None) -> ReadSection:
+        \doc
+
+shmsync._native.Reader.refresh|_native.Reader.refresh:
+    def refresh(self) -> bool:
+        \doc
+
