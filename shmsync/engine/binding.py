@@ -20,8 +20,8 @@ from ..memory.manifest import Key
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 
-# The bindings that move tensors of a module, those without an owner left included.
-_bound_to: weakref.WeakKeyDictionary[nn.Module, list[Binding]] = weakref.WeakKeyDictionary()
+# The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
+_bound_to: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Binding]]] = weakref.WeakKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -101,9 +101,7 @@ class Binding:
             others = [each for each in path.followers if isinstance(each, Binding) and each is not self]
             path._set_copies([part for each in (*others, self) for part in each.copies()])
         for _, module in places:
-            bindings = _bound_to.setdefault(module, [])
-            if self not in bindings:
-                bindings.append(self)
+            _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
 
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section.
@@ -165,9 +163,6 @@ class Binding:
         path = self.path()
         if path is not None and self in path.followers:
             path.followers.remove(self)
-        for module in self.modules():
-            if self in _bound_to.get(module, ()):
-                _bound_to[module].remove(self)
 
 
 def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
@@ -189,10 +184,13 @@ def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
 
 def companions(module: nn.Module) -> list[Binding]:
     """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
-    found: dict[Binding, None] = {}
-    for child in module.modules():
-        found.update(dict.fromkeys(_bound_to.get(child, ())))
-    return [each for each in found if each.serves]
+    return list(dict.fromkeys(each for child in module.modules() for each in bound_to(child)))
+
+
+def bound_to(module: nn.Module) -> list[Binding]:
+    """The bindings of a module, and of those that it is a part of."""
+    found = (ref() for ref in _bound_to.get(module, ()))
+    return [each for each in found if each is not None and each.serves]
 
 
 def _taken_over(module: nn.Module, tensors: set[int]) -> list[Binding]:

@@ -29,11 +29,11 @@ class Cover(_native.Cover):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = weakref.ref(module)
-        self.members: dict[Binding, bool] = {}  # in the order of binding; the value: are outputs cloned?
+        # In the order of binding; the value: are outputs cloned?
+        self.members: weakref.WeakKeyDictionary[Binding, bool] = weakref.WeakKeyDictionary()
         self.paths: list[ReadPath] = []
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         self.codes: set[CodeType | None] = set()  # of the methods that its guards call
-        self._clones = True
         self._use()
 
     def add(self, binding: Binding, clones: bool) -> None:
@@ -43,7 +43,8 @@ class Cover(_native.Cover):
 
     def drop_ended(self) -> None:
         """Enter no sections for bindings that have ended."""
-        self.members = {each: clones for each, clones in self.members.items() if each.serves}
+        for each in [each for each in self.members if not each.serves]:
+            del self.members[each]
         self._use()
 
     def absorb(self, other: Cover) -> None:
@@ -55,9 +56,14 @@ class Cover(_native.Cover):
         self._use()
 
     def _use(self) -> None:
-        self.paths = list(dict.fromkeys(path for each in self.members if (path := each.path()) is not None))
-        self._clones = not self.members or any(self.members.values())
-        self._set(self.paths, not any(path.optimistic for path in self.paths), self._clones)
+        paths = list(dict.fromkeys(path for each in self.members if (path := each.path()) is not None))
+        self.enter(paths, plain=not any(path.optimistic for path in paths), clones=any(self.members.values()))
+
+    def enter(self, paths: list[ReadPath], *, plain: bool, clones: bool) -> None:
+        """Enter sections of these. `plain`: no call is ever repeated, so all of it can be native."""
+        self.paths = paths
+        self._clones = clones
+        self._set(paths, plain, clones)
 
     # What the native half calls. Dynamo skips these frames, and compiles the module's own below them.
 

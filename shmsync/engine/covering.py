@@ -17,7 +17,9 @@ from .loading import Loading
 _covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
 
 
-def guard_calls(module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool) -> None:
+def guard_calls(
+    module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool
+) -> None:
     """Let sections of the binding's arena cover these calls of a module, those of its other bindings too.
 
     Args:

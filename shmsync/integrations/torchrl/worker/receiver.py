@@ -83,7 +83,7 @@ class Receiver:
             self._forget_module()
             self._module = weakref.ref(module)
             self._safe_point = SafePoint(module, self._turn, self.clock)
-            self._safe_point.use(self._subscriber, binding)
+            self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
             self._stand_ins = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
             self._stand_ins.append(StatePoint(module, self._safe_point))
@@ -206,7 +206,7 @@ class Receiver:
                 raise
             self._subscriber, self._counted = fresh, 1
             if self._safe_point is not None and module is not None:
-                self._safe_point.use(fresh, binding)
+                self._safe_point.use(fresh)
                 self._show(fresh, binding, quiet=True)
             else:
                 fresh.refresh()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 
 from ....engine.binding import Binding
-from ....engine.guard import StandIn, call
-from ....engine.outputs import unalias
+from ....engine.calls import GuardedCall, calls_of
+from ....engine.cover import Cover
+from ....engine.guard import CALL, Guard, StandIn
 from ....engine.subscriber import Subscriber
-from ....errors import ShmSyncError
+from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
 
 
@@ -52,46 +53,50 @@ class Turn:
             self.rang()
 
 
-class SafePoint(StandIn):
-    """Stands in for a policy's `forward`: each call is one read section of the arena that the policy is bound to now.
+class SafePoint(Cover):
+    """Covers a policy's calls: each is one read section of the arena that the policy is bound to now.
 
-    It also takes the turn, which keeps out the thread that moves an idle policy. Unlike the Guard of Subscriber.bind()
-    it stays when the policy is bound to another arena, so that a forward that is just entering finds the new one.
+    It also takes the turn, which keeps out the thread that moves an idle policy. When the policy is bound to another
+    arena it stays, so that a call that is just entering finds the new one.
     """
 
     def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
+        super().__init__(module)
         self.turn = turn
         self._clock = clock
-        self._subscriber: Subscriber | None = None
-        super().__init__(module, "forward")
+        try:
+            calls = calls_of(module, True)
+        except ProtocolError:  # a method that nobody may guard; collectors call the policy itself
+            calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
+        self._installed = [Guard(each.module, each.method, self) for each in calls]
+        own = [guard for guard in self._installed if guard.module is module]
+        self._forwards = {id(guard.entered) for guard in own if guard.__name__ in ("forward", "_call_impl")}
 
-    def use(self, subscriber: Subscriber, binding: Binding) -> None:
+    def use(self, subscriber: Subscriber) -> None:
         """Make sections of this subscriber's arena from now on. Call it in a turn."""
-        self._section = subscriber.read()
-        # Private copies (buffers, and all that is not in CPU memory) change in place, as the slab does.
-        copies = {tensor.untyped_storage().data_ptr() for _, tensor in binding.copied}
-        in_slab = subscriber._aliases
-        self._aliases: Callable[[Any], bool] = in_slab
-        if copies:
-            self._aliases = lambda tensor: in_slab(tensor) or tensor.untyped_storage().data_ptr() in copies
-        self._subscriber = subscriber
+        self.enter([subscriber], plain=False, clones=True)
+
+    @property
+    def subscriber(self) -> Subscriber | None:
+        """Whose sections they are; None after remove()."""
+        return cast(Subscriber, self.paths[0]) if self.paths else None
 
     def remove(self) -> None:
-        """Give the module its own forward back. Call it in a turn."""
-        self._subscriber = None
-        super().remove()
+        """Give the module its own methods back. Call it in a turn."""
+        self.enter([], plain=True, clones=False)
+        for guard in self._installed:
+            guard.remove()
 
-    @skip  # as Guard's: Dynamo compiles the module's own forward below, not this frame
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, inside a section."""
-        if self._subscriber is None:
-            return self.inner(*args, **kwargs)
+    @skip  # Dynamo compiles the policy's own frames below, not this one
+    def _repeat(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Called by the native half for each call that is not nested."""
         with self.turn:
-            if self._subscriber is None:  # removed meanwhile
-                return self.inner(*args, **kwargs)
-            with self._section:
-                self._clock.forward_begins(args)
-                return unalias(call(self.inner, *args, **kwargs), self._aliases)
+            if not self.paths:  # removed meanwhile
+                return inner(*args, **kwargs)
+            with self.paths[0].read():
+                if id(inner) in self._forwards:
+                    self._clock.forward_begins(args)
+                return self._run_inside(inner, args, kwargs)
 
 
 class StatePoint(StandIn):
@@ -104,9 +109,9 @@ class StatePoint(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state_dict(), taken in a section."""
         with self._policy.turn:
-            if self._policy._subscriber is None:
+            if self._policy.subscriber is None:
                 return self.inner(*args, **kwargs)
-            with self._policy._section:
+            with self._policy.subscriber.read():
                 state = self.inner(*args, **kwargs)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):  # else keep_vars=True
@@ -127,8 +132,8 @@ class LoadPoint(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the parameters private, and load them, in a turn."""
         with self._policy.turn:
-            if self._policy._subscriber is not None:
-                make_private(self._policy._subscriber, {self.module})
+            if self._policy.subscriber is not None:
+                make_private(self._policy.subscriber, {self.module})
             return self.inner(*args, **kwargs)
 
 
