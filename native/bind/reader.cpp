@@ -1,19 +1,18 @@
 // ReadSide for Python: the lock around sections, nesting, and the section object.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slow(outcome, version, timeout) and _refresh_slow().
+// _enter_slow(outcome, version, timeout), _refresh_slow(), and _look_for_heir() for one that follows.
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
-#include <chrono>
-#include <mutex>
-#include <thread>
+#include <optional>
 
 #include "control.hpp"
+#include "gil.hpp"
+#include "section_lock.hpp"
 #include "sources.hpp"
 
 namespace nb = nanobind;
@@ -22,19 +21,23 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-[[noreturn]] void raise(const char* type, const char* message) {
-  nb::object error = nb::module_::import_("shmsync.errors").attr(type)(message);
-  PyErr_SetObject(error.type().ptr(), error.ptr());
-  throw nb::python_error();
+// How often a subscriber that follows looks whether its publisher is gone.
+constexpr std::uint64_t kLook = 50'000'000;  // ns
+
+// How an error names a thread.
+std::string name_of(const Thread& thread) {
+  nb::object threads = call_method(nb::module_::import_("threading"), "enumerate");
+  for (nb::handle each : threads)
+    if (each.attr("ident").equal(nb::int_(thread.ident)))
+      return "thread '" + nb::cast<std::string>(each.attr("name")) + "'";
+  return "a thread that Python did not start";
 }
 
 class Reader {
  public:
-  Reader(Control& control, std::uint32_t row, std::uint64_t me, Consistency consistency)
-      : table_(control.readers()),
-        row_(row),
-        side(control.publication(), control.slots(), control.slot_count(), table_[row], control.reply(), me,
-             consistency) {}
+  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
+    use(control, row, me, consistency);
+  }
 
   void check() const {
     if (generation_ != fork_generation())
@@ -47,12 +50,9 @@ class Reader {
     if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
     try {
       check();  // it may have been closed while we waited
-      if (depth == 0) {
-        if (entering)
-          raise("ProtocolError",
-                "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
-        thread = std::this_thread::get_id();
-      }
+      if (depth == 0 && entering)
+        raise("ProtocolError",
+              "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
     } catch (...) {
       mutex.unlock();
       throw;
@@ -60,7 +60,7 @@ class Reader {
   }
 
   void unlock() {
-    if (depth == 0) side.drop();
+    if (depth == 0) side->drop();
     mutex.unlock();
   }
 
@@ -69,13 +69,17 @@ class Reader {
     lock(self, timeout);
     try {
       if (depth > 0) {
-        if (!version.is_none() && !version.equal(nb::int_(version_of(side.held()))))
+        if (!version.is_none() && !version.equal(nb::int_(version_of(side->held()))))
           raise("ProtocolError", "a section of this Subscriber is open at another version; leave it first");
       } else {
-        const Enter outcome = version.is_none() ? side.try_enter() : Enter::gated;
+        if (should_look()) {
+          const Entering mark(entering);
+          call_method(self, "_look_for_heir");
+        }
+        const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
-          self.attr("_enter_slow")(outcome, version, timeout);
+          call_method(self, "_enter_slow", nb::cast(outcome), version, timeout);
         }
       }
       ++depth;
@@ -87,26 +91,31 @@ class Reader {
 
   bool leave() {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
-    if (depth == 0 || thread != std::this_thread::get_id())
+    if (closed) return false;                            // close() has given this section up
+    if (depth == 0 || !mutex.mine())
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     bool torn = false;
     if (--depth == 0) {
-      torn = side.leave();
-      if (torn) side.forget();
+      torn = side->leave();
+      if (torn) side->forget();
     } else {
-      torn = side.torn_so_far();
+      torn = side->torn_so_far();
     }
     mutex.unlock();
     return torn;
   }
 
+  // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
+  // stays until close(), for somebody may use the weights still.
+  void drop(int entries) { dropped += entries; }
+
   bool refresh(nb::handle self) {
     check();
-    if (side.unchanged() || inside()) return false;
+    if ((side->unchanged() && !lost && !should_look()) || inside()) return false;
     lock(self, nb::none());
     try {
       const Entering mark(entering);
-      const bool moved = nb::cast<bool>(self.attr("_refresh_slow")());
+      const bool moved = nb::cast<bool>(call_method(self, "_refresh_slow"));
       unlock();
       return moved;
     } catch (...) {
@@ -115,12 +124,69 @@ class Reader {
     }
   }
 
+  // For close(): lock it, and have the waits of other threads end meanwhile. Gives abandoned sections up.
+  void begin_closing(nb::handle self) {
+    check();
+    ++closing;
+    try {
+      if (abandoned()) {
+        give_up();
+      } else if (mutex.mine()) {
+        if (depth > 0)
+          raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
+        lock(self, nb::none());
+      } else if (!mutex.try_lock()) {
+        if (!mutex.wait(nb::cast<double>(self.attr("timeout")), [this] { return abandoned(); })) {
+          if (!abandoned()) raise_busy();
+          give_up();
+        }
+      }
+      try {
+        check();  // another thread may have been quicker
+      } catch (...) {
+        unlock();
+        throw;
+      }
+    } catch (...) {
+      --closing;
+      throw;
+    }
+  }
+
+  void end_closing() {
+    --closing;
+    unlock();
+  }
+
+  // Moves to another arena. Hold the lock, outside of sections.
+  void use(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
+    Control& mapped = nb::cast<Control&>(control);
+    const std::optional<ReadSide> before = side;
+    side.emplace(mapped.publication(), mapped.slots(), mapped.slot_count(), mapped.readers()[row], mapped.reply(), me,
+                 consistency);
+    if (before) side->go_on_from(*before);
+    control_ = std::move(control);
+    row_ = row;
+  }
+  void use(nb::object control, std::uint32_t row, std::uint64_t me) {
+    use(std::move(control), row, me, side->consistency());
+  }
+
+  // Waits without the lock, so another thread may move to another arena meanwhile: this keeps the one of now.
+  bool wait_version(std::uint64_t version, std::int64_t timeout_ns) const {
+    const nb::object keep = control_;
+    ReadSide here = *side;
+    const WithoutGil released;
+    return here.wait_version(version, Nanoseconds(timeout_ns));
+  }
+
   // Does the calling thread have a section open, or is it just entering one?
-  bool inside() const { return (depth > 0 || entering) && thread == std::this_thread::get_id(); }
+  bool inside() const { return (depth > 0 || entering) && mutex.mine(); }
+  bool in_section() const { return depth > 0 && mutex.mine(); }
 
   void close() {
     closed = true;
-    side.retire();
+    side->retire();
   }
 
   bool aliases(nb::handle tensor) const {
@@ -147,20 +213,40 @@ class Reader {
   // Holds the lock when it returns: no Python code runs after the lock was taken.
   void wait_for_lock(double seconds) {
     if (!(seconds >= 0)) throw nb::value_error("timeout must be 0 or more seconds");
-    using Clock = std::chrono::steady_clock;
-    const auto start = Clock::now();
-    for (;;) {
-      const double left = seconds - std::chrono::duration<double>(Clock::now() - start).count();
-      {
-        nb::gil_scoped_release release;
-        if (mutex.try_lock_for(std::chrono::duration<double>(std::clamp(left, 0.0, 0.05)))) return;
-      }
-      if (PyErr_CheckSignals() != 0) throw nb::python_error();
-      if (left <= 0)
-        raise("WriterBusy",
-              "another thread kept this Subscriber in a read section; make one Subscriber per thread that reads in "
-              "parallel");
-    }
+    if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
+  }
+
+  // Will nobody unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
+  bool abandoned() const {
+    if (mutex.holds() == 0) return false;
+    return mutex.owner()->ended.load(std::memory_order_acquire) ||
+           (depth > 0 && dropped == depth && mutex.holds() == depth);
+  }
+
+  void give_up() {
+    depth = dropped = 0;
+    side->drop();
+    mutex.seize();
+  }
+
+  [[noreturn]] void raise_busy() const {
+    const std::string who =
+        mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
+    if (abandoned())
+      raise("WriterBusy", (who + " entered a read section of this Subscriber and nobody can leave it any more; close() "
+                                 "gives it up, then attach again")
+                              .c_str());
+    raise("WriterBusy", (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+                               "parallel")
+                            .c_str());
+  }
+
+  bool should_look() {
+    if (!follows) return false;
+    const std::uint64_t now = monotonic_ns();
+    if (now - looked_ < kLook) return false;
+    looked_ = now;
+    return true;
   }
 
   struct Entering {
@@ -169,15 +255,19 @@ class Reader {
     bool& flag;
   };
 
-  ReaderTable table_;
-  std::uint32_t row_;
+  nb::object control_;  // of the arena that is read: keeps it mapped
+  std::uint32_t row_ = 0;
   std::uint64_t generation_ = fork_generation();
+  std::uint64_t looked_ = 0;
 
  public:
-  ReadSide side;
-  std::recursive_timed_mutex mutex;
-  std::thread::id thread;  // the one that took the lock last
-  int depth = 0;
+  std::optional<ReadSide> side;
+  SectionLock mutex;
+  int depth = 0;    // sections that are open
+  int dropped = 0;  // of these, those whose object is gone
+  int closing = 0;  // threads in close()
+  bool follows = false;
+  bool lost = false;      // follows, and its publisher is gone
   bool entering = false;  // a hook is at work
   bool closed = false;
   std::uintptr_t slab_begin = 0, slab_end = 0;
@@ -186,9 +276,26 @@ class Reader {
 // `with reader._exclusive():` holds the lock without opening a section.
 class Exclusive {
  public:
-  explicit Exclusive(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
-  void enter() { reader_->lock(owner_, nb::none()); }
+  Exclusive(nb::object owner, nb::object timeout)
+      : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)), timeout_(std::move(timeout)) {}
+  void enter() {
+    reader_->check();
+    reader_->lock(owner_, timeout_);
+  }
   void exit() { reader_->unlock(); }
+
+ private:
+  nb::object owner_;
+  Reader* reader_;
+  nb::object timeout_;
+};
+
+// `with reader._closing():` holds the lock for close().
+class Closing {
+ public:
+  explicit Closing(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
+  void enter() { reader_->begin_closing(owner_); }
+  void exit() { reader_->end_closing(); }
 
  private:
   nb::object owner_;
@@ -202,13 +309,28 @@ class Section {
         reader_(nb::cast<Reader*>(owner_)),
         asked_(std::move(version)),
         timeout_(std::move(timeout)) {}
+  ~Section() {
+    if (entered_ > 0) reader_->drop(entered_);
+  }
+  Section(Section&& other) noexcept
+      : owner_(std::move(other.owner_)),
+        reader_(other.reader_),
+        asked_(std::move(other.asked_)),
+        timeout_(std::move(other.timeout_)),
+        entered_(std::exchange(other.entered_, 0)) {}
 
   void enter() {
     reader_->enter(owner_, asked_, timeout_);
-    version = version_of(reader_->side.held());
+    ++entered_;
+    version = version_of(reader_->side->held());
     torn = false;
   }
-  void exit() { torn = reader_->leave(); }
+  void exit() {
+    if (entered_ == 0)
+      raise("ProtocolError", "this read section is not entered, or was left already; nothing to leave");
+    torn = reader_->leave();
+    --entered_;
+  }
   nb::object weights() const { return owner_.attr("weights"); }
 
   std::uint64_t version = 0;
@@ -218,6 +340,7 @@ class Section {
   nb::object owner_;
   Reader* reader_;
   nb::object asked_, timeout_;
+  int entered_ = 0;
 };
 
 }  // namespace
@@ -262,9 +385,16 @@ void bind_reader(nb::module_& m) {
           "__exit__", [](Exclusive& e, nb::handle, nb::handle, nb::handle) { e.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 
+  nb::class_<Closing>(m, "Closing", "Holds a Subscriber's lock for close(), and ends the waits of other threads.")
+      .def("__enter__", [](Closing& c) { c.enter(); })
+      .def(
+          "__exit__", [](Closing& c, nb::handle, nb::handle, nb::handle) { c.exit(); }, "exc_type"_a.none(),
+          "exc"_a.none(), "traceback"_a.none());
+
   nb::class_<Reader>(m, "Reader", "The reader's side of the protocol; base of Subscriber.", nb::is_weak_referenceable())
-      .def(nb::init<Control&, std::uint32_t, std::uint64_t, Consistency>(), "control"_a, "row"_a, "me"_a,
-           "consistency"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency>(), "control"_a, "row"_a, "me"_a,
+           "consistency"_a,
+           nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency) -> None"))
       .def(
           "read",
           [](nb::handle self, nb::object version, nb::object timeout) {
@@ -284,32 +414,44 @@ void bind_reader(nb::module_& m) {
           nb::sig("def refresh(self) -> bool"),
           "Move to the newest version and ack it. False when nothing is new, and inside a section.")
       .def(
-          "_exclusive", [](nb::handle self) { return Exclusive(nb::borrow(self)); },
-          nb::sig("def _exclusive(self) -> Exclusive"))
+          "_exclusive",
+          [](nb::handle self, nb::object timeout) { return Exclusive(nb::borrow(self), std::move(timeout)); },
+          "timeout"_a = nb::none(), nb::sig("def _exclusive(self, timeout: float | None = None) -> Exclusive"))
+      .def(
+          "_closing", [](nb::handle self) { return Closing(nb::borrow(self)); },
+          nb::sig("def _closing(self) -> Closing"))
+      .def_prop_ro("_ending", [](const Reader& r) { return r.closing > 0 || r.closed; })
+      .def(
+          "_use",
+          [](Reader& r, nb::object control, std::uint32_t row, std::uint64_t me) {
+            r.use(std::move(control), row, me);
+          },
+          "control"_a, "row"_a, "me"_a, nb::sig("def _use(self, control: Control, row: int, me: int) -> None"))
+      .def_rw("_follows", &Reader::follows)
+      .def_rw("_lost", &Reader::lost)
       .def(
           "_try_enter",
-          [](Reader& r, bool pinned) { return pinned ? r.side.try_enter(Consistency::pinned) : r.side.try_enter(); },
+          [](Reader& r, bool pinned) { return pinned ? r.side->try_enter(Consistency::pinned) : r.side->try_enter(); },
           "pinned"_a)
-      .def("_enter_final", [](Reader& r) { return r.side.final(); })
-      .def("_applied", [](Reader& r) { r.side.applied(); })
-      .def("_forget", [](Reader& r) { r.side.forget(); })
-      .def("_abandon", [](Reader& r) { return r.side.leave(); })
+      .def("_enter_final", [](Reader& r) { return r.side->final(); })
+      .def("_applied", [](Reader& r) { r.side->applied(); })
+      .def("_forget", [](Reader& r) { r.side->forget(); })
+      .def("_abandon", [](Reader& r) { return r.side->leave(); })
       .def(
           "_wait",
           [](Reader& r, std::int64_t timeout_ns) {
-            nb::gil_scoped_release release;
-            return r.side.wait(Nanoseconds(timeout_ns));
+            const WithoutGil released;
+            return r.side->wait(Nanoseconds(timeout_ns));
           },
           "timeout_ns"_a)
       .def(
           "_wait_version",
-          [](Reader& r, std::uint64_t version, std::int64_t timeout_ns) {
-            nb::gil_scoped_release release;
-            return r.side.wait_version(version, Nanoseconds(timeout_ns));
+          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns) {
+            return r.wait_version(version, timeout_ns);
           },
           "version"_a, "timeout_ns"_a)
       .def("_check", &Reader::check)
-      .def("_count_retry", [](Reader& r) { r.side.count_retry(); })
+      .def("_count_retry", [](Reader& r) { r.side->count_retry(); })
       .def("_aliases", &Reader::aliases, "tensor"_a)
       .def(
           "_set_slab",
@@ -319,17 +461,15 @@ void bind_reader(nb::module_& m) {
           },
           "begin"_a, "end"_a)
       .def_prop_ro("_row", &Reader::row)
-      .def_prop_ro("_mine", [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id(); })
+      .def_prop_ro("_mine", [](const Reader& r) { return r.in_section(); })
+      .def_prop_ro("_mine_and_pinned", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
+      .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side->held()); })
+      .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
+      .def_prop_ro("_latest", [](const Reader& r) { return r.side->latest(); })
+      .def_prop_ro("_last_words", [](const Reader& r) { return r.side->last_words(); })
+      .def_prop_ro("_state", [](const Reader& r) { return r.side->state(); })
       .def_prop_ro(
-          "_mine_and_pinned",
-          [](const Reader& r) { return r.depth > 0 && r.thread == std::this_thread::get_id() && r.side.pinned(); })
-      .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side.held()); })
-      .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side.held()); })
-      .def_prop_ro("_latest", [](const Reader& r) { return r.side.latest(); })
-      .def_prop_ro("_last_words", [](const Reader& r) { return r.side.last_words(); })
-      .def_prop_ro("_state", [](const Reader& r) { return r.side.state(); })
-      .def_prop_ro(
-          "_counts", [](const Reader& r) { return nb::make_tuple(r.side.reads(), r.side.torn(), r.side.retries()); },
+          "_counts", [](const Reader& r) { return nb::make_tuple(r.side->reads(), r.side->torn(), r.side->retries()); },
           nb::sig("def _counts(self) -> tuple[int, int, int]"))
       .def_prop_ro("_in_parent", &Reader::in_parent)
       .def("_retire", &Reader::close)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from .. import _native
-from ..errors import AckTimeout
+from ..errors import AckTimeout, ClosedError
 from ..memory import reader_table
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
@@ -30,13 +31,14 @@ def wait_for_acks(
     deadline: float,
     me: int,
     died: dict[RowId, int | str],
+    ending: Callable[[], bool],
 ) -> None:
     """Wait until the workers have acked `version`; None: those attached now, a list: these indices, attached or not.
 
     A worker that leaves meanwhile is not waited for, unless it was named and had not acked. `died` has the rows that
-    this call has reaped already, while it waited for their pins.
+    this call has reaped already, while it waited for their pins. `ending` says when the arena is about to be closed.
 
-    Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
+    Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline, ClosedError.
     """
     rows: list[RowId] = writer.claimed_rows() if workers is None else []
     dead: dict[RowId, int | str] = {
@@ -59,6 +61,8 @@ def wait_for_acks(
         absent = [] if workers is None else _absent(control, workers, version, dead)
         if not rows and not absent:
             break
+        if ending():
+            raise _closed(control, version, rows, absent)
         if time.monotonic() >= deadline:
             raise _late(control, peers, version, rows, absent, list(dead.values()))
         if absent and not rows:
@@ -86,6 +90,17 @@ def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | s
     """Has a live subscriber the same worker index? Then its ack counts, and the dead one is not reported."""
     return any(
         row.worker == name and row.id != dead and peers.alive(row.owner) for row in reader_table.claimed(control)
+    )
+
+
+def _closed(control: _native.Control, version: int, rows: list[RowId], absent: list[int]) -> ClosedError:
+    attached = [reader_table.name_of(control, row) for row in rows]
+    late = [*attached, *(worker for worker in absent if worker not in attached)]
+    return ClosedError(
+        f"version {version} is published, but the arena was closed by another thread before {listed(late)} applied it; "
+        "who is attached can still apply it",
+        version=version,
+        missing=late,
     )
 
 

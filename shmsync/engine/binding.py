@@ -63,6 +63,12 @@ class Binding:
         """The living submodules that own a bound tensor."""
         return {owner for ref in self._owners if (owner := ref()) is not None}
 
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena, which has the same leaves."""
+        self._arena = arena
+        self._sets.clear()
+        self._placed = None
+
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
         if not any(ref() is not None for ref in self._owners):

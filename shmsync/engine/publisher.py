@@ -17,6 +17,7 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
+from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
 from ..memory.process import me
 from ..memory.reader_table import RowId
@@ -76,6 +77,7 @@ class Publisher:
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
         self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
+        watch_exit()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
@@ -207,7 +209,7 @@ class Publisher:
         side = self._side
         if side.closed or side.in_parent:
             return
-        with side.lock:
+        with side.closing():
             try:
                 if side.adopted is not None:
                     side.adopted.give_back()
@@ -344,7 +346,7 @@ def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     segment.unlink(side.name, fd)
     os.close(fd)
     side.peers.close()
-    if closing or not side.lock.locked():  # else a daemon thread still copies while the process exits
+    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()
 
 

@@ -191,6 +191,13 @@ def sweep(name: str) -> int | None:
         return None
 
 
+def session_of(name: str) -> bytes | None:
+    """The session of the arena of this name; None when there is none that is ready."""
+    with _opened(name) as fd:
+        header = None if fd is None else _read(fd)
+    return header.session if header is not None and header.ready else None
+
+
 def names() -> list[str]:
     """Every arena name on this machine, dead ones included."""
     prefix = PREFIX[1:]

@@ -15,6 +15,7 @@ from ....engine.binding import Binding, bind_module
 from ....engine.strategy import WeightStrategy
 from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
+from ....memory.arena import Arena
 from ....memory.segment import Handle
 from .clock import VersionClock
 from .line import Line
@@ -251,6 +252,9 @@ class _After:
     def owners(self) -> set[nn.Module]:
         """No modules: it moves no tensors."""
         return set()
+
+    def rebase(self, arena: Arena) -> None:
+        """Nothing to do: the arena is looked up in each move."""
 
     def move(self, slot: int) -> bool:
         """Do what goes with the tensors of this slot, which have moved already."""
