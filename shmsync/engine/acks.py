@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .. import _native
 from ..errors import AckTimeout, ClosedError
 from ..memory import reader_table
-from ..memory.process import Peers, ProcessState
+from ..memory.process import Peers, ProcessState, pid_of
 from ..memory.reader_table import RowId
 from .outcome import Outcome, Wording, listed
 from .timing import slice_until
@@ -31,7 +31,7 @@ def wait_for_acks(
     deadline: float,
     me: int,
     died: dict[RowId, int | str],
-    ending: Callable[[], bool],
+    ending: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until the workers have acked `version`; None: those attached now, a list: these indices, attached or not.
 
@@ -69,6 +69,12 @@ def wait_for_acks(
             time.sleep(0.0005)  # a named worker that has not attached yet
     if dead:
         raise _outcome(list(dead.values())).death(f"version {version}", version)
+
+
+def name_with_pid(control: _native.Control, row: RowId) -> str:
+    """How a sentence names a row: with the pid in any case."""
+    name, pid = reader_table.name_of(control, row), f"pid {pid_of(row[1])}"
+    return pid if name == pid else f"{listed([name])} ({pid})"
 
 
 def _applied(row: reader_table.Row, version: int) -> bool:
@@ -111,8 +117,8 @@ def _late(
     attached = [reader_table.name_of(control, row) for row in rows]
     missing = [worker for worker in absent if worker not in attached]
     outcome.late = [*attached, *missing]
-    stopped = sum(peers.state(owner) is ProcessState.STOPPED for _, owner in rows)
-    outcome.notes += [f"{stopped} of them stopped"] if stopped else []
+    stopped = [row for row in rows if peers.state(row[1]) is ProcessState.STOPPED]
+    outcome.notes += [f"stopped: {', '.join(name_with_pid(control, row) for row in stopped)}"] if stopped else []
     outcome.notes += [f"not attached: {listed(missing)}"] if missing else []
     return outcome.lateness(f"version {version}", version)
 

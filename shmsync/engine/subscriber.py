@@ -28,6 +28,14 @@ Consistency = Literal["pinned", "optimistic", "live"]
 _CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
 
 
+def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
+    if isinstance(handle, str):
+        return handle, None
+    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
+        return handle[0], handle[1]
+    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")
+
+
 class Snapshot(NamedTuple):
     """A private, consistent copy."""
 
@@ -65,16 +73,14 @@ class Subscriber(ReadPath):
         timeout: float = 10.0,
         follow: bool = False,
     ) -> None:
-        if consistency not in _CONSISTENCIES:
+        if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
         if worker is not None:
             worker = check_worker(worker)
         timeout = check_timeout(timeout)
         if not isinstance(follow, bool):
             raise TypeError(f"follow is True or False, not {follow!r}")
-        if not isinstance(handle_or_name, (str, tuple)):
-            raise TypeError(f"pass pub.handle or the arena's name, not a {type(handle_or_name).__name__}")
-        name, session = (handle_or_name, None) if isinstance(handle_or_name, str) else handle_or_name
+        name, session = _name_and_session(handle_or_name)
         peers = Peers()
         try:
             attached = attaching.attach(name, session, worker, timeout, peers)

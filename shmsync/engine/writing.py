@@ -13,13 +13,12 @@ from .. import _native
 from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
 from ..memory import reader_table
 from ..memory.arena import Arena
-from ..memory.manifest import Key, Leaf
 from ..memory.exiting import stay_if_exiting
+from ..memory.manifest import Key, Leaf
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
-from .acks import wait_for_acks
+from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
-from .outcome import listed
 from .plans import CopyPlan
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
@@ -274,12 +273,16 @@ class WriteSide:
     def _stalled(self) -> ReaderStalled:
         control = self.arena.control
         blockers = self.writer.blockers()
-        missing = [reader_table.name_of(control, (index, owner)) for index, owner, _ in blockers]
-        stopped = sum(self.peers.state(owner) is ProcessState.STOPPED for _, owner, _ in blockers)
+        rows = [(index, owner) for index, owner, _ in blockers]
+        missing = [reader_table.name_of(control, row) for row in rows]
+        held_by = ", ".join(self._holder(row) for row in rows) or "a reader"
         return ReaderStalled(
-            f"version {self.next_version} was not written: the slot it needs is held by "
-            f"{listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
-            "read sections, use more slots, or give more time with timeout=",
+            f"version {self.next_version} was not written: the slot it needs is held by {held_by}; shorten the read "
+            "sections, use more slots, or give more time with timeout=",
             version=self.next_version,
             missing=missing,
         )
+
+    def _holder(self, row: RowId) -> str:
+        stopped = self.peers.state(row[1]) is ProcessState.STOPPED
+        return name_with_pid(self.arena.control, row) + (", which is stopped" if stopped else "")
