@@ -11,6 +11,19 @@ from typing import Any as _Any
 if not _sys.platform.startswith("linux"):
     raise ImportError("shmsync runs on Linux only: it needs memfd seals, futexes and pidfds, which this system lacks")
 
+try:
+    from . import _native  # noqa: F401
+except ImportError:
+    from pathlib import Path as _Path
+
+    _folder = _Path(__file__).parent
+    if any(_folder.glob("_native*.so")):  # it is here, and cannot be loaded: its own error says why
+        raise
+    raise ImportError(
+        f"{_folder} is a source folder of shmsync without its native core, which is built when it is installed; run "
+        f"`pip install -e .` in {_folder.parent}, or start Python in another folder to use an installed shmsync"
+    ) from None
+
 from . import schemes as _schemes
 from ._native import ReadSection
 from .engine.publisher import Publisher

@@ -4,6 +4,7 @@
 namespace nb = nanobind;
 
 namespace shmsync::bind {
+void bind_cover(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_module_tree(nb::module_&);
 void bind_sources(nb::module_&);
@@ -23,5 +24,6 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
+  shmsync::bind::bind_cover(m);
   shmsync::bind::bind_pipes(m);
 }

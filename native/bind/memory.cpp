@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "control.hpp"
+#include "gil.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,7 +74,7 @@ void map_readonly_over(std::uintptr_t address, std::size_t bytes, int fd) {
 
 // Touches every page now, so that the first publish does not fault them in one by one.
 void populate(std::uintptr_t address, std::size_t bytes) {
-  nb::gil_scoped_release release;
+  const WithoutGil released;
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14; the headers may be older than the kernel
 #endif

@@ -1,7 +1,8 @@
 // Whether a torch module still has the submodules, and the dicts of parameters and buffers, that it had.
 //
-// A binding lives in a Subscriber that the module's guard holds, so it may hold no module: a cycle through native objects
-// is never collected. A `_modules` dict holds modules, and so does a module's `__dict__`; both are looked up anew.
+// A binding lives in a Subscriber that the module's guard holds, so it may hold no module: a cycle through native
+// objects is never collected. A `_modules` dict holds modules, and so does a module's `__dict__`; both are looked up
+// anew.
 #include <nanobind/nanobind.h>
 
 #include <vector>

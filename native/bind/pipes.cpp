@@ -5,6 +5,7 @@
 
 #include <map>
 
+#include "gil.hpp"
 #include "shmsync/frames.hpp"
 
 namespace nb = nanobind;
@@ -107,7 +108,7 @@ std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::v
   std::vector<std::size_t> done;
   {
     const std::string expected = frames::framed(view(answer));
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     done = frames::gather(fds, watched, expected, std::chrono::nanoseconds(timeout_ns));
   }
   for (const auto i : done)
@@ -116,7 +117,7 @@ std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::v
 }
 
 bool wait_readable(int fd, std::int64_t timeout_ns) {
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return frames::wait_readable(fd, std::chrono::nanoseconds(timeout_ns));
 }
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "gil.hpp"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -155,7 +157,7 @@ bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
 void Sources::copy_to(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
     ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   copy(ops_.data(), ops_.size());
 }
 
@@ -169,7 +171,7 @@ void bind_sources(nb::module_& m) {
         std::vector<CopyOp> ops;
         for (const auto& [to, from, bytes] : table)
           ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), bytes});
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         copy(ops.data(), ops.size());
       },
       "table"_a, "Copy each (destination, source, bytes); the GIL is released.");

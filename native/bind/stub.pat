@@ -8,3 +8,7 @@ shmsync._native.Reader.refresh|_native.Reader.refresh:
     def refresh(self) -> bool:
         \doc
 
+shmsync._native.Guard.__call__|_native.Guard.__call__:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        \doc
+

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "control.hpp"
+#include "gil.hpp"
 #include "sources.hpp"
 
 namespace nb = nanobind;
@@ -21,12 +22,12 @@ class Writer : public PublicationWriter {
 
 bool begin(Writer& writer) {
   if (!writer.may_wait_for_readers()) return writer.begin() == Begin::ready;
-  nb::gil_scoped_release release;  // a reader that waits for its turn may be a thread of this process
+  const WithoutGil released;  // a reader that waits for its turn may be a thread of this process
   return writer.begin() == Begin::ready;
 }
 
 bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return writer.wait_begin(Nanoseconds(timeout_ns)) == Begin::ready;
 }
 
@@ -35,14 +36,8 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
 class WriterLock {
  public:
   void acquire(nb::handle holder) {
-    if (holder_.is_valid()) {
-      nb::object error = nb::module_::import_("shmsync.errors")
-                             .attr("WriterBusy")(
-                                 "another publish() or update() of this Publisher is under way; let it "
-                                 "finish first");
-      PyErr_SetObject(error.type().ptr(), error.ptr());
-      throw nb::python_error();
-    }
+    if (holder_.is_valid())
+      raise("WriterBusy", "another publish() or update() of this Publisher is under way; let it finish first");
     holder_ = nb::borrow(holder);
   }
   bool held_by(nb::handle holder) const { return holder_.is(holder); }
@@ -57,16 +52,42 @@ class WriterLock {
 };
 
 // A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
-class Scope {};
-
-nb::object scope_call(nb::handle self, const char* half, nb::handle argument) {
-  try {
-    return argument.is_valid() ? self.attr(half)(argument) : self.attr(half)();
-  } catch (nb::python_error&) {
-    self.attr("_recover")();
-    throw;
+class Scope {
+ public:
+  nb::object enter(nb::handle self) {
+    // Before anything else: an error of a second entry must not recover, that is undo, the first one.
+    if (entered_)
+      raise("WriterBusy",
+            "this update() section is entered already; leave it first, or make another one with update()");
+    entered_ = true;
+    try {
+      return call_method(self, "_enter");
+    } catch (nb::python_error&) {
+      recover(self);
+      throw;
+    }
   }
-}
+
+  void exit(nb::handle self, bool failed) {
+    if (!entered_)
+      raise("ProtocolError", "this update() section is not entered, or was left already; nothing to leave");
+    try {
+      call_method(self, "_exit", nb::bool_(failed));
+      entered_ = false;
+    } catch (nb::python_error&) {
+      recover(self);
+      throw;
+    }
+  }
+
+ private:
+  void recover(nb::handle self) {
+    entered_ = false;
+    call_method(self, "_recover");
+  }
+
+  bool entered_ = false;
+};
 
 using Rows = std::vector<std::tuple<std::uint32_t, std::uint64_t>>;
 
@@ -75,7 +96,7 @@ Rows wait_acks(Writer& writer, std::uint64_t version, const Rows& rows, std::int
   std::vector<PublicationWriter::Awaited> awaited;
   for (const auto& [row, owner] : rows) awaited.push_back({row, owner});
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     writer.wait_acks(version, awaited, Nanoseconds(timeout_ns));
   }
   Rows left;
@@ -101,12 +122,12 @@ void bind_writer(nb::module_& m) {
   nb::class_<Scope>(m, "Scope", "Calls _enter() and _exit(failed) of its subclass, and _recover() if they raise.")
       .def(nb::init<>())
       .def(
-          "__enter__", [](nb::handle self) { return scope_call(self, "_enter", nb::handle()); },
+          "__enter__", [](nb::handle self) { return nb::inst_ptr<Scope>(self)->enter(self); },
           nb::sig("def __enter__(self) -> tensordict.TensorDictBase"))
       .def(
           "__exit__",
           [](nb::handle self, nb::handle type, nb::handle, nb::handle) {
-            scope_call(self, "_exit", nb::bool_(!type.is_none()));
+            nb::inst_ptr<Scope>(self)->exit(self, !type.is_none());
           },
           "exc_type"_a.none(), "exc"_a.none(), "traceback"_a.none(),
           nb::sig("def __exit__(self, exc_type: object, exc: object, traceback: object) -> None"));

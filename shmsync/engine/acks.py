@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from .. import _native
-from ..errors import AckTimeout
+from ..errors import AckTimeout, ClosedError
 from ..memory import reader_table
-from ..memory.process import Peers, ProcessState
+from ..memory.process import Peers, ProcessState, pid_of
 from ..memory.reader_table import RowId
 from .outcome import Outcome, Wording, listed
 from .timing import slice_until
@@ -30,13 +31,14 @@ def wait_for_acks(
     deadline: float,
     me: int,
     died: dict[RowId, int | str],
+    ending: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until the workers have acked `version`; None: those attached now, a list: these indices, attached or not.
 
     A worker that leaves meanwhile is not waited for, unless it was named and had not acked. `died` has the rows that
-    this call has reaped already, while it waited for their pins.
+    this call has reaped already, while it waited for their pins. `ending` says when the arena is about to be closed.
 
-    Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline.
+    Raises WorkerDied as soon as only dead ones are left to wait for, AckTimeout at the deadline, ClosedError.
     """
     rows: list[RowId] = writer.claimed_rows() if workers is None else []
     dead: dict[RowId, int | str] = {
@@ -59,12 +61,20 @@ def wait_for_acks(
         absent = [] if workers is None else _absent(control, workers, version, dead)
         if not rows and not absent:
             break
+        if ending():
+            raise _closed(control, version, rows, absent)
         if time.monotonic() >= deadline:
             raise _late(control, peers, version, rows, absent, list(dead.values()))
         if absent and not rows:
             time.sleep(0.0005)  # a named worker that has not attached yet
     if dead:
         raise _outcome(list(dead.values())).death(f"version {version}", version)
+
+
+def name_with_pid(control: _native.Control, row: RowId) -> str:
+    """How a sentence names a row: with the pid in any case."""
+    name, pid = reader_table.name_of(control, row), f"pid {pid_of(row[1])}"
+    return pid if name == pid else f"{listed([name])} ({pid})"
 
 
 def _applied(row: reader_table.Row, version: int) -> bool:
@@ -89,6 +99,17 @@ def _has_heir(control: _native.Control, peers: Peers, dead: RowId, name: int | s
     )
 
 
+def _closed(control: _native.Control, version: int, rows: list[RowId], absent: list[int]) -> ClosedError:
+    attached = [reader_table.name_of(control, row) for row in rows]
+    late = [*attached, *(worker for worker in absent if worker not in attached)]
+    return ClosedError(
+        f"version {version} is published, but the arena was closed by another thread before {listed(late)} applied it; "
+        "who is attached can still apply it",
+        version=version,
+        missing=late,
+    )
+
+
 def _late(
     control: _native.Control, peers: Peers, version: int, rows: list[RowId], absent: list[int], dead: list[int | str]
 ) -> AckTimeout:
@@ -96,8 +117,8 @@ def _late(
     attached = [reader_table.name_of(control, row) for row in rows]
     missing = [worker for worker in absent if worker not in attached]
     outcome.late = [*attached, *missing]
-    stopped = sum(peers.state(owner) is ProcessState.STOPPED for _, owner in rows)
-    outcome.notes += [f"{stopped} of them stopped"] if stopped else []
+    stopped = [row for row in rows if peers.state(row[1]) is ProcessState.STOPPED]
+    outcome.notes += [f"stopped: {', '.join(name_with_pid(control, row) for row in stopped)}"] if stopped else []
     outcome.notes += [f"not attached: {listed(missing)}"] if missing else []
     return outcome.lateness(f"version {version}", version)
 

@@ -103,6 +103,13 @@ class Binding:
         for _, module in places:
             _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
 
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena, which has the same leaves."""
+        self._arena = arena
+        self._fitting.arena = arena
+        self._sets.clear()
+        self._placed = False
+
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section.
 

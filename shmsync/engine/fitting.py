@@ -37,7 +37,7 @@ class Fitting:
     ) -> None:
         if buffers not in ("copy", "view"):
             raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
-        self._arena = arena
+        self.arena = arena
         self._name = name
         self._how_buffers = buffers
         self._copies = copies
@@ -50,18 +50,18 @@ class Fitting:
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
         _refuse_unsafe(module)
-        by_key = self._arena.manifest.by_key
+        by_key = self.arena.manifest.by_key
         tensors = collect(module, EVERYTHING).tensors
         private = not_saved(module)
         tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
-        if self._arena.manifest.filtered:
+        if self.arena.manifest.filtered:
             tensors = {key: tensor for key, tensor in tensors.items() if key in by_key}
         self.check(tensors)
         return tensors
 
     def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
         """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
-        arena = self._arena
+        arena = self.arena
         stand_ins = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
         others = {key: arena.views(0)[key] for key in self._beside}
         given = {**tensors, **stand_ins, **others}

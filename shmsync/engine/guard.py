@@ -33,7 +33,7 @@ class StandIn:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
-        self._name = name
+        self.method = name
         self._own = module.__dict__.get(name)  # what this object has in place of its class's method
         found = module._call_impl if name == CALL and self._own is None else getattr(module, name)
         self.inner: Callable[..., Any] = found
@@ -43,11 +43,11 @@ class StandIn:
     def remove(self) -> None:
         """Give the module its own method back."""
         attributes = self.module.__dict__
-        if attributes.get(self._name) is self:
+        if attributes.get(self.method) is self:
             if self._own is None:
-                del attributes[self._name]
+                del attributes[self.method]
             else:
-                attributes[self._name] = self._own
+                attributes[self.method] = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.inner, memo)
@@ -76,7 +76,7 @@ class Guard(StandIn, _native.Guard):
         self.number = id(cover)  # which Dynamo can compare
         self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner))
         cover.codes.add(getattr(getattr(self.inner, "__func__", self.inner), "__code__", None))
-        if isinstance(self.module, OptimizedModule) or (self._name == CALL and self._own is not None):
+        if isinstance(self.module, OptimizedModule) or (self.method == CALL and self._own is not None):
             cover.codes.add(_COMPILED)  # what the guard calls is compiled as a whole
         _covers[self.number] = cover
 

@@ -24,7 +24,7 @@ class Loading(StandIn):
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load what does not lie in an arena; raise ProtocolError for the rest."""
-        prefix = args[0] if self._name == "_load_from_state_dict" else ""
+        prefix = args[0] if self.method == "_load_from_state_dict" else ""
         refused = sorted(name for name in self._shows(self.module) if prefix + name in state_dict)
         if refused:
             raise ProtocolError(

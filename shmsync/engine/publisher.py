@@ -17,16 +17,18 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
+from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
 from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from . import adopting
+from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
 from .plans import CopyPlan, Plans
 from .sources import Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
-from .timing import check_timeout, check_worker, deadline_after
+from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
 from .writing import NO_ACKS, Acks, WriteSide
 
@@ -67,7 +69,10 @@ class Publisher:
         exclude: Patterns = None,
         timeout: float = 10.0,
     ) -> None:
-        _check_arguments(slots, max_readers, device, dtype)
+        slots = check_count("slots", slots, _native.MAX_SLOTS)
+        max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
+        check_device(device)
+        _check_arguments(dtype)
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = check_timeout(timeout)
         self._source: Weights | None = weights
@@ -76,6 +81,7 @@ class Publisher:
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
         self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
+        watch_exit()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
@@ -195,6 +201,26 @@ class Publisher:
         self._side.check()
         return reader_infos(self._arena.control, self._side.peers, self.version)
 
+    def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
+        """Wait until subscribers with these worker indices are attached. Publishes nothing, and keeps nobody from it.
+
+        Args:
+            workers: the indices, as in Subscriber(worker=).
+            timeout: seconds; None is the arena's default, math.inf waits for ever.
+            procs: the workers' processes, in the order of `workers` or as a mapping by index; each a
+                multiprocessing.Process, a subprocess.Popen or a pid. With them a death ends the wait at once.
+
+        Raises:
+            WorkerDied: one of them ended, and is not attached. AckTimeout: these are not attached in time. ClosedError:
+            the arena was closed meanwhile. TypeError, ValueError: wrong arguments.
+        """
+        deadline = deadline_after(timeout, self._side.timeout)
+        wanted = check_workers(workers)
+        processes = processes_of(wanted, procs)
+        side = self._side
+        side.check()
+        wait_for_readers(self._arena.control, wanted, processes, deadline, self.version, side.check)
+
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
         return self._side.stats()
@@ -202,12 +228,14 @@ class Publisher:
     def close(self) -> None:
         """End the arena. Subscribers keep the last version, but nobody can attach any more. Idempotent.
 
-        Raises WriterBusy when another thread is publishing, or from inside update().
+        A publish() or update() of another thread that waits, for readers or for acks, ends with ClosedError.
+
+        Raises WriterBusy when another thread is writing, or from inside update().
         """
         side = self._side
         if side.closed or side.in_parent:
             return
-        with side.lock:
+        with side.closing():
             try:
                 if side.adopted is not None:
                     side.adopted.give_back()
@@ -344,7 +372,7 @@ def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     segment.unlink(side.name, fd)
     os.close(fd)
     side.peers.close()
-    if closing or not side.lock.locked():  # else a daemon thread still copies while the process exits
+    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()
 
 
@@ -358,14 +386,6 @@ def _acks(wait: Wait) -> Acks:
     return Acks(True, [check_worker(worker) for worker in wait])
 
 
-def _check_arguments(
-    slots: int, max_readers: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> None:
-    if not 1 <= slots <= _native.MAX_SLOTS:
-        raise ValueError(f"slots must be 1 to {_native.MAX_SLOTS}, not {slots}")
-    if not 1 <= max_readers <= _native.MAX_READERS:
-        raise ValueError(f"max_readers must be 1 to {_native.MAX_READERS}, not {max_readers}")
-    if device is not None and torch.device(device).type != "cpu":
-        raise ValueError(f"arenas hold their weights in CPU memory in this version, not on {device}; use device='cpu'")
+def _check_arguments(dtype: torch.dtype | None) -> None:
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {dtype}")

@@ -16,9 +16,20 @@ from torch.compiler import disable
 
 from .. import _native
 from .._native import Consistency, Enter, State
-from ..errors import ClosedError, Poisoned, ProtocolError, PublishTimeout, WriterBusy, WriterDied
-from ..memory.attaching import Attached
+from ..errors import (
+    ClosedError,
+    Poisoned,
+    ProtocolError,
+    PublishTimeout,
+    ShmSyncError,
+    WriterBusy,
+    WriterDied,
+)
+from ..memory.arena import Arena
+from ..memory.attaching import Attached, Release
+from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peers, pid_of
+from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
 
@@ -36,6 +47,9 @@ class Follower(Protocol):
     def owners(self) -> set[nn.Module]:
         """The modules that it moves."""
 
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
+
 
 class Pinned(float):
     """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
@@ -44,7 +58,16 @@ class Pinned(float):
 class ReadPath(_native.Reader):
     """The state that a read section moves, and how to enter one. Base of Subscriber."""
 
-    def __init__(self, attached: Attached, peers: Peers, consistency: Consistency, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        attached: Attached,
+        release: Release,
+        peers: Peers,
+        consistency: Consistency,
+        name: str,
+        timeout: float,
+        successor: Successor | None,
+    ) -> None:
         super().__init__(attached.arena.control, attached.row, attached.owner, consistency)
         begin, end = attached.arena.readonly_range()
         self._set_slab(begin, end)
@@ -53,8 +76,13 @@ class ReadPath(_native.Reader):
         self.followers: list[Follower] = []
         self.optimistic = consistency is Consistency.OPTIMISTIC
         self._writer_owner = attached.writer
+        self._release = release
         self._peers = peers
         self._name = name
+        self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
+        self._successor = successor
+        self._follows = successor is not None
+        self._restarts = 0
         self._version = 0
         self._slot = 0
         self._moves = 0
@@ -69,11 +97,27 @@ class ReadPath(_native.Reader):
     def weights(self) -> TensorDictBase:
         """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
         self._check()
-        return self.arena.weights(self._slot)
+        return self._shown.weights(self._slot)
+
+    @property
+    def session(self) -> bytes:
+        """The session of the arena: another one after a restart of the trainer that was followed."""
+        return self.arena.session
+
+    @property
+    def publisher_alive(self) -> bool:
+        """Can new versions still come?
+
+        False once the publisher's process is dead, or has closed the arena; then `lag` stays what it is for ever. A
+        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
+        arena that is read now.
+        """
+        self._check()
+        return not self._gone
 
     @property
     def version(self) -> int:
-        """The applied version."""
+        """The applied version; with follow=True, 0 until the first one of a new arena is applied."""
         return self._version
 
     @property
@@ -90,8 +134,9 @@ class ReadPath(_native.Reader):
         """Counts since this subscriber was attached."""
         reads, torn, retries = self._counts
         return SubscriberStats(
-            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency()
-        )
+            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
+            self._restarts,
+        )  # fmt: skip
 
     def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """fn(*args, **kwargs) computed on untorn weights, in one section.
@@ -123,8 +168,10 @@ class ReadPath(_native.Reader):
     def wait_version(self, version: int, timeout: float | None = None) -> int:
         """Wait until `version` or a later one is published; returns the published one. Applies nothing.
 
+        With follow=True it waits for a trainer that comes back, whose versions count anew, and moves to its arena.
+
         Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
-        publisher would wait for this process in turn.
+        publisher would wait for this process in turn; with follow=True ManifestMismatch.
         """
         self._check()
         if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
@@ -133,7 +180,7 @@ class ReadPath(_native.Reader):
                 "leave the section first, or use more slots",
                 version=version,
             )
-        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout))
+        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout), self._follow_unlocked)
 
     def show(self, follower: Follower) -> None:
         """Let a follower show the applied version now, and each later one when it is applied."""
@@ -154,7 +201,7 @@ class ReadPath(_native.Reader):
         pinned = isinstance(timeout, Pinned)
         if version is not None:
             version = check_version(version)
-            self._wait_for(version, deadline)
+            self._wait_for(version, deadline, lambda deadline: self._follow())
         if version is not None or pinned:
             outcome = self._leave_if_entered(outcome, pinned)
         waited = False
@@ -179,7 +226,10 @@ class ReadPath(_native.Reader):
         return self._try_enter(pinned)
 
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
+        self._look_up()
         if outcome == Enter.POISONED:
+            if self._follow():
+                return self._try_enter(pinned)
             raise Poisoned(
                 f"the publisher of arena {self._name!r} failed in the middle of version {self._latest + 1}; it has to "
                 "publish() all weights again",
@@ -192,6 +242,8 @@ class ReadPath(_native.Reader):
             )
         # Death is established first: then the state is final.
         if not self._peers.alive(self._writer_owner):
+            if self._follow():
+                return self._try_enter(pinned)
             outcome = self._enter_final()
             if outcome == Enter.POISONED:
                 raise Poisoned(
@@ -207,55 +259,124 @@ class ReadPath(_native.Reader):
                 version=self._latest,
             )
         self._wait(slice_until(deadline))
+        self._look_up()
         return self._try_enter(pinned)
 
     def _move(self) -> None:
         """Move all followers to the held version, then ack it."""
         slot = self._held_slot
+        if self._shown is not self.arena:
+            for follower in self.followers:
+                follower.rebase(self.arena)
         for follower in [each for each in self.followers if not each.move(slot)]:
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._version = self._held_version
         self._moves += 1
         self._applied()
+        if self._shown is not self.arena:
+            self._shown = self.arena
+            self._release.keep_last()
 
     @disable
     def _refresh_slow(self) -> bool:
-        before = self._version
+        self._follow()
+        before = self._moves
         outcome = self._try_enter(False)
         if outcome != Enter.SAME:
             self._enter_slow(outcome, None, None)
         while self._abandon() and self.optimistic:  # torn while buffers were copied
             self._forget()
             self._enter_slow(Enter.GATED, None, Pinned(self.timeout))
-        return self._version != before
+        return self._moves != before
 
-    def _wait_for(self, version: int, deadline: float) -> int:
+    @disable
+    def _look_for_heir(self) -> None:
+        """At the entry of a section now and then: move on if the publisher was started again."""
+        try:
+            self._follow()
+        except ShmSyncError as error:
+            assert self._successor is not None
+            self._successor.warn(error)
+
+    # End of the hooks.
+
+    @property
+    def _gone(self) -> bool:
+        """Will the publisher of this arena publish nothing more?"""
+        return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
+
+    def _look_up(self) -> None:
+        """In each slice of a wait: is there still somebody to wait for it?"""
+        stay_if_exiting()
+        if self._ending:
+            raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")
+
+    def _follow(self) -> bool:
+        """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
+        if self._successor is None or not self._gone:
+            return False
+        self._lost = True
+        attached = self._successor.find(self.arena)
+        if attached is None:
+            return False
+        self._release.add(attached)
+        self._use(attached.arena.control, attached.row, attached.owner)
+        self._set_slab(*attached.arena.readonly_range())
+        self.arena.reader, attached.arena.reader = None, self.arena.reader
+        self.arena = attached.arena
+        self._writer_owner = attached.writer
+        self._version = 0
+        self._restarts += 1
+        self._lost = False
+        return True
+
+    def _follow_unlocked(self, deadline: float) -> bool:
+        """The same, from a wait that holds no lock."""
+        if self._successor is None or self._mine:  # a section keeps the arena that it has entered
+            return False
+        arena = self.arena
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                return self.arena is not arena or self._follow()
+        except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
+            return False
+
+    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool]) -> int:
         while True:
-            if self._wait_version(version, slice_until(deadline)):
-                return self._latest
-            if self._state == State.CLOSED:
-                if self._latest >= version:
-                    return self._latest
-                raise ClosedError(
-                    f"arena {self._name!r} was closed at version {self._latest}; version {version} will not come",
-                    version=version,
-                )
-            if not self._peers.alive(self._writer_owner):
+            if self._wait_version(version, slice_until(deadline)) and (latest := self._latest) >= version:
+                return latest
+            gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
+            self._look_up()
+            late = time.monotonic() >= deadline
+            if gone:
                 last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
                 if last >= version:
                     return last
-                raise WriterDied(
-                    f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died; the newest "
-                    f"version is {self._latest}. Restart it and attach to the new arena",
-                    version=version,
-                )
-            if time.monotonic() >= deadline:
+                if follow(deadline):
+                    continue
+                if self._successor is None or self._mine or late:
+                    raise self._none_will_come(version, closed)
+                time.sleep(slice_until(deadline) / 1e9)
+            elif late:
                 raise PublishTimeout(
                     f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
                     "slow or stuck?",
                     version=version,
                 )
+
+    def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
+        back = "" if self._successor is None else ", and was not published anew in time"
+        if closed:
+            return ClosedError(
+                f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",
+                version=version,
+            )
+        return WriterDied(
+            f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
+            f"version is {self._latest}. Restart it and attach to the new arena",
+            version=version,
+        )
 
 
 skip(ReadPath.run)  # Dynamo compiles what it calls, not this frame

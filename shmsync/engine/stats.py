@@ -24,6 +24,7 @@ class PublisherStats:
     publish: Latency  # a publish() or update() entry and exit, without the body and the wait for acks
     pin_wait: Latency  # of those calls that had to wait for readers
     ack_wait: Latency  # of those calls with wait=
+    stalls: int = 0  # calls that found no slot to write in time: ReaderStalled
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class SubscriberStats:
     retries: int  # attempts to enter that met the writer
     moves: int  # versions applied
     wait: Latency  # sections that could not be entered at once
+    restarts: int = 0  # arenas of a restarted publisher that it has moved to (follow=True)
 
 
 def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
-from ..errors import ClosedError, Poisoned, ProtocolError
+from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
 from ..memory.arena import nested
 from ..memory.process import Peers
@@ -23,6 +23,7 @@ from .binding import bind_module
 from .calls import GuardNames, calls_of
 from .covering import guard_calls
 from .fitting import Fitting, bindable
+from .following import Successor
 from .reading import ReadPath
 from .timing import check_timeout, check_worker
 
@@ -31,6 +32,14 @@ Consistency = Literal["pinned", "optimistic", "live"]
 M = TypeVar("M", bound=nn.Module)
 
 _CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
+
+
+def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
+    if isinstance(handle, str):
+        return handle, None
+    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
+        return handle[0], handle[1]
+    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")
 
 
 class Snapshot(NamedTuple):
@@ -49,6 +58,10 @@ class Subscriber(ReadPath):
             the publisher up, and say afterwards if they were torn; run() repeats. "live": plain shared memory.
         worker: an index by which the publisher names this subscriber.
         timeout: default for this subscriber's waits, in seconds; math.inf waits for ever.
+        follow: when the publisher was closed or died, and another one publishes the same leaves under the same name,
+            move to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Its versions
+            count anew, `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
+            wait_version(); sections warn, and read the old weights on.
 
     Raises:
         ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull; WriterBusy when an in-place update takes too long.
@@ -64,15 +77,16 @@ class Subscriber(ReadPath):
         consistency: Consistency = "pinned",
         worker: int | None = None,
         timeout: float = 10.0,
+        follow: bool = False,
     ) -> None:
-        if consistency not in _CONSISTENCIES:
+        if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
         if worker is not None:
             worker = check_worker(worker)
         timeout = check_timeout(timeout)
-        if not isinstance(handle_or_name, (str, tuple)):
-            raise TypeError(f"pass pub.handle or the arena's name, not a {type(handle_or_name).__name__}")
-        name, session = (handle_or_name, None) if isinstance(handle_or_name, str) else handle_or_name
+        if not isinstance(follow, bool):
+            raise TypeError(f"follow is True or False, not {follow!r}")
+        name, session = _name_and_session(handle_or_name)
         peers = Peers()
         try:
             attached = attaching.attach(name, session, worker, timeout, peers)
@@ -81,7 +95,8 @@ class Subscriber(ReadPath):
             raise
         release = attaching.Release(attached, peers)
         try:
-            super().__init__(attached, peers, _CONSISTENCIES[consistency], name, timeout)
+            successor = Successor(name, worker, peers) if follow else None
+            super().__init__(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
             self._consistency = consistency
             self._finalizer = util.Finalize(self, release, exitpriority=30)
             self.arena.reader = weakref.ref(self)
@@ -182,16 +197,19 @@ class Subscriber(ReadPath):
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
 
-        A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it.
+        A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. What
+        another thread waits for in this subscriber ends with ClosedError. A section that nobody can leave any more,
+        because its thread has ended or its object is gone, is given up.
+
+        Raises ProtocolError inside a section of this thread, WriterBusy when another thread does not leave its section
+        in time; then nothing is closed.
         """
         if self._closed:
             return
         if self._in_parent:  # forked: the row is the parent's
             return
-        if self._mine:
-            raise ProtocolError("close() inside a read section of this Subscriber; leave the section first")
         try:
-            with self._exclusive():
+            with self._closing():
                 self._retire()
                 try:
                     self.followers.clear()
@@ -206,7 +224,12 @@ class Subscriber(ReadPath):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except (ProtocolError, WriterBusy):
+            if error is None:
+                raise
+            # The caller's own error tells more; the row goes back when this is collected.
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version {self.version} of {self.latest}"

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass
 from numbers import Integral, Real  # numpy's numbers are among them
 
+import torch
+
 from .. import _native
 
 
@@ -30,6 +32,31 @@ def check_worker(worker: int) -> int:
     if isinstance(worker, bool) or not isinstance(worker, Integral) or not 0 <= worker < 1 << 31:
         raise ValueError(f"worker is an index from 0 to 2**31 - 1, not {worker!r}")
     return int(worker)
+
+
+def check_count(name: str, value: int, high: int) -> int:
+    """A number of things as an int. Raises TypeError and ValueError unless it is a whole number from 1 to `high`."""
+    wanted = f"{name} is a whole number from 1 to {high:,}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{wanted}, not {value!r}")
+    if not 1 <= value <= high:
+        raise ValueError(f"{wanted}, not {int(value):,} ({value!r})")
+    return int(value)
+
+
+def check_device(device: torch.device | str | None) -> None:
+    """Raises TypeError and ValueError unless it is None or the CPU."""
+    wanted = "device is None (every tensor must be on the CPU) or 'cpu' (tensors are fetched from where they are)"
+    if device is None:
+        return
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"{wanted}, not {device!r}")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{wanted}, not {device!r}, which is no device") from error
+    if found.type != "cpu":
+        raise ValueError(f"{wanted}; arenas hold their weights in CPU memory in this version, not on {device!r}")
 
 
 def slice_until(deadline: float) -> int:

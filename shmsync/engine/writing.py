@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,15 +13,15 @@ from .. import _native
 from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
 from ..memory import reader_table
 from ..memory.arena import Arena
+from ..memory.exiting import stay_if_exiting
 from ..memory.manifest import Key, Leaf
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
-from .acks import wait_for_acks
+from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
-from .outcome import listed
 from .plans import CopyPlan
 from .stats import PublisherStats
-from .timing import Samples, slice_until
+from .timing import Samples, deadline_after, slice_until
 
 
 class Acks(NamedTuple):
@@ -41,6 +43,7 @@ class Counts:
     bytes_copied: int = 0
     aborted: int = 0
     reaped: int = 0
+    stalls: int = 0
     publish: Samples = field(default_factory=Samples)
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)
@@ -60,6 +63,8 @@ class WriteSide:
         self.closed = False
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
+        self.waiting_thread: int | None = None  # the holder of the lock, while it waits for readers or acks
+        self._ending = False  # close() wants the lock: whoever waits gives it up
         self._generation = _native.fork_generation()
         self._me = owner
         self._died: dict[RowId, int | str] = {}  # reaped in this call
@@ -72,6 +77,7 @@ class WriteSide:
 
     def check(self) -> None:
         """Raise if this process may not write here (any more)."""
+        stay_if_exiting()
         if self.in_parent:
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
         if self.closed:
@@ -139,12 +145,20 @@ class WriteSide:
         if writer.begin():
             return
         started = time.perf_counter()
-        while True:
-            self._refuse_own_pins()
-            if writer.wait_begin(slice_until(deadline)):
-                break
-            if not self._reap_dead() and time.monotonic() >= deadline:
-                raise self._stalled()
+        with self._waiting():
+            while True:
+                self._refuse_own_pins()
+                free = writer.wait_begin(slice_until(deadline))
+                ending = self.ending()  # also in a slot that came free because the process exits
+                if free:
+                    break
+                if ending:
+                    raise ClosedError(
+                        f"arena {self.name!r} was closed by another thread; nothing was published, make a new Publisher"
+                    )
+                if not self._reap_dead() and time.monotonic() >= deadline:
+                    self.counts.stalls += 1
+                    raise self._stalled()
         self.counts.pin_wait.add(time.perf_counter() - started)
 
     def address(self) -> int:
@@ -195,11 +209,40 @@ class WriteSide:
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
-            wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, self._died)
+            with self._waiting():
+                wait_for_acks(
+                    self.writer, control, self.peers, version, workers, deadline, self._me, self._died, self.ending
+                )
         finally:
             self.counts.ack_wait.add(time.perf_counter() - started)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.waiting_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.waiting_thread = None
+
+    def ending(self) -> bool:
+        """In each slice of a wait: does close() want it to end?"""
+        stay_if_exiting()
+        return self._ending
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Hold the lock for close(), after the waits of another thread have ended."""
+        deadline = deadline_after(None, self.timeout)
+        try:
+            while self.waiting_thread not in (None, threading.get_ident()) and time.monotonic() < deadline:
+                self._ending = True
+                time.sleep(0.0005)
+            with self.lock:
+                yield
+        finally:
+            self._ending = False
 
     def stats(self) -> PublisherStats:
         """Counts and latencies so far."""
@@ -230,12 +273,16 @@ class WriteSide:
     def _stalled(self) -> ReaderStalled:
         control = self.arena.control
         blockers = self.writer.blockers()
-        missing = [reader_table.name_of(control, (index, owner)) for index, owner, _ in blockers]
-        stopped = sum(self.peers.state(owner) is ProcessState.STOPPED for _, owner, _ in blockers)
+        rows = [(index, owner) for index, owner, _ in blockers]
+        missing = [reader_table.name_of(control, row) for row in rows]
+        held_by = ", ".join(self._holder(row) for row in rows) or "a reader"
         return ReaderStalled(
-            f"version {self.next_version} was not written: the slot it needs is held by "
-            f"{listed(missing) or 'a reader'}{f' ({stopped} of them stopped)' if stopped else ''}; shorten the "
-            "read sections, use more slots, or give more time with timeout=",
+            f"version {self.next_version} was not written: the slot it needs is held by {held_by}; shorten the read "
+            "sections, use more slots, or give more time with timeout=",
             version=self.next_version,
             missing=missing,
         )
+
+    def _holder(self, row: RowId) -> str:
+        stopped = self.peers.state(row[1]) is ProcessState.STOPPED
+        return name_with_pid(self.arena.control, row) + (", which is stopped" if stopped else "")

@@ -9,6 +9,7 @@ from .. import _native
 from ..errors import ArenaCorrupt, ReaderTableFull
 from . import segment, slab
 from .arena import Arena
+from .exiting import exiting, watch_exit
 from .manifest import Manifest, fingerprint
 from .process import Peers, me
 
@@ -27,7 +28,20 @@ def attach(name: str, session: bytes | None, worker: int | None, timeout: float,
 
     Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull.
     """
+    watch_exit()
     control, header = segment.attach(name, session, time.monotonic() + timeout)
+    manifest = manifest_of(name, control, header)
+    size = slab.slab_bytes(header.slots, header.slot_bytes)
+    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session)
+    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
+    owner = me().owner
+    row = _claim(control, peers, owner, -1 if worker is None else worker, name)
+    peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
+    return Attached(arena, header.owner, row, owner)
+
+
+def manifest_of(name: str, control: _native.Control, header: segment.Header) -> Manifest:
+    """The manifest in a segment, checked. Raises ArenaCorrupt."""
     text = control.manifest()
     if fingerprint(text) != header.fingerprint:
         raise ArenaCorrupt(
@@ -37,13 +51,7 @@ def attach(name: str, session: bytes | None, worker: int | None, timeout: float,
     manifest = Manifest.from_json(text, header.slot_bytes)
     if manifest.slot_bytes != header.slot_bytes:
         raise ArenaCorrupt(f"slots of arena {name!r} are {header.slot_bytes} bytes, not {manifest.slot_bytes}")
-    size = slab.slab_bytes(header.slots, header.slot_bytes)
-    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session)
-    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
-    owner = me().owner
-    row = _claim(control, peers, owner, -1 if worker is None else worker, name)
-    peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-    return Attached(arena, header.owner, row, owner)
+    return manifest
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
@@ -60,18 +68,34 @@ def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name
 
 
 class Release:
-    """Gives a row back. Holds no Subscriber, so that it can run after the Subscriber is collected."""
+    """Gives rows back. Holds no Subscriber, so that it can run after the Subscriber is collected."""
 
     def __init__(self, attached: Attached, peers: Peers) -> None:
-        self._attached, self._peers = attached, peers
+        self._attached, self._peers = [attached], peers
         self._done = False
 
+    def add(self, attached: Attached) -> None:
+        """Free this one too, in the end."""
+        self._attached.append(attached)
+
+    def keep_last(self) -> None:
+        """Free all but the one that came last."""
+        while len(self._attached) > 1:
+            _give_back(self._attached[0])
+            del self._attached[0]
+
     def __call__(self) -> None:
-        """Free the row and release the arena. Idempotent."""
+        """Free the rows and release the arenas. Idempotent."""
         if self._done:
             return
         self._done = True
-        arena, _, row, owner = self._attached
-        arena.control.reap(row, owner, owner)  # reaping one's own row frees it
-        arena.release()
+        for attached in self._attached:
+            _give_back(attached)
         self._peers.close()
+
+
+def _give_back(attached: Attached) -> None:
+    arena, _, row, owner = attached
+    arena.control.reap(row, owner, owner)  # reaping one's own row frees it
+    if not exiting():  # else a daemon thread may still read, and the memory goes with the process anyway
+        arena.release()

@@ -89,9 +89,7 @@ def create(name: str, size: int, **header: Any) -> Created:
         except posix_ipc.ExistentialError:
             owner = sweep(name)
             if owner is not None:
-                raise ArenaExists(
-                    f"arena {name!r} belongs to live process {owner}; close it there or use another name"
-                ) from None
+                raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name") from None
             continue
         fcntl.flock(memory.fd, fcntl.LOCK_EX)
         if not _named(name, memory.fd):  # a sweeper locked and removed it between our two calls
@@ -105,6 +103,18 @@ def create(name: str, size: int, **header: Any) -> Created:
             os.close(memory.fd)
             raise
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
+
+
+def _whose(name: str, owner: int) -> str:
+    """Whose it is, and what to do about it; of a name that is taken."""
+    with _opened(name) as fd:
+        header = None if fd is None else _read(fd)
+    here = me()
+    if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
+        return "belongs to a Publisher of this process; close() that one first"
+    if owner == 0:  # its header is not written yet
+        return "is just being made by another process; pass its handle to the workers"
+    return f"belongs to live process {owner}; close it there"
 
 
 def _allocate(fd: int, size: int) -> None:
@@ -189,6 +199,13 @@ def sweep(name: str) -> int | None:
             return pid_of(header.owner)
         unlink(name, fd)
         return None
+
+
+def session_of(name: str) -> bytes | None:
+    """The session of the arena of this name; None when there is none that is ready."""
+    with _opened(name) as fd:
+        header = None if fd is None else _read(fd)
+    return header.session if header is not None and header.ready else None
 
 
 def names() -> list[str]:

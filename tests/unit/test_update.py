@@ -141,3 +141,54 @@ def test_an_update_keeps_its_publisher(subscriber):
     sub = subscriber(publisher)
     assert (sub.weights["w"] == 1).all()
     publisher.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["nested", "another thread"])
+def test_one_update_entered_twice_leaves_the_outer_one_alone(publisher, subscriber, slots, elsewhere):
+    pub = publisher({"t": torch.zeros(4)}, slots=slots)
+    update, errors = pub.update(), []
+
+    def again():
+        try:
+            with update:
+                errors.append(None)
+        except shmsync.ShmSyncError as error:
+            errors.append(error)
+
+    with update as weights:
+        if elsewhere:
+            thread = threading.Thread(target=again)
+            thread.start()
+            thread.join()
+        else:
+            again()
+        assert [type(error) for error in errors] == [shmsync.WriterBusy]
+        with pytest.raises(shmsync.WriterBusy):  # the lock is still held
+            pub.publish()
+        weights["t"].fill_(1)
+    assert pub.version == 2
+    assert pub.weights["t"].tolist() == [1] * 4
+    assert subscriber(pub).weights["t"].tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_update_that_is_over_cannot_be_left_again(publisher, slots):
+    pub = publisher({"t": torch.zeros(4)}, slots=slots)
+    update = pub.update()
+    with pytest.raises(shmsync.ProtocolError, match="not entered"):
+        update.__exit__(None, None, None)
+    with update:
+        pass
+    with pytest.raises(shmsync.ProtocolError, match="not entered"):
+        update.__exit__(None, None, None)
+    with pub.update() as weights:
+        with pytest.raises(shmsync.ProtocolError, match="not entered"):
+            update.__exit__(ValueError, None, None)
+        with pytest.raises(shmsync.WriterBusy), update:
+            pass
+        weights["t"].fill_(1)
+    assert pub.version == 3
+    with update as weights:  # entered anew
+        weights["t"].fill_(2)
+    assert pub.version == 4

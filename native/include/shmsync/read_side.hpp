@@ -58,6 +58,11 @@ class ReadSide {
     return seq % 2 == 0 ? seq / 2 : 0;
   }
   Consistency consistency() const { return consistency_; }  // as asked for
+  void go_on_from(const ReadSide& before) {                 // the same subscriber, in another arena: its counts go on
+    reads_ = before.reads_;
+    torn_ = before.torn_;
+    retries_ = before.retries_;
+  }
   void count_retry() { row_.retries.store(++retries_, std::memory_order_relaxed); }
   std::uint64_t reads() const { return reads_; }
   std::uint64_t torn() const { return torn_; }

@@ -16,6 +16,7 @@ from ....engine.fitting import Fitting, bindable
 from ....engine.strategy import WeightStrategy
 from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
+from ....memory.arena import Arena
 from ....memory.segment import Handle
 from .clock import VersionClock
 from .line import Line
@@ -247,6 +248,9 @@ class _After:
     def owners(self) -> set[nn.Module]:
         """No modules: it moves no tensors."""
         return set()
+
+    def rebase(self, arena: Arena) -> None:
+        """Nothing to do: the arena is looked up in each move."""
 
     def move(self, slot: int) -> bool:
         """Do what goes with the tensors of this slot, which have moved already."""

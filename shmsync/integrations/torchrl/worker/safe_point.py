@@ -70,7 +70,7 @@ class SafePoint(Cover):
             calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
         self._installed = [Guard(each.module, each.method, self) for each in calls]
         own = [guard for guard in self._installed if guard.module is module]
-        self._forwards = {id(guard.entered) for guard in own if guard.__name__ in ("forward", "_call_impl")}
+        self._forwards = {id(guard.entered) for guard in own if guard.method in ("forward", CALL)}
 
     def use(self, subscriber: Subscriber) -> None:
         """Make sections of this subscriber's arena from now on. Call it in a turn."""

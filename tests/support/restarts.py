@@ -1,0 +1,30 @@
+"""What trainers and workers do around a restart of the trainer, when a test calls it."""
+
+from __future__ import annotations
+
+import torch
+
+import shmsync
+from support.weights import Net, stamped
+
+
+def open_net(state, seed, **kwargs):
+    """A publisher of a module."""
+    state.pub = shmsync.Publisher(Net(seed), **kwargs)
+
+
+def open_other_layout(state, name):
+    """A publisher of other leaves than open_arena() has."""
+    weights = {**stamped(7), "extra": torch.zeros(3), "large": torch.zeros(5)}
+    state.pub = shmsync.Publisher(weights, name=name)
+
+
+def count_readers(state):
+    return len(state.pub.readers())
+
+
+def follow_until(state, version):
+    """Apply what comes until this is the version."""
+    while state.sub.version != version or not state.sub.publisher_alive:
+        state.sub.refresh()
+    return state.sub.version

@@ -1,0 +1,122 @@
+"""Wrong arguments: what is wanted and what came is said, nothing is made, and nothing is printed at the end."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+import warnings
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from shmsync import collectors
+from support.processes import segments
+
+
+def public_classes():
+    found = {getattr(shmsync, name) for name in shmsync.__all__} | {collectors.MultiprocessCollector}
+    return sorted((each for each in found if inspect.isclass(each)), key=lambda each: each.__name__)
+
+
+@pytest.fixture
+def unraisable(monkeypatch):
+    """What Python could not raise and would have printed, and warnings."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: seen.append(found.exc_value))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield seen
+        seen += [each.message for each in warned if issubclass(each.category, ResourceWarning)]
+    assert seen == []
+
+
+@pytest.mark.parametrize("cls", public_classes(), ids=lambda cls: cls.__name__)
+def test_a_refused_constructor_leaves_nothing_and_says_nothing(cls, unraisable, capfd):
+    """Unknown keywords, none, and each parameter in turn with an object that fits nowhere."""
+    calls = [{"slot": 2}, {}]
+    try:
+        names = [each for each in inspect.signature(cls).parameters if each not in ("args", "kwargs")]
+    except ValueError:
+        names = []
+    calls += [{name: object()} for name in names]
+    before = segments()
+    for kwargs in calls:
+        try:
+            made = cls(**kwargs)
+        except Exception:  # the traceback held it
+            pass
+        else:
+            getattr(made, "close", lambda: None)()
+            made = None
+        gc.collect()
+    assert segments() == before
+    assert capfd.readouterr().err == ""
+
+
+NOT_COUNTS = ["2", 2.0, True, None, [1], 0, -1, 10**6, float("nan")]
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=repr)
+@pytest.mark.parametrize(("name", "high"), [("slots", 127), ("max_readers", 4096)])
+def test_sizes_that_are_none(name, high, value, unraisable):
+    wrong_type = isinstance(value, bool) or not isinstance(value, int)
+    with pytest.raises(TypeError if wrong_type else ValueError) as error:
+        shmsync.Publisher({"t": torch.zeros(2)}, **{name: value})
+    for word in (name, repr(value), "1", f"{high:,}"):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("number", [numpy.int64(2), numpy.uint8(2)], ids=["int64", "uint8"])
+def test_numbers_of_numpy_are_numbers(number):
+    with shmsync.Publisher({"t": torch.zeros(2)}, slots=number, max_readers=number, timeout=number) as pub:
+        assert "slots=2" in repr(pub)
+        with shmsync.Subscriber(pub.handle, worker=number, timeout=number):
+            assert pub.readers()[0].worker == 2
+
+
+@pytest.mark.parametrize("value", ["2", True, [1], None, -1, float("nan")], ids=repr)
+@pytest.mark.parametrize("end", ["publisher", "subscriber"])
+def test_timeouts_that_are_none(end, value, publisher, unraisable):
+    with pytest.raises((TypeError, ValueError), match="timeout") as error:
+        if end == "publisher":
+            shmsync.Publisher({"t": torch.zeros(2)}, timeout=value)
+        else:
+            shmsync.Subscriber("nowhere", timeout=value)
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["2", "gpu0", 2.0, True, 3, [1]], ids=repr)
+def test_devices_that_are_none(value, unraisable):
+    with pytest.raises((TypeError, ValueError), match="device") as error:
+        shmsync.Publisher({"t": torch.zeros(2)}, device=value)
+    assert repr(value) in str(error.value)
+    assert "'cpu'" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [3, None, ("x",), ("x", 3), ("x", b"1", 2), b"x", ["x", b""]], ids=repr)
+def test_handles_that_are_none(value, unraisable):
+    with pytest.raises(TypeError, match=r"pub\.handle or the arena's name") as error:
+        shmsync.Subscriber(value)
+    assert type(value).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize("value", [[], None, "PINNED", 3], ids=repr)
+def test_consistencies_that_are_none(value, unraisable):
+    with pytest.raises(ValueError, match="pinned, optimistic, live") as error:
+        shmsync.Subscriber("nowhere", consistency=value)
+    assert repr(value) in str(error.value)
+
+
+def test_follow_is_true_or_false(unraisable):
+    with pytest.raises(TypeError, match="follow"):
+        shmsync.Subscriber("nowhere", follow="yes")
+
+
+def test_a_name_of_ones_own_is_told_from_anothers(publisher):
+    pub = publisher(nn.Linear(2, 2))
+    with pytest.raises(shmsync.ArenaExists, match="this process"):
+        shmsync.Publisher(nn.Linear(2, 2), name=pub.name)

@@ -1,0 +1,131 @@
+"""close() ends every wait that another thread is in, with ClosedError."""
+
+from __future__ import annotations
+
+import threading
+from math import inf as for_ever
+
+import pytest
+import torch
+
+import shmsync
+from support.processes import until_waits
+
+
+class Call(threading.Thread):
+    """A call in a thread of its own, and how it ended."""
+
+    def __init__(self, function, *args, **kwargs):
+        super().__init__(name=function.__name__, daemon=True)
+        self._call = lambda: function(*args, **kwargs)
+        self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error
+
+    def ended_with(self):
+        self.join(60)
+        assert not self.is_alive()
+        return type(self.error)
+
+
+def reads(sub):
+    with sub.read(timeout=for_ever):
+        pass
+
+
+def waits_inside(sub):
+    with sub.read():
+        sub.wait_version(9, timeout=for_ever)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_close_wakes_wait_version(pair, slots):
+    _, sub = pair(slots)
+    call = Call(sub.wait_version, 9, timeout=for_ever)
+    until_waits(call, "_wait_for")
+    sub.close()
+    assert call.ended_with() is shmsync.ClosedError
+
+
+def test_close_wakes_a_wait_for_a_version_inside_a_section(pair):
+    _, sub = pair(2)
+    call = Call(waits_inside, sub)
+    until_waits(call, "_wait_for")
+    sub.close()
+    assert call.ended_with() is shmsync.ClosedError
+
+
+def test_close_wakes_a_section_that_waits_for_its_version(pair):
+    _, sub = pair(2)
+    call = Call(lambda: sub.read(version=9, timeout=for_ever).__enter__())
+    until_waits(call, "_wait_for")
+    sub.close()
+    assert call.ended_with() is shmsync.ClosedError
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_close_wakes_a_reader_at_a_closed_gate(publisher, subscriber, consistency):
+    pub = publisher({"t": torch.zeros(4)}, timeout=60.0)
+    sub = subscriber(pub, consistency=consistency, timeout=for_ever)
+    with pub.update():
+        call = Call(reads, sub)
+        until_waits(call, "_try_again")
+        waits_for_the_lock = Call(reads, sub)
+        sub.close()
+        assert call.ended_with() is shmsync.ClosedError
+        assert waits_for_the_lock.ended_with() is shmsync.ClosedError
+        assert pub.readers() == []
+
+
+def test_close_of_the_publisher_wakes_a_publish_that_waits_for_a_reader(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
+    sub = subscriber(pub)
+    with sub.read() as section:
+        call = Call(pub.publish)
+        until_waits(call, "begin")
+        pub.close()
+        assert call.ended_with() is shmsync.ClosedError
+        assert "nothing" in str(call.error)
+        assert section.weights["t"].tolist() == [0] * 4
+        assert sub.latest == 1
+
+
+def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever, slots=2)
+    sub = subscriber(pub, worker=3)
+    call = Call(pub.publish, wait="all")
+    until_waits(call, "wait_for_acks")
+    pub.close()
+    assert call.ended_with() is shmsync.ClosedError
+    assert call.error.version == 2
+    assert call.error.missing == [3]
+    assert sub.refresh()
+    assert sub.version == 2
+
+
+def test_close_of_the_publisher_wakes_an_update_that_waits_for_acks(publisher, subscriber):
+    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever, slots=2)
+    subscriber(pub, worker=3)
+
+    def update():
+        with pub.update(wait=[7]):
+            pass
+
+    call = Call(update)
+    until_waits(call, "wait_for_acks")
+    pub.close()
+    assert call.ended_with() is shmsync.ClosedError
+
+
+def test_a_publisher_is_not_closed_inside_its_own_update(publisher):
+    pub = publisher({"t": torch.zeros(4)})
+    with pub.update() as weights:
+        with pytest.raises(shmsync.WriterBusy):
+            pub.close()
+        weights["t"].fill_(1)
+    assert pub.version == 2
