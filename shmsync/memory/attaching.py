@@ -11,6 +11,7 @@ from . import segment, slab
 from .arena import Arena
 from .manifest import Manifest, fingerprint
 from .process import Peers, me
+from .system import refusals
 
 
 class Attached(NamedTuple):
@@ -25,8 +26,13 @@ class Attached(NamedTuple):
 def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
     """Check and map an arena, and take a row of its reader table. `session`: the handle's; None accepts any.
 
-    Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull.
+    Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace.
     """
+    with refusals(f"attaching to arena {name!r}"):
+        return _attach(name, session, worker, timeout, peers)
+
+
+def _attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     text = control.manifest()
     if fingerprint(text) != header.fingerprint:

@@ -12,6 +12,7 @@ equally zero-copy and read-only, but torch does not know that the tensors are sh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -26,6 +27,7 @@ from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from .available import available_bytes
 from .process import Peers, pid_of
+from .system import close
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes
@@ -72,13 +74,18 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
         os.pwrite(fd, session, needed - STAMP_BYTES)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
-        _native.populate(writable.data_ptr(), needed)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
-        slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
-        _protect_in_children(slab, needed)
+        try:
+            _native.populate(writable.data_ptr(), needed)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
+            slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+            _protect_in_children(slab, needed)
+        except BaseException:
+            if owns_fd:
+                close(kept_fd)
+            raise
         return slab
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes) -> Slab:
@@ -103,7 +110,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
             )
         if status.st_uid != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
-        seals = fcntl.fcntl(opened, _F_GET_SEALS)
+        seals = _seals(opened)
         if seals & _SEALS != _SEALS:
             raise ArenaCorrupt(f"the slab has seals {seals:#x} but {_SEALS:#x} are needed; it is not an shmsync slab")
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
@@ -111,7 +118,16 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
             raise ArenaCorrupt(f"the slab carries session {stamp.hex()} but the header says {session.hex()}")
         return Slab(map_readonly(opened, expected_bytes), None, -1, inode)
     finally:
-        os.close(opened)
+        close(opened)
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a file that cannot be sealed
+            return 0
+        raise
 
 
 def _gone(owner: int) -> WriterDied | ArenaNotFound:
@@ -129,7 +145,7 @@ def release(slab: Slab) -> None:
     """Close what is not memory. The memory itself is freed with the last tensor over it."""
     if slab.owns_fd:
         _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
-        os.close(slab.fd)
+        close(slab.fd)
 
 
 def _protect_in_children(slab: Slab, size: int) -> None:
@@ -143,7 +159,9 @@ def _protect_in_children(slab: Slab, size: int) -> None:
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
         storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
-        return storage, storage._share_fd_cpu_()[0], False
+        kept = storage._share_fd_cpu_()[0]
+        os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
+        return storage, kept, False
     except (AttributeError, RuntimeError, TypeError) as error:
         _log_fallback(error)
         mapping = mmap.mmap(fd, size)
@@ -158,7 +176,7 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
             os.ftruncate(dummy, size)
             storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)  # type: ignore[attr-defined]
         finally:
-            os.close(dummy)
+            close(dummy)
         kept, kept_size = storage._share_fd_cpu_()
         if kept_size != size or os.fstat(kept).st_size != size:
             raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")

@@ -155,6 +155,7 @@ class Switchboard:
         earlier = self._lines.get(worker)
         if worker in self._unknown or worker in self.ended:
             self._know(worker, Peer(owner=owner))
+        self._peers[worker].introduce(owner)
         if not self._peers[worker].dead:
             self.ended.pop(worker, None)
         self._lines[worker] = caller
