@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import secrets
 import time
@@ -24,16 +25,22 @@ from .process import Peer, exists, me, pid_of
 from .system import refusals
 
 _MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
+_LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
+_ENTRY = 20  # bytes that tmpfs counts for an entry in the size of a folder
 
 
 def names() -> list[str]:
     """Every arena name on this machine, dead ones included. Raises NoSpace when that cannot be found out."""
-    prefix = PREFIX[1:]
     with refusals(f"listing {FOLDER}"):
-        try:
-            return sorted(entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix))
-        except FileNotFoundError:
-            return []
+        return sorted(_listed())
+
+
+def _listed() -> list[str]:
+    prefix = PREFIX[1:]
+    try:
+        return [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
+    except FileNotFoundError:
+        return []
 
 
 def owner_of(name: str) -> str:
@@ -74,24 +81,32 @@ def sweep(name: str) -> int | None:
 
 
 def sweep_some(seconds: float = _MOMENT) -> None:
-    """Remove segments of this user whose owners are proven dead, for so long. Never raises: it is no one's business.
+    """Remove segments of this user whose owners are proven dead, for so long. Never raises: it is a favour to others.
 
     It starts anywhere, so that each segment has its turn in the end.
     """
-    deadline = time.monotonic() + seconds
     try:
-        found = names()
+        if math.isfinite(seconds) and secrets.randbelow(_pages()):
+            return
+        found = _listed()
         start = secrets.randbelow(len(found)) if found else 0
-    except (ShmSyncError, OSError):
+    except (OSError, MemoryError):
         return
-    for name in found[start:] + found[:start]:
+    deadline = time.monotonic() + seconds
+    for number in range(len(found)):
         if time.monotonic() > deadline:
             break
+        name = found[(start + number) % len(found)]
         try:
             if _is_left_over(name):
                 sweep(name)
         except (ShmSyncError, OSError, MemoryError):
             continue
+
+
+def _pages() -> int:
+    """How many times _LISTED entries /dev/shm has, at least 1. Listing it takes 0.5 µs for each, whosever they are."""
+    return 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
 
 
 def _is_left_over(name: str) -> bool:
