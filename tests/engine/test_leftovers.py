@@ -19,11 +19,6 @@ MAGIC, ABI, OWNER, BOOT_ID, NAMESPACE = 0, 8, 40, 48, 64  # where they stand in 
 NOBODY = 4_194_303 << 42  # an owner word whose pid no process has
 
 
-def publish_and_die():
-    shmsync.Publisher(stamped(1))
-    os.kill(os.getpid(), 9)
-
-
 @pytest.fixture
 def dead(start, name):
     """The segment of a publisher that was killed, at a name that only its own test knows."""
@@ -81,7 +76,7 @@ for _ in range(40):
     pid = os.fork()
     if pid == 0:
         try:
-            shmsync.Publisher({"t": torch.ones(4)})
+            pub = shmsync.Publisher({"t": torch.ones(4)})
         except BaseException as error:
             print(repr(error), flush=True)
             os._exit(1)
