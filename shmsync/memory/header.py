@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import posix_ipc
@@ -49,14 +49,16 @@ class Header(NamedTuple):
 
 @contextmanager
 def opened(name: str) -> Iterator[int | None]:
-    """A descriptor of this arena's segment; None when there is none. Raises ArenaNotFound for another user's."""
+    """A descriptor of this arena's segment; None when there is none. Raises ArenaNotFound for one that may not be opened."""
     try:
         memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
     except posix_ipc.ExistentialError:
         yield None
         return
     except posix_ipc.PermissionsError as error:
-        raise ArenaNotFound(f"arena {name!r} belongs to another user; run the worker as that user") from error
+        raise ArenaNotFound(
+            f"uid {os.geteuid()} may not open the segment of arena {name!r}; run the worker as the user of its publisher"
+        ) from error
     try:
         yield memory.fd
     finally:
@@ -82,10 +84,8 @@ def stands_for(name: str, fd: int) -> bool:
 def unlink(name: str, fd: int) -> None:
     """Remove the name if it still stands for this segment."""
     if stands_for(name, fd):
-        try:
-            patient(lambda: posix_ipc.unlink_shared_memory(PREFIX + name))
-        except posix_ipc.ExistentialError:
-            pass
+        with suppress(FileNotFoundError):
+            os.unlink(FOLDER + PREFIX + name)
 
 
 def locked(fd: int) -> bool:

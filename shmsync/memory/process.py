@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from .. import _native
 from .._native import pid_of
-from .system import close
+from .system import close, poll
 
 
 class ProcessState(str, Enum):
@@ -103,7 +103,7 @@ class Peer:
         self.fd: int | None = None  # a pidfd, which poll() finds readable when the process has ended
         self._closing: weakref.finalize[..., Any] | None = None
         self._replaced = False  # by another program
-        self._dead = process is not None and process.exitcode is not None
+        self._dead = self._exit_code is not None
         if not self._dead:
             self._open()
 
@@ -153,12 +153,8 @@ class Peer:
     def _shows_its_end(self, seconds: float) -> bool:
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        try:
-            found = poller.poll(int(seconds * 1000))
-        except OSError:  # no memory for the wait: we could not find out
-            return False
         # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.
-        return any(events & select.POLLIN for _, events in found)
+        return any(events & select.POLLIN for _, events in poll(poller, int(seconds * 1000)))
 
     @property
     def finished(self) -> bool:
@@ -167,7 +163,7 @@ class Peer:
             return False
         try:
             self._process.join(1)  # a fork server reports the exit code a moment after the death
-        except ValueError:  # its close() was called
+        except (ValueError, OSError):  # its close() was called; or the system had no memory for the wait
             return False
         return self._exit_code == 0
 
@@ -175,7 +171,7 @@ class Peer:
     def _exit_code(self) -> int | None:
         try:
             return getattr(self._process, "exitcode", None)
-        except ValueError:
+        except (ValueError, OSError):  # its close() was called; or it could not be found out
             return None
 
     def close(self) -> None:

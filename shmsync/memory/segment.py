@@ -66,7 +66,12 @@ def create(name: str, size: int, **header: Any) -> Created:
     for _ in range(100):
         fd = _make(name)
         if fd is None:
-            owner = sweep(name)
+            try:
+                owner = sweep(name)
+            except ArenaNotFound as error:
+                raise ArenaExists(
+                    f"arena {name!r} exists, and uid {os.geteuid()} may not look whose it is; use another name"
+                ) from error
             if owner is not None:
                 raise ArenaExists(
                     f"arena {name!r} belongs to live process {owner}; close it there or use another name"

@@ -19,6 +19,7 @@ import mmap
 import os
 import warnings
 import weakref
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -158,7 +159,7 @@ def _protect_in_children(slab: Slab, size: int) -> None:
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
+        storage = _torch_storage(fd, size)
         kept = storage._share_fd_cpu_()[0]
         os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
         return storage, kept, False
@@ -168,13 +169,27 @@ def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
         return _over(mapping), os.dup(fd), True
 
 
+def _torch_storage(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
+    next_free = os.dup(fd)
+    close(next_free)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined,no-any-return]
+    except RuntimeError:
+        # torch forgets its duplicate when it cannot map it. Nobody else has this file yet.
+        with suppress(OSError):
+            if os.path.sameopenfile(next_free, fd):
+                close(next_free)
+        raise
+
+
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
     """A storage over a read-only mapping of `fd`; keeps one descriptor of its own."""
     try:
         dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(dummy, size)
-            storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)  # type: ignore[attr-defined]
+            storage = _torch_storage(dummy, size)
         finally:
             close(dummy)
         kept, kept_size = storage._share_fd_cpu_()

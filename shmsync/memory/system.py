@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -51,3 +53,12 @@ def close(fd: int) -> None:
     """Close a descriptor. Linux gives it back even where close() reports an error."""
     with suppress(OSError):
         os.close(fd)
+
+
+def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
+    """What poller.poll() finds; nothing where the system had no memory for the wait, which is news of nobody."""
+    try:
+        return poller.poll(milliseconds)
+    except OSError:
+        time.sleep(0.0005)
+        return []
