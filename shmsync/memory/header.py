@@ -49,7 +49,7 @@ class Header(NamedTuple):
 
 @contextmanager
 def opened(name: str) -> Iterator[int | None]:
-    """A descriptor of this arena's segment; None when there is none. Raises ArenaNotFound for one that may not be opened."""
+    """A descriptor of this arena's segment; None when there is none. Raises ArenaNotFound if it may not be opened."""
     try:
         memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
     except posix_ipc.ExistentialError:
@@ -57,7 +57,7 @@ def opened(name: str) -> Iterator[int | None]:
         return
     except posix_ipc.PermissionsError as error:
         raise ArenaNotFound(
-            f"uid {os.geteuid()} may not open the segment of arena {name!r}; run the worker as the user of its publisher"
+            f"uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its publisher"
         ) from error
     try:
         yield memory.fd

@@ -151,6 +151,7 @@ class Peer:
         return self._dead
 
     def _shows_its_end(self, seconds: float) -> bool:
+        assert self.fd is not None
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.

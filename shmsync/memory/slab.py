@@ -174,7 +174,7 @@ def _torch_storage(fd: int, size: int) -> torch.UntypedStorage:
     next_free = os.dup(fd)
     close(next_free)
     try:
-        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined,no-any-return]
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
     except RuntimeError:
         # torch forgets its duplicate when it cannot map it. Nobody else has this file yet.
         with suppress(OSError):

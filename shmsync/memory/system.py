@@ -50,7 +50,7 @@ def patient(call: Callable[[], T]) -> T:
 
 
 def close(fd: int) -> None:
-    """Close a descriptor. Linux gives it back even where close() reports an error."""
+    """Give a descriptor back. Linux does so even where the call reports an error."""
     with suppress(OSError):
         os.close(fd)
 

@@ -1,8 +1,10 @@
-"""A process that runs another program keeps its pid and its start time, and yet is another: its rows and names are freed."""
+"""A process that runs another program keeps pid and start time, and yet is another: its rows and names are freed."""
 
+import multiprocessing
 import os
 import subprocess
 from math import inf as for_ever
+from multiprocessing import resource_sharer
 
 import pytest
 
@@ -10,11 +12,14 @@ import shmsync
 from shmsync import _native
 from shmsync.memory import leftovers
 from shmsync.memory.process import Peer, ProcessState, me
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from shmsync.schemes.pipes.connection import Channel
 from support.calls import Call
 from support.engine import GONE, attach, begin_update, enter, look, open_arena, read
+from support.fault_scenarios import serve_scheme
 from support.processes import until
 from support.programs import Program, become_sleep, run_a_child, until_it_sleeps
-from support.weights import stamped
+from support.weights import Net, stamped
 
 
 def leave_by_exec(worker):
@@ -56,6 +61,38 @@ def test_joiner_takes_over_the_row_of_a_worker_that_execs(start):
         leave_by_exec(worker)
         assert joiner.call(attach, pub.handle, worker=6) == 1
         assert [reader.worker for reader in pub.readers()] == [6]
+
+
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_worker_of_a_scheme_that_execs_is_named_by_the_next_send(start, scheme):
+    """The end of its pipe stays open, as it does where a sibling or the new program has inherited it."""
+    worker, net = start(), Net(0)
+    ours, theirs = multiprocessing.Pipe()
+    worker.begin(serve_scheme, scheme(), theirs)
+    made = scheme()
+    try:
+        made.init_on_sender("policy", pipes=[ours], procs=[worker.process], model=net)
+        sender = made.get_sender()
+        assert sender.send(timeout=for_ever) == 1
+        until(lambda: answered_in_full(sender, ours))
+        worker.conn.send((become_sleep, (), {}))
+        until_it_sleeps(worker.pid)
+        with pytest.raises(shmsync.WorkerDied, match="another program") as caught:
+            sender.send(timeout=for_ever)
+        assert caught.value.missing == [0]
+    finally:
+        made.shutdown()
+        resource_sharer.stop()  # its thread has passed the pipe to the worker
+        for end in (ours, theirs):
+            end.close()
+
+
+def answered_in_full(sender, pipe):
+    """Has the worker said who it is? It does so in the answers that take the slow way."""
+    if Channel.of(pipe).role.peer._owner:
+        return True
+    sender.send({f"{key}": value for key, value in Net(0).state_dict().items()}, timeout=for_ever)
+    return False
 
 
 @pytest.mark.parametrize("slots", [1, 2])

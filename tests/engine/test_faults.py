@@ -1,4 +1,4 @@
-"""Each system call fails once, in turn: a call succeeds, or raises a typed error and has changed nothing. See support/faults.py."""
+"""Each system call fails once: shmsync's call succeeds, or raises a typed error and has changed nothing."""
 
 import os
 import re

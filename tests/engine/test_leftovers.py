@@ -1,4 +1,4 @@
-"""Killed publishers leave their control segments. The next publisher of this user removes them, whatever their names."""
+"""Killed publishers leave their control segments. The next publisher removes them, whatever their names."""
 
 import os
 import shutil

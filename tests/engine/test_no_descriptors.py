@@ -6,7 +6,6 @@ import shmsync
 from support.descriptors import attach_and_detach, open_and_close, open_descriptors, poor, run_command, states
 from support.engine import attach, begin_update, enter, leave, look, open_arena, publish, read, wait_version
 from support.processes import segment_path
-from support.weights import stamped
 
 FREE = range(12)  # from none to more than any call needs
 

@@ -452,7 +452,7 @@ class Send(Scenario):
         found = self.worker.interrupt(nothing)
         wanted = list(self.net.parameters())
         self.ours.close()
-        self.made = self.sender = None
+        self.made = self.sender = self.ours = None
         need(all(map(torch.equal, found, wanted)), "the worker has something else")
 
 
@@ -525,7 +525,7 @@ class Receive(Scenario):
         self.trainer.result()
         self.made.shutdown()
         self.ours.close()
-        self.made = self.receiver = self.model = None
+        self.made = self.receiver = self.model = self.ours = None
 
 
 class ReceiveFromAnArena(Receive):

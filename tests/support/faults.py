@@ -1,4 +1,6 @@
-"""Every system call of a scenario fails once, in turn: `python -m support.faults SCENARIOS CASES SEED`, with faults.c preloaded.
+"""Every system call of a scenario fails once, in turn, in a process that has faults.c preloaded.
+
+    python -m support.faults SCENARIO,SCENARIO... CASES SEED
 
 A scenario is a call of shmsync and what must hold afterwards. It runs once to see which system calls it makes, and
 then once for each (system call, error that it can give, position). The call succeeds, or raises a typed error, has
@@ -46,7 +48,6 @@ ERRORS = {
     "fstat": "ENOMEM",
     "socket": "EMFILE ENFILE ENOMEM",
     "connect": "EINTR EAGAIN EACCES",
-    "accept": "EMFILE ENFILE EINTR EAGAIN",
     "sendmsg": "EINTR EAGAIN ENOMEM",
     "recvmsg": "EINTR EAGAIN ENOMEM",
     "recv": "EINTR EAGAIN ENOMEM",
