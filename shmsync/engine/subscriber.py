@@ -45,7 +45,8 @@ class Subscriber(ReadPath):
         timeout: default for this subscriber's waits, in seconds; math.inf waits for ever.
 
     Raises:
-        ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull; WriterBusy when an in-place update takes too long.
+        ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace; WriterBusy when an in-place update takes too
+            long.
 
     Sections nest. The outermost one of a thread keeps the other threads out, so use one Subscriber per thread that
     reads in parallel. A context manager.

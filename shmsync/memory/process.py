@@ -11,6 +11,7 @@ threads run on. Whatever cannot be found out, for lack of a descriptor or of mem
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -83,6 +84,15 @@ def _identity(pid: int, forks: int) -> Identity:
 def me() -> Identity:
     """Identity of the calling process; correct in a forked child too."""
     return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
+
+
+def dead_parent() -> int | None:
+    """The pid of the process that started this one through multiprocessing, if it has ended; else None."""
+    parent = multiprocessing.parent_process()
+    try:
+        return parent.pid if parent is not None and not parent.is_alive() else None
+    except OSError:  # no memory for the look: we could not find out
+        return None
 
 
 class Peer:

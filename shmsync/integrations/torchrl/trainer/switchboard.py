@@ -16,6 +16,7 @@ from ....engine.outcome import Failure
 from ....engine.pickling import small
 from ....memory.process import Peer
 from ....memory.segment import Handle
+from ....memory.system import poll
 from ..lines import RING, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
@@ -75,7 +76,7 @@ class Switchboard:
         if self._unknown:
             self._find_processes()
         reports: list[Report] = []
-        for fd, _ in self._poll.poll(0):
+        for fd, _ in poll(self._poll, 0):
             handler = self._handlers.get(fd)
             if handler is not None:
                 reports += handler()
