@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from .errors import ShmSyncError
-from .memory import segment
+from .memory import leftovers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: that of sys.argv); returns the exit status."""
     parser = argparse.ArgumentParser(prog="shmsync", description="Zero-copy weight sync on one machine.")
-    parser.add_argument("--version", action="version", version=version("shmsync"))
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
     commands.add_parser("list", help="the arenas on this machine, and who publishes them")
@@ -24,7 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _demo(rest)
     if rest:
         parser.error(f"unrecognised arguments: {' '.join(rest)}")
-    return _list() if arguments.command == "list" else _gc()
+    try:
+        return _list() if arguments.command == "list" else _gc()
+    except ShmSyncError as error:
+        print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+class _Version(argparse.Action):
+    """Looked up when it is asked for, so that the other commands need no file for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(version("shmsync"))
+        parser.exit()
 
 
 def _demo(arguments: list[str]) -> int:
@@ -37,18 +49,18 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _list() -> int:
-    names = segment.names()
+    names = leftovers.names()
     for name in names:
-        print(f"{name}\t{segment.owner_of(name)}")
+        print(f"{name}\t{leftovers.owner_of(name)}")
     if not names:
         print("no arenas")
     return 0
 
 
 def _gc() -> int:
-    for name in segment.names():
+    for name in leftovers.names():
         try:
-            owner = segment.sweep(name)
+            owner = leftovers.sweep(name)
         except ShmSyncError as error:
             print(f"kept {name}: {error}")
             continue

@@ -4,7 +4,7 @@
     ├── ArenaNotFound      no arena of that name (any more)
     ├── ArenaExists        a live publisher has the name
     ├── ArenaCorrupt       the segment is not what its header says
-    ├── NoSpace            not enough memory for the slots; nothing was created
+    ├── NoSpace            no memory, descriptor or room in /dev/shm is left; nothing was changed
     ├── ManifestMismatch   keys, shapes, dtypes or devices differ; nothing was written          (ValueError)
     ├── WriterBusy         a concurrent writer call, or a reader could not enter in time        (TimeoutError)
     ├── WriterDied         the publisher is gone, and what was asked for needs it
@@ -57,7 +57,7 @@ class ArenaCorrupt(ShmSyncError):
 
 
 class NoSpace(ShmSyncError):
-    """Not enough memory for the arena; nothing was created."""
+    """Memory, descriptors or room in /dev/shm do not suffice for the call; nothing was changed."""
 
 
 class ManifestMismatch(ShmSyncError, ValueError):

@@ -80,7 +80,7 @@ void populate(std::uintptr_t address, std::size_t bytes) {
 #endif
   if (madvise(reinterpret_cast<void*>(address), bytes, MADV_POPULATE_WRITE) == 0) return;
   auto* page = reinterpret_cast<volatile unsigned char*>(address);
-  for (std::size_t i = 0; i < bytes; i += 4096) page[i] = 0;
+  for (std::size_t i = 0; i < bytes; i += 4096) page[i] = page[i];  // what is written there already stays
 }
 
 nb::object read_identity(int fd) {
@@ -121,6 +121,14 @@ nb::object read_identity(int fd) {
 std::uint64_t fork_generation() { return g_forks.load(std::memory_order_relaxed); }
 
 void bind_memory(nb::module_& m) {
+  // What the system refused reaches Python as an OSError with its errno.
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+  });
   pthread_atfork(nullptr, nullptr, in_child);
 
   m.attr("MAGIC") = kMagic;
@@ -139,7 +147,11 @@ void bind_memory(nb::module_& m) {
       "manifest_offset", [](std::uint32_t slots) { return Layout::of(slots, 0, 0).manifest_offset; }, "slots"_a,
       "Where the manifest's JSON starts, in bytes from the start of the segment.");
   m.attr("MAX_VERSION") = kMaxVersion;
-  m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a, "The owner word of a process.");
+  m.def("pack_owner", &pack_owner, "pid"_a, "start_ticks"_a, "image"_a, "The owner word of a program in a process.");
+  m.def("image_from", &image_from<std::vector<std::uint64_t>>, "words"_a,
+        "The image of a program, from where its parts begin in memory; 0 when that is hidden.");
+  m.def("may_be_same_owner", &may_be_same_owner, "a"_a, "b"_a,
+        "Can these owner words be of the same program in the same process? An unknown image may be any.");
   m.def("pid_of", &pid_of, "owner"_a, "The pid in an owner word.");
   m.def("fork_generation", &fork_generation, "Number of forks between the load of this module and this process.");
   m.def("protect_in_children", &protect_in_children, "address"_a, "bytes"_a, "fd"_a,

@@ -17,6 +17,13 @@ int poll_for(std::span<pollfd> polled, std::chrono::nanoseconds timeout) {
   return ::ppoll(polled.data(), polled.size(), &limit, nullptr);
 }
 
+// Does this error of a socket mean that nobody is at the other end? All others (no memory, no buffers) pass: the caller
+// tries again when it looks the next time.
+bool means_the_end(int error) {
+  return error == ECONNRESET || error == EPIPE || error == ENOTCONN || error == ECONNABORTED || error == ESHUTDOWN ||
+         error == ETIMEDOUT || error == EBADF || error == ENOTSOCK;
+}
+
 }  // namespace
 
 std::string header_of(std::size_t size) {
@@ -56,7 +63,7 @@ bool Outbox::flush(int fd) {
     const auto sent = ::sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      if (errno == EAGAIN || errno == EWOULDBLOCK) return true;
+      if (!means_the_end(errno)) return true;
       frames_.clear();
       return false;
     }
@@ -71,7 +78,7 @@ std::int64_t receive(int fd, char* to, std::size_t size) {
     const auto got = ::recv(fd, to, size, MSG_DONTWAIT);
     if (got >= 0) return got;
     if (errno == EINTR) continue;
-    return errno == EAGAIN || errno == EWOULDBLOCK ? -1 : 0;
+    return means_the_end(errno) ? 0 : -1;
   }
 }
 

@@ -19,9 +19,9 @@
 
 namespace shmsync::test {
 
-inline constexpr std::uint64_t kWriter = pack_owner(1, 1);
+inline constexpr std::uint64_t kWriter = pack_owner(1, 1, 1);
 
-inline std::uint64_t reader_id(std::uint32_t i) { return pack_owner(100 + i, 7); }
+inline std::uint64_t reader_id(std::uint32_t i) { return pack_owner(100 + i, 7, 1); }
 
 struct Memory {
   explicit Memory(std::uint32_t slot_count, std::uint32_t reader_count)

@@ -1,5 +1,6 @@
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "fixture.hpp"
 
@@ -71,6 +72,33 @@ void reaping_takes_only_the_dead_owners_row() {
   CHECK(!memory.table.reap(0, reader_id(0), kWriter));  // a second reaper comes too late
 }
 
+void an_owner_word_tells_programs_and_processes_apart() {
+  constexpr std::uint64_t kPid = 4'194'303, kTicks = 0x3ff'ffff'ffff, kImage = 0xf'ffff;
+  constexpr auto owner = pack_owner(kPid, kTicks, kImage);
+  CHECK(pid_of(owner) == kPid && image_of(owner) == kImage);
+  CHECK(may_be_same_owner(owner, owner));
+  CHECK(!may_be_same_owner(owner, pack_owner(kPid - 1, kTicks, kImage)));
+  CHECK(!may_be_same_owner(owner, pack_owner(kPid, kTicks - 1, kImage)));
+  CHECK(!may_be_same_owner(owner, pack_owner(kPid, kTicks, kImage - 1)));
+  CHECK(may_be_same_owner(owner, pack_owner(kPid, kTicks, 0)));
+  CHECK(may_be_same_owner(pack_owner(kPid, kTicks, 0), owner));
+  CHECK(!may_be_same_owner(owner, pack_owner(kPid, kTicks - 1, 0)));
+}
+
+// Every word counts, none may be hidden, and the image fits and is never 0.
+void an_image_comes_from_all_of_its_words() {
+  using Words = std::vector<std::uint64_t>;
+  std::set<std::uint64_t> images;
+  constexpr std::uint64_t kBegin = 0x5555'5555'4000, kPage = 4096;
+  for (std::uint64_t i = 0; i < 1000; ++i)
+    images.insert(image_from(Words{kBegin + i * kPage, kBegin + (i + 9) * kPage, 0x7ffc'0000'0000 - 16 * i}));
+  CHECK(images.size() > 990);
+  CHECK(*images.begin() > 0 && *images.rbegin() < 1u << kImageBits);
+  CHECK(image_from(Words{2, 3, 4}) != image_from(Words{2, 3, 5}) &&
+        image_from(Words{2, 3, 4}) != image_from(Words{3, 2, 4}));
+  CHECK(image_from(Words{0, 3, 4}) == 0 && image_from(Words{2, 3, 1}) == 0);
+}
+
 // Claimers, a reaper and take-overs at once: a row never has two owners that both think they got it.
 void one_winner_per_row() {
   constexpr std::uint32_t kRows = 4, kThreads = 4, kRounds = 3000;
@@ -106,5 +134,7 @@ int main() {
   an_ack_outlives_its_reader_until_the_next_claim();
   an_ack_is_never_taken_for_another_workers();
   reaping_takes_only_the_dead_owners_row();
+  an_owner_word_tells_programs_and_processes_apart();
+  an_image_comes_from_all_of_its_words();
   one_winner_per_row();
 }

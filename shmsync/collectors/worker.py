@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import random
 import select
 from collections import deque
@@ -18,6 +17,8 @@ import torch
 
 from ..engine.outcome import Failure
 from ..errors import WriterDied
+from ..memory.process import dead_parent
+from ..memory.system import poll
 from ..schemes import WeightSyncScheme
 from .buffers import Buffers, BufferSpec
 from .rollout import Rollout
@@ -100,15 +101,14 @@ class _Worker:
 
     def _next(self) -> tuple[str, Any]:
         """The next command; weights are applied meanwhile."""
-        parent = multiprocessing.parent_process()
         while not self._commands:
-            if not self._look(1000) and parent is not None and not parent.is_alive():
+            if not self._look(1000) and dead_parent() is not None:
                 raise EOFError
         return self._commands.popleft()
 
     def _look(self, milliseconds: int) -> bool:
         """Apply weights and queue commands that arrive within that time. Has anything arrived?"""
-        ready = self._poll.poll(milliseconds)
+        ready = poll(self._poll, milliseconds)
         for fd, _ in ready:
             if fd == self._weights_fd:
                 self._receiver.receive(0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Container, Iterable, Sequence
 from multiprocessing import util
@@ -369,8 +368,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) ->
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     """End the arena. Holds no Publisher, so that it can run when that is collected, and at exit."""
     side.writer.close()
-    segment.unlink(side.name, fd)
-    os.close(fd)
+    segment.withdraw(side.name, fd)
     side.peers.close()
     if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()

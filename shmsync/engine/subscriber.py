@@ -64,7 +64,8 @@ class Subscriber(ReadPath):
             wait_version(); sections warn, and read the old weights on.
 
     Raises:
-        ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull; WriterBusy when an in-place update takes too long.
+        ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace; WriterBusy when an in-place update takes too
+            long.
 
     Sections nest. The outermost one of a thread keeps the other threads out, so use one Subscriber per thread that
     reads in parallel. A context manager.

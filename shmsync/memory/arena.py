@@ -17,6 +17,7 @@ from . import segment, slab
 from .manifest import Key, Manifest, fingerprint
 from .process import me
 from .slab import Slab
+from .system import refusals
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -132,6 +133,11 @@ class Arena:
 
 def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
     """Make an arena; nobody can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists."""
+    with refusals(f"creating arena {name!r}"):
+        return _create(name, manifest, slots, max_readers)
+
+
+def _create(name: str, manifest: Manifest, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
     session = secrets.token_bytes(16)
     text = manifest.to_json()
     here = me()

@@ -12,6 +12,7 @@ from .arena import Arena
 from .exiting import exiting, watch_exit
 from .manifest import Manifest, fingerprint
 from .process import Peers, me
+from .system import refusals
 
 
 class Attached(NamedTuple):
@@ -26,9 +27,14 @@ class Attached(NamedTuple):
 def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
     """Check and map an arena, and take a row of its reader table. `session`: the handle's; None accepts any.
 
-    Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull.
+    Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace.
     """
     watch_exit()
+    with refusals(f"attaching to arena {name!r}"):
+        return _attach(name, session, worker, timeout, peers)
+
+
+def _attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     manifest = manifest_of(name, control, header)
     size = slab.slab_bytes(header.slots, header.slot_bytes)

@@ -6,6 +6,7 @@ for lack of memory. So its size is first compared with the memory that the machi
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,10 @@ def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path
 
 
 def _cgroup_room(proc: Path, root: Path) -> list[int]:
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
+    text = _content(proc)
+    if text is None:
         return []
+    lines = text.splitlines()
     room: list[int] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -48,13 +49,24 @@ def _walk(root: Path, path: str, limit_name: str, usage_name: str, reclaimable: 
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, reclaimable: str) -> int | None:
-    try:
-        limit_text = (folder / limit_name).read_text().strip()
-        if limit_text == "max" or int(limit_text) >= _UNLIMITED:
-            return None
-        usage = int((folder / usage_name).read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
+    limit_text, usage, details = (_content(folder / name) for name in (limit_name, usage_name, "memory.stat"))
+    if limit_text is None or usage is None or details is None:
         return None
-    # The kernel reclaims the page cache of files before it kills anything.
-    return max(0, int(limit_text) - usage + int(statistics.get(reclaimable, 0)))
+    try:
+        if limit_text.strip() == "max" or int(limit_text) >= _UNLIMITED:
+            return None
+        statistics = dict(line.split() for line in details.splitlines())
+        # The kernel reclaims the page cache of files before it kills anything.
+        return max(0, int(limit_text) - int(usage) + int(statistics.get(reclaimable, 0)))
+    except ValueError:
+        return None
+
+
+def _content(path: Path) -> str | None:
+    """None where there is no such limit, or none that this process may see; OSError if that could not be found out."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
+            raise
+        return None

@@ -1,12 +1,17 @@
 """Who a process is, and whether it still lives.
 
-Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + boot id: a pid alone is reused, and creation times
-computed from the wall clock move with it. Liveness is a pidfd: open it, then compare the ticks, then poll it.
-Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z while its threads run on.
+Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id. A pid alone is reused, and creation
+times computed from the wall clock move with it. The image stands for the program that the process runs: exec keeps pid
+and start ticks, and drops all that the program before had mapped (docs/adr/0021-an-image-in-the-owner-word.md).
+
+Liveness is a pidfd: open it, then compare the owner word, then poll it, and compare again when it shows no end, since
+a pidfd survives exec. Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z while its
+threads run on. Whatever cannot be found out, for lack of a descriptor or of memory, counts as alive.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -18,6 +23,7 @@ from typing import Any, NamedTuple
 
 from .. import _native
 from .._native import pid_of
+from .system import close, poll
 
 
 class ProcessState(str, Enum):
@@ -31,20 +37,41 @@ class ProcessState(str, Enum):
 class Identity(NamedTuple):
     """Who this process is, as it is written into what it owns."""
 
-    owner: int  # its owner word: pid and start ticks, see native/include/shmsync/layout.hpp
+    owner: int  # its owner word: pid, start ticks and image, see native/include/shmsync/layout.hpp
     boot_id: bytes
     pid_namespace: int
 
 
+# Of /proc/<pid>/stat, counted from its third field: start and end of the code, start of the stack, start and end of the
+# data, start of the heap. Not the addresses of arguments and environment, which programs that rename themselves move.
+_STATE, _TICKS, _IMAGE = 0, 19, (23, 24, 25, 42, 43, 44)
+
+
 def _stat_fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        text = file.read().decode("utf-8", "replace")
+    fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        text = os.read(fd, 4096).decode("utf-8", "replace")
+    finally:
+        close(fd)
     return text[text.rindex(")") + 2 :].split()  # the name before it may hold spaces and parentheses
 
 
 def owner_word(pid: int) -> int:
-    """The owner word of the process that has this pid now; raises OSError when there is none."""
-    return int(_native.pack_owner(pid, int(_stat_fields(pid)[19])))
+    """The owner word of what runs under this pid now; raises OSError when there is nothing."""
+    fields = _stat_fields(pid)
+    image = _native.image_from([int(fields[number]) for number in _IMAGE]) if len(fields) > max(_IMAGE) else 0
+    return int(_native.pack_owner(pid, int(fields[_TICKS]), image))
+
+
+def exists(pid: int) -> bool:
+    """Is there any process of this pid?"""
+    try:
+        os.kill(pid, 0)  # sends nothing, and needs no descriptor
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @lru_cache(maxsize=4)
@@ -59,8 +86,20 @@ def me() -> Identity:
     return _identity(os.getpid(), _native.fork_generation())  # a grandchild may get an ancestor's pid again
 
 
+def dead_parent() -> int | None:
+    """The pid of the process that started this one through multiprocessing, if it has ended; else None."""
+    parent = multiprocessing.parent_process()
+    try:
+        return parent.pid if parent is not None and not parent.is_alive() else None
+    except OSError:  # no memory for the look: we could not find out
+        return None
+
+
 class Peer:
-    """Another process, known by its owner word or by its multiprocessing.Process.
+    """Another process, known by its owner word or by its multiprocessing.Process, or by both.
+
+    One that is known by its owner word ends when it runs another program, too. A Process alone says nothing of that: it
+    may be a script that is about to run the worker's own program.
 
     Raises ValueError for a Process that is not started.
     """
@@ -73,9 +112,15 @@ class Peer:
             raise ValueError("this worker process is not started; call its start() first")
         self.fd: int | None = None  # a pidfd, which poll() finds readable when the process has ended
         self._closing: weakref.finalize[..., Any] | None = None
-        self._dead = process is not None and process.exitcode is not None
+        self._replaced = False  # by another program
+        self._dead = self._exit_code is not None
         if not self._dead:
             self._open()
+
+    def introduce(self, owner: int) -> None:
+        """The program in this Process has said who it is. Does nothing when that is another process, or known."""
+        if not self._owner and pid_of(owner) == self.pid:
+            self._owner = owner
 
     def _open(self) -> None:
         try:
@@ -83,18 +128,23 @@ class Peer:
         except ProcessLookupError:
             self._dead = True
         except OSError:  # no descriptor is free, or this sandbox has no pidfd
-            self._dead = not self._has_its_pid()
+            self._dead = not self._may_be_itself()
         else:
-            self._closing = weakref.finalize(self, os.close, self.fd)
-            self._dead = not self._has_its_pid()  # the pid may have been reused before we opened it
+            self._closing = weakref.finalize(self, close, self.fd)
+            self._dead = not self._may_be_itself()  # the pid may have been reused before we opened it
 
-    def _has_its_pid(self) -> bool:
-        try:
-            return self._process is not None or owner_word(self.pid) == self._owner
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        except OSError:  # we could not find out, which does not mean dead
+    def _may_be_itself(self) -> bool:
+        """False if the pid is somebody else's now, or nobody's, or runs another program."""
+        if not self._owner:
             return True
+        try:
+            found = owner_word(self.pid)
+        except (FileNotFoundError, ProcessLookupError):  # it is gone; or hidden from us, but there
+            return exists(self.pid) and (self.fd is None or not self._shows_its_end(0))
+        except (OSError, ValueError):  # we could not find out, which does not mean dead
+            return True
+        self._replaced = not _native.may_be_same_owner(found, self._owner)
+        return not self._replaced
 
     @property
     def dead(self) -> bool:
@@ -107,11 +157,15 @@ class Peer:
             if self.fd is None:
                 self._open()
             else:
-                poller = select.poll()
-                poller.register(self.fd, select.POLLIN)
-                # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.
-                self._dead = any(events & select.POLLIN for _, events in poller.poll(int(seconds * 1000)))
+                self._dead = self._shows_its_end(seconds) or not self._may_be_itself()
         return self._dead
+
+    def _shows_its_end(self, seconds: float) -> bool:
+        assert self.fd is not None
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.
+        return any(events & select.POLLIN for _, events in poll(poller, int(seconds * 1000)))
 
     @property
     def finished(self) -> bool:
@@ -120,7 +174,7 @@ class Peer:
             return False
         try:
             self._process.join(1)  # a fork server reports the exit code a moment after the death
-        except ValueError:  # its close() was called
+        except (ValueError, OSError):  # its close() was called; or the system had no memory for the wait
             return False
         return self._exit_code == 0
 
@@ -128,7 +182,7 @@ class Peer:
     def _exit_code(self) -> int | None:
         try:
             return getattr(self._process, "exitcode", None)
-        except ValueError:
+        except (ValueError, OSError):  # its close() was called; or it could not be found out
             return None
 
     def close(self) -> None:
@@ -140,7 +194,7 @@ class Peer:
     def __str__(self) -> str:
         code = self._exit_code
         if code is None:
-            return f"pid {self.pid}"
+            return f"pid {self.pid}, which runs another program now" if self._replaced else f"pid {self.pid}"
         if code < 0:
             try:
                 return f"pid {self.pid}, killed by {signal.Signals(-code).name}"
@@ -172,11 +226,9 @@ class Peers:
         if not self.alive(owner):
             return ProcessState.DEAD
         try:
-            letter = _stat_fields(pid_of(owner))[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return ProcessState.DEAD
-        except OSError:
-            return ProcessState.LIVE
+            letter = _stat_fields(pid_of(owner))[_STATE]
+        except (OSError, ValueError):
+            return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
         return ProcessState.STOPPED if letter in "Tt" else ProcessState.LIVE
 
     def keep_only(self, owners: set[int]) -> None:

@@ -1,29 +1,34 @@
 """The control segment: a small named shared-memory object that tells where the slab is and which version is current.
 
-Names: arena "policy" is the POSIX shared-memory object /shmsync.policy. The creator holds an flock on the segment
-until it is ready. Who gets the lock of a segment that is not ready, or whose owner is dead, may sweep (remove) it.
+The creator holds an flock on the segment until it is ready; leftovers.py says what that is for.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import math
 import os
 import re
 import secrets
 import time
+import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 import posix_ipc
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
+from .header import FOLDER, PREFIX, Header, locked, opened, read, stands_for, unlink
+from .leftovers import sweep, sweep_some
 from .process import Peer, me, pid_of
+from .system import close, patient
 
-PREFIX = "/shmsync."
-_FOLDER = "/dev/shm"
+T = TypeVar("T")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -32,32 +37,6 @@ class Handle(NamedTuple):
 
     name: str
     session: bytes
-
-
-class Header(NamedTuple):
-    """The header of a segment as it was read, not checked yet; see Identity in native/include/shmsync/layout.hpp."""
-
-    ready: bool
-    magic: int
-    abi: int
-    endian: int
-    segment_bytes: int
-    file_bytes: int  # size of the file; attach() wants it equal to segment_bytes
-    session: bytes
-    owner: int
-    boot_id: bytes
-    pid_namespace: int
-    slots: int
-    readers: int
-    slot_bytes: int
-    slab_kind: int
-    slab_fd: int
-    slab_inode: int
-    manifest_offset: int
-    manifest_bytes: int
-    fingerprint: int
-    crc: int
-    covered: bytes  # the bytes that the crc covers
 
 
 class Created(NamedTuple):
@@ -82,33 +61,36 @@ def check_name(name: str) -> str:
 
 
 def create(name: str, size: int, **header: Any) -> Created:
-    """Make the segment of an arena. Raises ArenaExists when a live publisher has the name; sweeps a dead one's."""
+    """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace."""
+    sweep_some()
     for _ in range(100):
-        try:
-            memory = posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600)
-        except posix_ipc.ExistentialError:
-            owner = sweep(name)
+        fd = _make(name)
+        if fd is None:
+            try:
+                owner = sweep(name)
+            except ArenaNotFound as error:
+                raise ArenaExists(
+                    f"arena {name!r} exists, and uid {os.geteuid()} may not look whose it is; use another name"
+                ) from error
             if owner is not None:
-                raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name") from None
-            continue
-        fcntl.flock(memory.fd, fcntl.LOCK_EX)
-        if not _named(name, memory.fd):  # a sweeper locked and removed it between our two calls
-            os.close(memory.fd)
+                raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
             continue
         try:
-            _allocate(memory.fd, size)
-            return Created(_native.Control.create(fd=memory.fd, **header), memory.fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
+                _allocate(fd, size)
+                return Created(_native.Control.create(fd=fd, **header), fd)
         except BaseException:
-            unlink(name, memory.fd)
-            os.close(memory.fd)
+            withdraw(name, fd)
             raise
+        close(fd)
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
 
 
 def _whose(name: str, owner: int) -> str:
     """Whose it is, and what to do about it; of a name that is taken."""
-    with _opened(name) as fd:
-        header = None if fd is None else _read(fd)
+    with opened(name) as fd:
+        header = None if fd is None else read(fd)
     here = me()
     if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
         return "belongs to a Publisher of this process; close() that one first"
@@ -117,20 +99,51 @@ def _whose(name: str, owner: int) -> str:
     return f"belongs to live process {owner}; close it there"
 
 
+def session_of(name: str) -> bytes | None:
+    """The session of the arena of this name; None when there is none that is ready."""
+    with opened(name) as fd:
+        header = None if fd is None else read(fd)
+    return header.session if header is not None and header.ready else None
+
+
+def _make(name: str) -> int | None:
+    """A descriptor of a new segment of this name; None when there is one."""
+    try:
+        return _with_room_for(
+            lambda: patient(lambda: int(posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600).fd))
+        )
+    except posix_ipc.ExistentialError:
+        return None
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(errno.EACCES, f"no segment may be made in {FOLDER}") from error
+
+
 def _allocate(fd: int, size: int) -> None:
     try:
-        os.posix_fallocate(fd, 0, size)  # ftruncate alone would leave a SIGBUS for later
+        _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
     except OSError as error:
         raise NoSpace(
-            f"the control segment needs {size:,} bytes of /dev/shm but got: {error.strerror}; make /dev/shm larger, or "
-            "remove what killed publishers left there with `shmsync gc`"
+            f"the control segment needs {size:,} bytes of {FOLDER} but got: {error.strerror}; make it larger, or "
+            "close other publishers. What killed ones left there was removed already"
         ) from error
+
+
+def _with_room_for(call: Callable[[], T]) -> T:
+    """Call it, and once more when /dev/shm was full of what dead publishers left."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    sweep_some(math.inf)
+    return call()
 
 
 def make_ready(created: Created) -> None:
     """Let subscribers attach, and release the creator's lock."""
     created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
-    fcntl.flock(created.fd, fcntl.LOCK_UN)
+    with suppress(OSError):  # it is ready, so nobody asks for the lock
+        fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 
 def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
@@ -138,8 +151,8 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
     check_name(name)
     unlocked_since: float | None = None
     while True:
-        with _opened(name) as fd:
-            header = None if fd is None else _read(fd)
+        with opened(name) as fd:
+            header = None if fd is None else read(fd)
             if fd is None or (header is not None and header.ready):
                 if fd is None or header is None:
                     raise ArenaNotFound(
@@ -153,7 +166,7 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
                 _check_header(name, header)
                 control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
                 return control, header
-            unlocked_since = None if _locked(fd) else unlocked_since or time.monotonic()
+            unlocked_since = None if locked(fd) else unlocked_since or time.monotonic()
             if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
                 raise WriterDied(
                     f"the publisher of arena {name!r} died while it was creating the arena; start it again"
@@ -163,86 +176,22 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
         time.sleep(0.001)
 
 
-def _locked(fd: int) -> bool:
-    """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
+def withdraw(name: str, fd: int) -> None:
+    """Remove the name if it still stands for this segment, and close the descriptor."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
-
-
-def unlink(name: str, fd: int) -> None:
-    """Remove the name if it still stands for this segment."""
-    if _named(name, fd):
         try:
-            posix_ipc.unlink_shared_memory(PREFIX + name)
-        except posix_ipc.ExistentialError:
-            pass
-
-
-def sweep(name: str) -> int | None:
-    """Remove the segment if its owner is dead. Returns the pid of a live owner; None when the name is free now."""
-    with _opened(name) as fd:
-        if fd is None:
-            return None
-        header = _read(fd)
-        if header is not None and header.ready and _may_live(header):
-            return pid_of(header.owner)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its creator is at work
-            return pid_of(header.owner) if header else 0
-        header = _read(fd)
-        if header is not None and header.ready and _may_live(header):
-            return pid_of(header.owner)
-        unlink(name, fd)
-        return None
-
-
-def session_of(name: str) -> bytes | None:
-    """The session of the arena of this name; None when there is none that is ready."""
-    with _opened(name) as fd:
-        header = None if fd is None else _read(fd)
-    return header.session if header is not None and header.ready else None
-
-
-def names() -> list[str]:
-    """Every arena name on this machine, dead ones included."""
-    prefix = PREFIX[1:]
-    try:
-        return sorted(entry[len(prefix) :] for entry in os.listdir(_FOLDER) if entry.startswith(prefix))
-    except FileNotFoundError:
-        return []
-
-
-def owner_of(name: str) -> str:
-    """One line about the process behind a name."""
-    try:
-        with _opened(name) as fd:
-            header = None if fd is None else _read(fd)
-    except ArenaNotFound:
-        return "another user's"
-    if header is None or not header.ready:
-        return "not ready"
-    pid = pid_of(header.owner)
-    return f"pid {pid}" if _may_live(header) else f"pid {pid}, dead: `shmsync gc` removes it"
-
-
-def _read(fd: int) -> Header | None:
-    fields: dict[str, Any] | None = _native.read_identity(fd)
-    return None if fields is None else Header(**fields)
-
-
-def _may_live(header: Header) -> bool:
-    """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
-    here = me()
-    if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
-        return False
-    if header.pid_namespace != here.pid_namespace:
-        return True
-    return not Peer(owner=header.owner).dead
+            unlink(name, fd)
+        except OSError:
+            unlink(name, fd)  # the system had no memory for a moment, say
+    except OSError as error:
+        warnings.warn(
+            f"arena {name!r} is closed, but its control segment stays in {FOLDER}: {error}; `shmsync gc` removes it "
+            "when this process has ended",
+            ResourceWarning,
+            stacklevel=2,
+        )
+    finally:
+        close(fd)
 
 
 def _check_header(name: str, header: Header) -> None:
@@ -272,28 +221,3 @@ _NEXT: dict[type[Exception], str] = {
     ArenaCorrupt: "both sides must run the same shmsync version; otherwise remove it with `shmsync gc`",
     ArenaNotFound: "run publisher and subscriber in the same container or virtual machine",
 }
-
-
-@contextmanager
-def _opened(name: str) -> Iterator[int | None]:
-    try:
-        memory = posix_ipc.SharedMemory(PREFIX + name)
-    except posix_ipc.ExistentialError:
-        yield None
-        return
-    except posix_ipc.PermissionsError as error:
-        raise ArenaNotFound(f"arena {name!r} belongs to another user; run the worker as that user") from error
-    try:
-        yield memory.fd
-    finally:
-        os.close(memory.fd)
-
-
-def _named(name: str, fd: int) -> bool:
-    """Does the name still stand for the segment behind this descriptor?"""
-    try:
-        named = os.stat(_FOLDER + PREFIX + name)
-    except FileNotFoundError:
-        return False
-    opened = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)

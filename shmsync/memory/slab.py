@@ -12,12 +12,14 @@ equally zero-copy and read-only, but torch does not know that the tensors are sh
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import mmap
 import os
 import warnings
 import weakref
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from .available import available_bytes
 from .process import Peers, pid_of
+from .system import close
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes
@@ -72,13 +75,18 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
         os.pwrite(fd, session, needed - STAMP_BYTES)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
-        _native.populate(writable.data_ptr(), needed)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
-        slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
-        _protect_in_children(slab, needed)
+        try:
+            _native.populate(writable.data_ptr(), needed)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
+            slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+            _protect_in_children(slab, needed)
+        except BaseException:
+            if owns_fd:
+                close(kept_fd)
+            raise
         return slab
     finally:
-        os.close(fd)
+        close(fd)
 
 
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes) -> Slab:
@@ -103,7 +111,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
             )
         if status.st_uid != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
-        seals = fcntl.fcntl(opened, _F_GET_SEALS)
+        seals = _seals(opened)
         if seals & _SEALS != _SEALS:
             raise ArenaCorrupt(f"the slab has seals {seals:#x} but {_SEALS:#x} are needed; it is not an shmsync slab")
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
@@ -111,7 +119,16 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
             raise ArenaCorrupt(f"the slab carries session {stamp.hex()} but the header says {session.hex()}")
         return Slab(map_readonly(opened, expected_bytes), None, -1, inode)
     finally:
-        os.close(opened)
+        close(opened)
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a file that cannot be sealed
+            return 0
+        raise
 
 
 def _gone(owner: int) -> WriterDied | ArenaNotFound:
@@ -129,7 +146,7 @@ def release(slab: Slab) -> None:
     """Close what is not memory. The memory itself is freed with the last tensor over it."""
     if slab.owns_fd:
         _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
-        os.close(slab.fd)
+        close(slab.fd)
 
 
 def _protect_in_children(slab: Slab, size: int) -> None:
@@ -142,12 +159,28 @@ def _protect_in_children(slab: Slab, size: int) -> None:
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
-        return storage, storage._share_fd_cpu_()[0], False
+        storage = _torch_storage(fd, size)
+        kept = storage._share_fd_cpu_()[0]
+        os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
+        return storage, kept, False
     except (AttributeError, RuntimeError, TypeError) as error:
         _log_fallback(error)
         mapping = mmap.mmap(fd, size)
         return _over(mapping), os.dup(fd), True
+
+
+def _torch_storage(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
+    next_free = os.dup(fd)
+    close(next_free)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
+    except RuntimeError:
+        # torch forgets its duplicate when it cannot map it. Nobody else has this file yet.
+        with suppress(OSError):
+            if os.path.sameopenfile(next_free, fd):
+                close(next_free)
+        raise
 
 
 def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
@@ -156,9 +189,9 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
         dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
         try:
             os.ftruncate(dummy, size)
-            storage = torch.UntypedStorage._new_shared_fd_cpu(dummy, size)  # type: ignore[attr-defined]
+            storage = _torch_storage(dummy, size)
         finally:
-            os.close(dummy)
+            close(dummy)
         kept, kept_size = storage._share_fd_cpu_()
         if kept_size != size or os.fstat(kept).st_size != size:
             raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")

@@ -9,6 +9,7 @@ import shmsync
 from shmsync import cli
 from support.calls import outcome
 from support.engine import (
+    GONE,
     attach,
     begin_update,
     create_and_stall,
@@ -47,7 +48,7 @@ def test_readers_keep_the_last_version_of_a_killed_writer(start, name, moment):
             with pytest.raises(shmsync.WriterDied):
                 reader.read(version=4, timeout=for_ever).__enter__()
         assert read(sub) == (3, 3, 3)
-        with pytest.raises(shmsync.WriterDied):
+        with pytest.raises(GONE):
             shmsync.Subscriber(handle)
 
 
@@ -90,9 +91,9 @@ def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gat
     writer = start()
     with shmsync.Subscriber(writer.call(open_arena, 3, name=name)) as sub:
         writer.call(publish, 4)
-        writer.kill()
-        # As it was for an instant: bytes and seq are of version 4, `current` says 3 with the gate closed.
         with open(segment_path(name), "r+b", buffering=0) as file:
+            writer.kill()
+            # As it was for an instant: bytes and seq are of version 4, `current` says 3 with the gate closed.
             os.pwrite(file.fileno(), word(3 << 8 | 1 << 7), 256)
         assert read(sub) == (4, 4, 4)
         assert sub.wait_version(4) == 4
@@ -112,7 +113,7 @@ def test_weights_half_written_by_a_killed_writer_are_never_served(start, name, c
         assert sub.version == 3
         with pytest.raises(shmsync.WriterDied):
             sub.wait_version(4, timeout=for_ever)
-    with pytest.raises(shmsync.WriterDied):
+    with pytest.raises(GONE):
         shmsync.Subscriber(handle)
 
 
@@ -137,14 +138,10 @@ def test_killed_publisher_leaves_no_memory(start, name, capsys):
     assert reader.call(look) == (1, 1, 1)
     reader.call(detach)
     assert holders(inode) == set()
-    # What is left is the small segment, until somebody sweeps it.
-    assert segment_path(name).stat().st_size < 1 << 20
     with shmsync.Publisher(stamped(1)) as alive:
-        assert cli.main(["gc"]) == 0
+        assert cli.main(["gc"]) == 0  # unless that publisher has removed it
         assert segment_path(alive.name).exists()
-        said = capsys.readouterr().out
-        assert f"removed {name}\n" in said
-        assert f"kept {alive.name}: process {os.getpid()} is alive" in said
+        assert f"kept {alive.name}: process {os.getpid()} is alive" in capsys.readouterr().out
     assert not segment_path(name).exists()
 
 
@@ -190,7 +187,7 @@ def test_attaching_to_an_arena_whose_creator_died_does_not_wait_for_ever(start, 
     victim.start(create_and_stall, name)
     until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
     victim.kill()
-    with pytest.raises(shmsync.WriterDied):
+    with pytest.raises(GONE):
         shmsync.Subscriber(name, timeout=for_ever)
     with shmsync.Publisher(stamped(1), name=name) as pub:  # sweeps it
         assert shmsync.Subscriber(pub.handle).close() is None

@@ -9,6 +9,10 @@ import torch
 import shmsync
 from support.weights import bytes_of, stamped, stamps
 
+# What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
+# what was left of the arena.
+GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
+
 
 def create_and_stall(state, name):
     """A publisher in the middle of its first copy."""

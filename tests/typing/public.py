@@ -46,6 +46,9 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
         assert_type(sub.refresh(), bool)
         assert_type(sub.wait_version(2), int)
         assert_type(sub.bind(module), nn.Module)
+        assert_type(sub.bind(nn.Linear(2, 2), guard=["forward"]), nn.Linear)  # its own type
+        assert_type(sub.publisher_alive, bool)
+        sub.bind(module, guard=3)  # type: ignore[arg-type]
         shmsync.attach(handle, consistency="eventual")  # type: ignore[arg-type]
 
 

@@ -12,6 +12,7 @@ import pytest
 from shmsync.schemes.remote.distributed import lifeline as _lifeline
 from shmsync.schemes.remote.distributed.lifeline import Beacon, Lifeline
 from shmsync.schemes.remote.place import here
+from support.descriptors import exhaust, replenish
 from support.processes import until
 
 STORE = SimpleNamespace(host="127.0.0.1")
@@ -74,6 +75,19 @@ def test_a_worker_has_room_for_any_number_of_senders(listener, watch):
     assert not last.dead
     listener.close()
     until_dead(last)
+
+
+def test_who_cannot_be_looked_at_for_lack_of_a_descriptor_is_not_dead(listener, watch):
+    state = SimpleNamespace()
+    exhaust(state)
+    try:
+        lifeline = watch(listener.address)
+        assert not lifeline.dead
+    finally:
+        replenish(state)
+    until_connected(lifeline)
+    listener.close()
+    until_dead(lifeline)
 
 
 def test_a_loopback_address_of_another_machine_tells_nothing(listener, watch):

@@ -10,7 +10,7 @@ import torch
 
 import shmsync
 from shmsync.memory import available as _memory
-from shmsync.memory import segment as _segment
+from shmsync.memory import leftovers
 from shmsync.memory import slab as _slab
 
 
@@ -130,4 +130,4 @@ def test_gc_keeps_the_living(publisher, capsys):
     assert f"kept {pub.name}: process {os.getpid()} is alive" in capsys.readouterr().out
     assert main(["list"]) == 0
     assert f"{pub.name}\tpid {os.getpid()}" in capsys.readouterr().out
-    assert _segment.sweep(pub.name) == os.getpid()
+    assert leftovers.sweep(pub.name) == os.getpid()

@@ -24,7 +24,7 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 1;                     // any change to this file raises it
+inline constexpr std::uint32_t kAbi = 2;                     // any change to this file raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kPage = 65536;  // the largest page size of the systems we run on (arm64)
@@ -45,11 +45,38 @@ constexpr std::uint64_t version_of(std::uint64_t current) { return current >> 8;
 constexpr std::uint32_t slot_of(std::uint64_t current) { return static_cast<std::uint32_t>(current & kSlotMask); }
 constexpr bool gated(std::uint64_t current) { return (current & kGate) != 0; }
 
-// `owner` = pid(22) << 42 | start_ticks(42). 2^42 ticks of 10 ms are 1,393 years of uptime.
-constexpr std::uint64_t pack_owner(std::uint64_t pid, std::uint64_t start_ticks) {
-  return pid << 42 | (start_ticks & ((std::uint64_t{1} << 42) - 1));
+// `owner` = pid(22) << 42 | start_ticks(low 22) << 20 | image(20).
+//
+// The ticks tell apart two processes that had one pid, one after the other: 2^22 ticks of 10 ms are 11.6 hours, so one
+// reuse of a pid in four million is missed. The image tells apart the programs that one process has run, one after the
+// other: exec keeps pid and ticks, and drops all memory. 0: the image could not be read. A miss counts as alive.
+//
+// The pid stands at the top in every ABI: a version that does not know the rest can still tell that nobody has it.
+inline constexpr unsigned kImageBits = 20, kTicksBits = 22, kPidShift = kImageBits + kTicksBits;
+constexpr std::uint64_t pack_owner(std::uint64_t pid, std::uint64_t start_ticks, std::uint64_t image) {
+  return pid << kPidShift | (start_ticks & ((1u << kTicksBits) - 1)) << kImageBits | image;
 }
-constexpr std::uint64_t pid_of(std::uint64_t owner) { return owner >> 42; }
+constexpr std::uint64_t pid_of(std::uint64_t owner) { return owner >> kPidShift; }
+constexpr std::uint64_t image_of(std::uint64_t owner) { return owner & ((1u << kImageBits) - 1); }
+
+// Can these be the same program in the same process? An image that could not be read may be any.
+constexpr bool may_be_same_owner(std::uint64_t a, std::uint64_t b) {
+  return a >> kImageBits == b >> kImageBits && (image_of(a) == image_of(b) || image_of(a) == 0 || image_of(b) == 0);
+}
+
+// An image from what exec sets and nothing else changes: where code, stack, data and heap of the program begin. Never
+// 0; but 0 if one of the words is 0 or 1, which is what the kernel shows to those who may not know, of a process that
+// has no memory any more, and in the middle of an exec.
+template <class Words>
+constexpr std::uint64_t image_from(const Words& words) {
+  std::uint64_t mixed = 0x9e3779b97f4a7c15;
+  for (const std::uint64_t word : words) {
+    if (word <= 1) return 0;
+    mixed = (mixed ^ word) * 0xbf58476d1ce4e5b9;
+    mixed ^= mixed >> 29;
+  }
+  return mixed % ((1u << kImageBits) - 1) + 1;
+}
 
 enum class State : std::uint32_t { open = 0, closed = 1, poisoned = 2 };
 enum class SlabKind : std::uint32_t { memfd = 1, cuda = 2 };

@@ -10,12 +10,14 @@ never go over a line.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
 
 RING = b"!"
 LARGEST = 1 << 16  # bytes of a message
+_ENDS = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.EBADF)
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -27,10 +29,8 @@ def check_uid(line: socket.socket) -> None:
 
 
 def receive(line: socket.socket, flags: int = 0) -> bytes | None:
-    """The next message; None when there is none now, b"" when the other side hung up."""
+    """The next message; None when there is none now, b"" when the other side hung up, or this one is closed."""
     try:
         return line.recv(LARGEST + 1, flags)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
+    except OSError as error:  # no memory for it now, say: that is no end
+        return b"" if error.errno in _ENDS else None

@@ -21,6 +21,7 @@ from typing import Any
 
 from ... import _native
 from ...engine.timing import slice_until
+from ...memory.system import poll, refusals
 
 _log = logging.getLogger("shmsync")
 
@@ -30,7 +31,9 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self.fd = connection.fileno()
-        if not stat.S_ISSOCK(os.fstat(self.fd).st_mode):
+        with refusals("looking at a worker's pipe"):
+            mode = os.fstat(self.fd).st_mode
+        if not stat.S_ISSOCK(mode):
             raise ValueError("weights are sent and answered over one pipe: use multiprocessing.Pipe(duplex=True)")
         self.frames = _native.Frames(self.fd)
         self.pending: deque[Any] = deque()  # messages that are not about weights
@@ -124,7 +127,7 @@ class Channel:
         self.check_open()
         poller = select.poll()
         poller.register(self.fd, select.POLLIN | (select.POLLOUT if self.unsent else 0))
-        poller.poll(milliseconds(deadline))
+        poll(poller, milliseconds(deadline))
         self.flush()
 
     def check_open(self) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from ...engine.outcome import Outcome, Wording
+from ...memory.system import poll
 from .connection import milliseconds
 from .messages import Tag
 from .sender_end import Link, Result
@@ -86,7 +87,7 @@ class _Poll:
 
         Meanwhile another thread may have read an answer, or a process that nobody knew at first may have died.
         """
-        found = self._poll.poll(milliseconds(deadline))
+        found = poll(self._poll, milliseconds(deadline))
         if not found:
             return [(index, False) for index in list(waiting)]
         return [

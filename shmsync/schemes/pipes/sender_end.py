@@ -113,8 +113,8 @@ class SenderEnd:
         if not strange:
             data, word = message
             tag = message.tag if isinstance(message, messages.Tagged) else None
-            if tag is not None and self.peer is None and message.who:
-                self.peer = Peer(owner=message.who)
+            if tag is not None and message.who:
+                self._meet(message.who)
             if word == messages.FAILED and isinstance(data, Failure):
                 tag, result = data.tag, data
             elif word == messages.UPDATED and messages.is_version(data):
@@ -133,6 +133,13 @@ class SenderEnd:
             if wanted:
                 self._results[tag] = result
         del channel.arrived[0]
+
+    def _meet(self, owner: int) -> None:
+        """The worker has said who it is."""
+        if self.peer is None:
+            self.peer = Peer(owner=owner)
+        else:
+            self.peer.introduce(owner)
 
     def _oldest_of(self, word: str) -> Tag | None:
         registration = {messages.REGISTERED: True, messages.UPDATED: False}.get(word)

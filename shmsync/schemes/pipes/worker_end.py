@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ from ...engine.outcome import Failure
 from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
 from ...errors import WriterDied
-from ...memory.process import me
+from ...memory.process import dead_parent, me
 from . import messages
 from .connection import Channel
 from .messages import Message
@@ -102,9 +101,9 @@ class WorkerEnd:
         if now - self._looked < 0.05:
             return
         self._looked = now
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            raise WriterDied(f"the sender (pid {parent.pid}) died, so no weights will come; leave the loop")
+        sender = dead_parent()
+        if sender is not None:
+            raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
 
     def answer(self, message: Message, word: str) -> None:
         """Say that it was applied, registered, or is awaited."""

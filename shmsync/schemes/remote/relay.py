@@ -7,13 +7,14 @@ close_here() are what a sender calls in that worker's process.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ...engine.timing import deadline_after
-from ...errors import ClosedError, ProtocolError, ShmSyncError, WriterBusy
-from ...memory import segment
+from ...errors import ClosedError, ProtocolError, WriterBusy
+from ...memory import leftovers
 from ..publishers import ALL, Publishers, write
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 
@@ -34,7 +35,7 @@ class Relay:
         self._timeout = options.timeout
         self._publishers = Publishers(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
         self._lock = threading.Lock()
-        _sweep()  # what the relay that this one replaces has left
+        leftovers.sweep_some(math.inf)  # what the relay that this one replaces has left: random names do not recur
         allow_views(self)
 
     def only_reads(self, model_id: str) -> bool:
@@ -69,13 +70,6 @@ def _stamp(weights: Any) -> Stamp:
     if stamp is None:
         raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
     return stamp
-
-
-def _sweep() -> None:
-    """Remove dead processes' segments, as `shmsync gc` does: their random names do not recur, so nobody else would."""
-    for name in segment.names():
-        with contextlib.suppress(ShmSyncError, OSError):
-            segment.sweep(name)
 
 
 _hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay

@@ -16,6 +16,7 @@ from ....engine.outcome import Failure
 from ....engine.pickling import small
 from ....memory.process import Peer
 from ....memory.segment import Handle
+from ....memory.system import poll
 from ..lines import RING, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
@@ -75,7 +76,7 @@ class Switchboard:
         if self._unknown:
             self._find_processes()
         reports: list[Report] = []
-        for fd, _ in self._poll.poll(0):
+        for fd, _ in poll(self._poll, 0):
             handler = self._handlers.get(fd)
             if handler is not None:
                 reports += handler()
@@ -155,6 +156,7 @@ class Switchboard:
         earlier = self._lines.get(worker)
         if worker in self._unknown or worker in self.ended:
             self._know(worker, Peer(owner=owner))
+        self._peers[worker].introduce(owner)
         if not self._peers[worker].dead:
             self.ended.pop(worker, None)
         self._lines[worker] = caller

@@ -20,6 +20,7 @@ from ..place import Place, here
 
 _PAUSE = 1.0  # seconds between two attempts to connect
 _CUT_OFF = 30.0  # seconds; a machine that has crashed says nothing at all
+_ENDS = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EBADF)
 _REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)  # nobody listens there any more
 
 
@@ -62,10 +63,8 @@ class Beacon:
 def _drop_if_ended(connection: socket.socket) -> bool:
     try:
         ended = not connection.recv(1)
-    except BlockingIOError:
-        ended = False
-    except OSError:
-        ended = True
+    except OSError as error:  # nothing is there; or no memory, which is no end: closing would tell of a death
+        ended = error.errno in _ENDS
     if ended:
         connection.close()
     return ended
@@ -118,7 +117,10 @@ class Lifeline:
         self._next_attempt = time.monotonic() + _PAUSE
         self._connected = False
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is free: nothing is known, and the next attempt will tell
+            return
         self._socket.setblocking(False)
         for option, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
             self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

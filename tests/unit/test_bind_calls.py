@@ -1,0 +1,327 @@
+"""Which calls of a bound module are sections, what is refused, and what other bindings of the module do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from support.weights import step
+from support.zoo import Agent, Decoder, Policy
+
+
+@torch.no_grad()
+def test_methods_are_at_the_newest_version_when_there_is_no_forward(bound):
+    trainer, worker, pub, sub = bound(Agent, 2)
+    x = torch.randn(2, 4)
+    step(trainer)
+    pub.publish()
+    assert torch.equal(worker.get_value(x), trainer.get_value(x))
+    assert sub.version == pub.version
+
+
+@torch.no_grad()
+def test_a_list_guards_what_it_names_and_no_more(bound):
+    trainer, worker, pub, sub = bound(Policy, 2, guard=["encoder", "head"])
+    x = torch.randn(2, 4)
+    step(trainer)
+    pub.publish()
+    assert sub.version == 1
+    worker.encoder.encode(x)
+    assert sub.version == 2
+    assert {name for name in vars(worker) if name in ("predict", "forward", "evaluate_actions")} == set()
+
+
+@pytest.mark.parametrize(
+    ("guard", "error", "says"),
+    [
+        (["actt"], ValueError, "has no 'actt' there; it has forward, predict, evaluate_actions, encoder, head"),
+        (["encoder.nothing"], ValueError, "no 'nothing' there; it has forward, encode, net"),
+        (["head.weight.data"], ValueError, "'weight' is no submodule"),
+        (["training"], ValueError, "a bool, which cannot be replaced"),
+        ("predict", TypeError, r'a list of names such as \["act", "actor"\], not \'predict\''),
+        (7, TypeError, "not 7"),
+        ([3], TypeError, "dotted strings, not 3"),
+        ([], ValueError, "guard=False"),
+    ],
+)
+def test_what_cannot_be_named_is_refused_and_nothing_is_changed(publisher, subscriber, guard, error, says):
+    sub, worker = subscriber(publisher(Policy())), Policy()
+    before, place = dict(vars(worker)), worker.head.weight.data_ptr()
+    with pytest.raises(error, match=says):
+        sub.bind(worker, guard=guard)
+    assert vars(worker) == before
+    assert worker.head.weight.data_ptr() == place
+    assert sub.followers == []
+
+
+class Coroutine(nn.Linear):
+    async def act(self, x):
+        return self(x)
+
+
+class OwnCall(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x * self.weight.sum())
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("factory", "says", "cure"),
+    [
+        (lambda: Coroutine(2, 2), r"act\(\) is a coroutine function.*guard=\['forward'\]", ["forward"]),
+        (lambda: OwnCall(2, 2), r"OwnCall defines __call__\(\) itself.*guard=False", ["forward"]),
+        (Bare, "no call of this Bare can be guarded.*guard=False", False),
+    ],
+)
+def test_what_no_section_can_cover_is_refused_with_the_cure(publisher, subscriber, factory, says, cure):
+    sub, worker = subscriber(publisher(factory())), factory()
+    with pytest.raises(shmsync.ProtocolError, match=says):
+        sub.bind(worker)
+    assert sub.followers == []
+    sub.bind(worker, guard=cure)
+
+
+def test_a_method_that_returns_a_coroutine_is_refused_when_it_is_called(bound):
+    class Hidden(nn.Linear):
+        def act(self, x):
+            async def later():
+                return self(x)
+
+            return later()
+
+    _, worker, _, sub = bound(lambda: Hidden(2, 2))
+    with pytest.raises(shmsync.ProtocolError, match="returned a coroutine"):
+        worker.act(torch.ones(1, 2))
+    with sub.read():  # nothing is left open
+        pass
+
+
+@torch.no_grad()
+def test_a_generator_holds_its_version_to_its_end(bound):
+    trainer, worker, pub, sub = bound(Decoder, 3)
+    x = torch.randn(2, 4)
+    expected = list(copy.deepcopy(trainer).stream(x))
+    found = []
+    generator = worker.stream(x)
+    for value in generator:
+        found.append(value)
+        step(trainer)
+        pub.publish()
+        assert not sub.refresh()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert sub.refresh()
+    assert inspect.isgeneratorfunction(Decoder.stream)
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "throw"])
+@torch.no_grad()
+def test_a_generator_that_does_not_go_on_gives_its_section_back(bound, end):
+    _, worker, pub, _ = bound(Decoder)
+    generator = worker.stream(torch.randn(2, 4))
+    pub.publish()  # not begun: it holds nothing
+    next(generator)
+    with pytest.raises(shmsync.ProtocolError):
+        pub.publish()
+    if end == "close":
+        generator.close()
+    elif end == "throw":
+        with pytest.raises(KeyError):
+            generator.throw(KeyError())
+    del generator
+    gc.collect()
+    pub.publish()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@torch.no_grad()
+def test_bindings_to_two_arenas_compose(publisher, subscriber, slots):
+    trainer, worker = Policy(), Policy()
+    base, adapter = publisher(trainer, slots=slots, exclude="head.*"), publisher(trainer, slots=slots, include="head.*")
+    first, second = subscriber(base), subscriber(adapter)
+    first.bind(worker)
+    second.bind(worker)
+    x = torch.randn(2, 4)
+    for publish in (base.publish, adapter.publish, base.publish):
+        step(trainer)
+        publish()
+        seen = Policy()
+        seen.encoder.load_state_dict(dict(first.snapshot().weights["encoder"].flatten_keys(".").items()))
+        seen.head.load_state_dict(dict(second.snapshot().weights["head"].items()))
+        assert torch.equal(worker(x), seen(x))
+        assert (first.version, second.version) == (base.version, adapter.version)
+    held = []
+    worker.head.register_forward_pre_hook(lambda *_: held.append((first.refresh(), second.refresh())))
+    worker(x)
+    assert held == [(False, False)], "one section over both"
+    worker.encoder(x)
+    first.close()
+    with pytest.raises(shmsync.ClosedError):
+        worker(x)
+
+
+@torch.no_grad()
+def test_a_part_that_another_arena_feeds_is_covered_in_calls_of_the_whole(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    whole, part = publisher(trainer, slots=2, exclude="encoder.*"), publisher(trainer.encoder, slots=2)
+    first, second = subscriber(whole), subscriber(part)
+    second.bind(worker.encoder)
+    first.bind(worker)
+    step(trainer)
+    whole.publish()
+    part.publish()
+    x = torch.randn(2, 4)
+    assert torch.equal(worker(x), trainer(x))
+
+
+@torch.no_grad()
+def test_a_forward_that_was_wrapped_survives_a_new_binding(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    with shmsync.Publisher(Policy()) as old, shmsync.Subscriber(old.handle) as sub:
+        sub.bind(worker)
+        inner = worker.forward
+        worker.forward = lambda x: inner(x) + 1
+    subscriber(publisher(trainer)).bind(worker)
+    x = torch.randn(2, 4)
+    assert torch.equal(worker(x), trainer(x) + 1)
+
+
+def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    pub = publisher(trainer)
+    sub = subscriber(pub)
+    with pytest.raises(RuntimeError, match="half"), pub.update():
+        raise RuntimeError("half way")
+    with pytest.raises(shmsync.Poisoned):
+        sub.bind(worker)
+    assert not {"forward", "predict", "_compiled_call_impl"} & set(vars(worker))
+    assert sub.followers == []
+    with torch.no_grad():
+        worker.head.weight.fill_(1.0)  # private, and writable
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
+    trainer, worker, _, _ = bound(Policy, guard=guard)
+    state = {key: torch.zeros_like(value) for key, value in trainer.state_dict().items()}
+    outer = nn.ModuleDict({"policy": worker, "other": nn.Linear(1, 1)})
+    for load in (
+        lambda: worker.load_state_dict(state),
+        lambda: worker.load_state_dict(state, assign=True),
+        lambda: worker.encoder.load_state_dict({"net.weight": state["encoder.net.weight"]}, strict=False),
+        lambda: outer.load_state_dict({f"policy.{key}": value for key, value in state.items()}, strict=False),
+    ):
+        with pytest.raises(shmsync.ProtocolError, match=r"load_state_dict\(\) would write .*deepcopy"):
+            load()
+    assert torch.equal(worker.head.weight, trainer.head.weight)
+    outer.load_state_dict({"other.weight": torch.ones(1, 1)}, strict=False)
+    assert outer["other"].weight.item() == 1
+    copy.deepcopy(worker).load_state_dict(state)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@torch.no_grad()
+def test_tensors_that_replace_others_are_bound_with_the_next_version(bound, slots):
+    trainer, worker, pub, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), slots)
+    x = torch.randn(3, 4)
+    worker[0].weight = nn.Parameter(torch.zeros(4, 4))
+    worker[1].running_mean = torch.full((4,), 9.0)
+    worker[0]._parameters["bias"] = nn.Parameter(torch.full((4,), 9.0))
+    step(trainer)
+    trainer[1].running_mean = torch.full((4,), 5.0)
+    pub.publish()
+    assert torch.equal(worker(x), trainer(x))
+    worker[0] = nn.Linear(4, 4)  # a whole submodule
+    step(trainer)
+    pub.publish()
+    assert torch.equal(worker(x), trainer(x))
+
+
+@torch.no_grad()
+def test_a_module_that_does_not_fit_any_more_is_an_error_and_fits_again(bound):
+    trainer, worker, pub, _ = bound(lambda: nn.Linear(4, 4))
+    weight = worker.weight
+    worker.weight = nn.Parameter(torch.zeros(4, 5))
+    pub.publish()
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match=r"weight is \(4, 4\) in the arena but \(4, 5\)"):
+            worker(torch.ones(1, 4))
+    worker.weight = weight
+    x = torch.ones(1, 4)
+    assert torch.equal(worker(x), trainer(x))
+
+
+@torch.no_grad()
+def test_adapters_that_were_added_to_a_bound_module_are_no_error_where_the_arena_is_a_part(publisher, subscriber):
+    trainer, worker = nn.Linear(4, 4), nn.Linear(4, 4)
+    sub = subscriber(publisher(trainer, include=["weight", "bias"]))
+    sub.bind(worker)
+    worker.register_parameter("lora", nn.Parameter(torch.zeros(2)))
+    assert torch.equal(worker(torch.ones(1, 4)), trainer(torch.ones(1, 4)))
+
+
+@torch.no_grad()
+def test_outputs_that_are_private_copies_do_not_change_later(bound):
+    class Shows(nn.BatchNorm1d):
+        def statistics(self):
+            return {"mean": self.running_mean, "all": [self.running_var[1:], 3]}
+
+    trainer, worker, pub, _ = bound(lambda: Shows(3))
+    found = worker.statistics()
+    trainer.running_mean.fill_(7)
+    trainer.running_var.fill_(7)
+    pub.publish()
+    worker.statistics()
+    assert found["mean"].sum() == 0
+    assert found["all"][0].sum() == 2
+
+
+@torch.no_grad()
+def test_a_distribution_that_holds_weights_does_not_change_later(bound):
+    class Prior(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(3))
+
+        def get_dist(self):
+            return torch.distributions.Independent(torch.distributions.Normal(self.mean, torch.ones(3)), 1)
+
+    trainer, worker, pub, _ = bound(Prior)
+    found = worker.get_dist()
+    step(trainer)
+    pub.publish()
+    worker.get_dist()
+    assert found.mean.sum() == 0
+
+
+def test_a_guarded_call_and_method_keep_their_signature(bound):
+    _, worker, _, _ = bound(Policy)
+    assert inspect.signature(worker.predict) == inspect.signature(Policy().predict)
+    assert inspect.signature(worker.forward) == inspect.signature(Policy().forward)
+    assert worker.predict.__name__ == "predict"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_autocast_loop_uses_each_new_version(bound, slots):
+    trainer, worker, pub, _ = bound(lambda: nn.Linear(4, 2), slots)
+    x = torch.randn(3, 4)
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            worker(x)
+            step(trainer)
+            pub.publish()
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                expected = trainer(x)
+            assert torch.equal(worker(x), expected)
