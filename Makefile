@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-rest test-all test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
+.PHONY: demo test test-rest test-all zoo test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -26,6 +26,11 @@ test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice rest $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
 
 test-all: test test-rest
+
+# The zoo: every way to use a bound module, ROUNDS draws of each.
+ROUNDS ?= 10
+zoo: $(STAMP)
+	export ZOO_ROUNDS=$(ROUNDS) && $(PYTEST) -n $(JOBS) --choice all $(abspath tests/zoo) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,172 @@
+"""One world of the zoo: a trainer, its arenas, a worker's module, and the oracle."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from contextlib import nullcontext
+
+import torch
+from tensordict import TensorDict
+
+import shmsync
+
+from .zoo import WIDTH, set_meanwhile
+from .zoo_modes import two_arenas
+
+STEPS = 4
+
+
+class World:
+    """A trainer, its arena, a worker's module, and what the trainer's module was at each version."""
+
+    def __init__(self, use, mode, slots, rng):
+        self.use, self.slots, self.rng = use, slots, rng
+        self.parts = mode is two_arenas
+        self.consistency = rng.choice(["pinned", "pinned", "optimistic"]) if use.repeats else "pinned"
+        self.route = rng.choice(["module", "tensordict", "mapping", "update", *(["adopt"] if slots == 1 else [])])
+        self.trainer = use.make()
+        self.history = {}
+        self.open = []
+        self.module = use.make()
+        keys = [name for name, _ in (*self.trainer.named_parameters(), *self.trainer.named_buffers())]
+        self.publishers = [self._keep(shmsync.Publisher(self.trainer, slots=slots, include=part)) for part in (
+            (keys[::2], list(keys[1::2])) if self.parts and len(keys) > 1 else (None,)
+        )]  # fmt: skip
+        if self.route == "adopt" and not self.parts:
+            self.publishers[0].adopt(self.trainer)
+        self.subscribers = [
+            self._keep(shmsync.Subscriber(pub.handle, consistency=self.consistency)) for pub in self.publishers
+        ]
+        self.subscriber = self.subscribers[0]
+        self._remember()
+
+    def _keep(self, handle):
+        self.open.append(handle)
+        return handle
+
+    def close(self):
+        for handle in reversed(self.open):
+            handle.close()
+
+    def __call__(self, module, **options):
+        return self.subscriber.bind(module, **options)
+
+    def elsewhere(self, module):
+        with shmsync.Publisher(self.use.make(), slots=self.slots) as pub, shmsync.Subscriber(pub.handle) as sub:
+            sub.bind(module)
+
+    def in_parts(self, module):
+        for subscriber in self.subscribers:
+            subscriber.bind(module)
+        return module
+
+    def _remember(self):
+        twin = self.use.make()
+        live = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+                tensor.copy_(live[name])
+        self.history[self.publishers[0].version] = twin
+
+    def advance(self):
+        """Train a little, and publish."""
+        rng = self.rng
+        pub = self.publishers[0]
+        if self.route in ("update", "adopt") and not self.parts:
+            with pub.update() as weights:
+                self._train(weights if self.route == "update" else None)
+        else:
+            self._train(None)
+            if rng.random() < 0.3:
+                self._replace(self.trainer)
+            for each in self.publishers:
+                each.publish(self._source(each))
+        self._remember()
+
+    def _source(self, pub):
+        if self.parts or self.route == "module":
+            return None
+        if self.route == "tensordict":
+            return TensorDict.from_module(self.trainer)
+        named = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
+        leaves = {leaf.name for leaf in pub.manifest.leaves}
+        return {name: tensor.detach() for name, tensor in named.items() if name in leaves}
+
+    def _train(self, weights):
+        with torch.no_grad():
+            for name, tensor in (*self.trainer.named_parameters(), *self.trainer.named_buffers()):
+                if tensor.is_floating_point() and not name.endswith("_mask"):
+                    tensor.add_(torch.randn_like(tensor) * 0.1)
+                    if name.endswith(("running_var", "sigma")):
+                        tensor.abs_()
+                elif tensor.dtype == torch.long:
+                    tensor.add_(1)
+                if weights is not None:
+                    weights.get(tuple(name.split("."))).copy_(tensor)
+
+    def _replace(self, module):
+        """Put another tensor, of the same value, in the place of one of the module's."""
+        owners = [child for child in module.modules() if child._parameters or child._buffers]
+        owner = self.rng.choice(owners)
+        name = self.rng.choice([*owner._parameters, *owner._buffers])
+        tensor = getattr(owner, name)
+        if tensor is None or sum(tensor is other for other in _tensors(module)) > 1:
+            return  # a tied one: replacing it unties it
+        if name in owner._parameters:
+            setattr(owner, name, torch.nn.Parameter(tensor.detach().clone()))
+        else:
+            setattr(owner, name, tensor.clone())
+
+    def check(self, run, steps):
+        for number in range(steps):
+            if number and self.rng.random() < 0.8:
+                self.advance()
+            if number and self.rng.random() < 0.3 and not isinstance(self.module, torch.jit.ScriptModule):
+                self._replace(self.module)
+                self.advance()
+            x = torch.randn(3, WIDTH)
+            latest = self.publishers[0].version
+            if self.slots > 1 and not self.parts:
+                set_meanwhile(self.advance)
+            try:
+                out = run(x)
+            finally:
+                set_meanwhile(None)
+            version = self.subscriber.version
+            assert version >= latest, f"version {version} is shown, {latest} was published"
+            with getattr(run, "expected_around", nullcontext)():
+                expected = self.use.run(self.history[version], x)
+            assert same(out, expected), f"not what the trainer's module computed at version {version}"
+
+
+def _tensors(module):
+    for child in module.modules():
+        yield from (*child._parameters.values(), *child._buffers.values())
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def visit(use, mode, slots, seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    world = World(use, mode, slots, rng)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run = mode(world, world.module, use)
+            with getattr(run, "around", nullcontext()):
+                world.check(run, STEPS)
+    except BaseException as error:
+        drawn = f"{mode.__name__}, slots={slots}, {world.consistency}, published by {world.route}, seed {seed}"
+        error.args = (f"{drawn}: {error}",)
+        raise
+    finally:
+        world.close()

@@ -1,0 +1,81 @@
+"""Faults that shmsync once had, put back: the zoo must find each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shmsync.engine import binding, covering, guard, subscriber
+from shmsync.engine.calls import calls_of
+from shmsync.engine.cover import Cover
+from support.zoo import USES
+from support.zoo_modes import MODES
+from support.zoo_world import visit
+
+
+def only(patch, wanted):
+    patch.setattr(subscriber, "calls_of", lambda module, _: [c for c in calls_of(module, True) if wanted(c.method)])
+
+
+def forward_alone(patch):
+    """Only the module's forward is guarded, no method."""
+    only(patch, lambda method: method == "forward")
+
+
+def hooks_outside(patch):
+    """Pre-hooks run before the section begins."""
+    only(patch, lambda method: method != guard.CALL)
+
+
+def first_tensors_for_ever(patch):
+    """A tensor that takes the place of another one is not bound."""
+    patch.setattr(binding.Binding, "_follow", lambda self: None)
+
+
+def old_casts(patch):
+    """Autocast goes on with its casts of the first version."""
+    patch.setattr(torch, "clear_autocast_cache", lambda: None)
+
+
+def bypass(patch):
+    """Code that the user compiled goes past the guards."""
+    patch.setattr(guard, "_covered", torch._dynamo.assume_constant_result(lambda number: True))
+
+
+def last_binding_alone(patch):
+    """The second of two bindings of a module ends the first."""
+    patch.setattr(binding, "_taken_over", lambda module, tensors: binding.companions(module))
+
+
+def generators_let_go(patch):
+    """A generator's section ends before its first step."""
+    patch.setattr(Cover, "_held", lambda self, generator: generator)
+
+
+def nobody_together(patch):
+    """Calls of a module that two arenas feed are sections of the last one alone."""
+    patch.setattr(covering, "companions", lambda module: [])
+    patch.setattr(Cover, "absorb", lambda self, other: None)
+    patch.setattr(Cover, "drop_ended", lambda self: self.members.clear())
+
+
+@pytest.mark.parametrize(
+    ("fault", "use", "mode"),
+    [
+        (forward_alone, "agent.get_value", "plain"),
+        (hooks_outside, "hooked", "plain"),
+        (first_tensors_for_ever, "batched", "plain"),
+        (old_casts, "mlp", "autocast_loop"),
+        (bypass, "policy.predict", "called_by_compiled_code"),
+        (last_binding_alone, "policy", "two_arenas"),
+        (generators_let_go, "decoder.stream", "plain"),
+        (nobody_together, "policy", "two_arenas"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_fault_is_found(fault, use, mode, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="is shown|not what the trainer's module computed"):
+        for seed in range(10):
+            for slots in (1, 2, 3):
+                visit(USES[use], MODES[mode], slots, seed)
