@@ -65,6 +65,8 @@ def owner_word(pid: int) -> int:
 
 def exists(pid: int) -> bool:
     """Is there any process of this pid?"""
+    if pid == 0:
+        return False
     try:
         os.kill(pid, 0)  # sends nothing, and needs no descriptor
     except ProcessLookupError:
@@ -113,7 +115,7 @@ class Peer:
         self.fd: int | None = None  # a pidfd, which poll() finds readable when the process has ended
         self._closing: weakref.finalize[..., Any] | None = None
         self._replaced = False  # by another program
-        self._dead = self._exit_code is not None
+        self._dead = self.pid == 0 or self._exit_code is not None  # pid 0 is in rows of no owner, or garbage
         if not self._dead:
             self._open()
 

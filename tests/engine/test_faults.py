@@ -25,6 +25,7 @@ def library(tmp_path_factory):
     return target
 
 
+@pytest.mark.timeout(900)  # a watchdog: hundreds of failures, some of which are waited for
 @pytest.mark.parametrize("group", fault_scenarios.GROUPS)
 @pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.full)], ids=["few", "every"])
 def test_a_failing_system_call(library, group, cases):
