@@ -180,13 +180,17 @@ import atexit
 thread = None
 atexit.register(lambda: thread.join())
 """  # before the handles' own, so it is called after those
-    source = first + START + textwrap.dedent("""
+    source = (
+        first
+        + START
+        + textwrap.dedent("""
         pub = shmsync.Publisher({"t": torch.zeros(4)})
         sub = shmsync.Subscriber(pub.handle)
         thread = threading.Thread(target=lambda: sub.wait_version(9, timeout=for_ever), daemon=True)
         thread.start()
         until_waits(thread, "_wait_for")
     """)
+    )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0
     assert "ClosedError" in done.stderr
