@@ -1,0 +1,277 @@
+// One Subscriber's side of the protocol: ReadSide, the lock around sections, and nesting.
+//
+// The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
+// _enter_slow(outcome, version, timeout), _refresh_slow(), and _look_for_heir() for one that follows.
+//
+// INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
+//      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <string>
+
+#include "control.hpp"
+#include "gil.hpp"
+#include "section_lock.hpp"
+#include "sources.hpp"
+
+namespace shmsync::bind {
+
+namespace nb = nanobind;
+
+// How often a subscriber that follows looks whether its publisher is gone.
+inline constexpr std::uint64_t kLook = 50'000'000;  // ns
+
+// How an error names a thread.
+inline std::string name_of(const Thread& thread) {
+  nb::object threads = call_method(nb::module_::import_("threading"), "enumerate");
+  for (nb::handle each : threads)
+    if (each.attr("ident").equal(nb::int_(thread.ident)))
+      return "thread '" + nb::cast<std::string>(each.attr("name")) + "'";
+  return "a thread that Python did not start";
+}
+
+class Reader {
+ public:
+  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
+    use(control, row, me, consistency);
+  }
+
+  void check() const {
+    if (generation_ != fork_generation())
+      raise("ForkedHandle", "this Subscriber belongs to the parent process; attach again in the child");
+    if (closed) raise("ClosedError", "this Subscriber is closed; attach again");
+  }
+
+  // One thread at a time may be in sections or in refresh(); that thread may enter again.
+  void lock(nb::handle self, nb::handle timeout) {
+    if (!mutex.try_lock()) wait_for_lock(nb::cast<double>(timeout.is_none() ? self.attr("timeout") : timeout));
+    try {
+      check();  // it may have been closed while we waited
+      if (depth == 0 && entering)
+        raise("ProtocolError",
+              "a signal handler or a finaliser used this Subscriber in the middle of its own entry; use another one");
+    } catch (...) {
+      mutex.unlock();
+      throw;
+    }
+  }
+
+  void unlock() {
+    if (depth == 0) side->drop();
+    mutex.unlock();
+  }
+
+  void enter(nb::handle self, nb::handle version, nb::handle timeout) {
+    check();
+    lock(self, timeout);
+    try {
+      if (depth > 0) {
+        if (!version.is_none() && !version.equal(nb::int_(version_of(side->held()))))
+          raise("ProtocolError", "a section of this Subscriber is open at another version; leave it first");
+      } else {
+        if (should_look()) {
+          const Entering mark(entering);
+          call_method(self, "_look_for_heir");
+        }
+        const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
+        if (outcome != Enter::same) {
+          const Entering mark(entering);
+          call_method(self, "_enter_slow", nb::cast(outcome), version, timeout);
+        }
+      }
+      ++depth;
+    } catch (...) {
+      unlock();
+      throw;
+    }
+  }
+
+  bool leave() {
+    if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
+    if (closed) return false;                            // close() has given this section up
+    if (depth == 0 || !mutex.mine())
+      raise("ProtocolError", "a read section must be left in the thread that entered it");
+    bool torn = false;
+    if (--depth == 0) {
+      torn = side->leave();
+      if (torn) side->forget();
+    } else {
+      torn = side->torn_so_far();
+    }
+    mutex.unlock();
+    return torn;
+  }
+
+  // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
+  // stays until close(), for somebody may use the weights still.
+  void drop(int entries) { dropped += entries; }
+
+  bool refresh(nb::handle self) {
+    check();
+    if ((side->unchanged() && !lost && !should_look()) || inside()) return false;
+    lock(self, nb::none());
+    try {
+      const Entering mark(entering);
+      const bool moved = nb::cast<bool>(call_method(self, "_refresh_slow"));
+      unlock();
+      return moved;
+    } catch (...) {
+      unlock();
+      throw;
+    }
+  }
+
+  // For close(): lock it, and have the waits of other threads end meanwhile. Gives abandoned sections up.
+  void begin_closing(nb::handle self) {
+    check();
+    ++closing;
+    try {
+      if (abandoned()) {
+        give_up();
+      } else if (mutex.mine()) {
+        if (depth > 0)
+          raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
+        lock(self, nb::none());
+      } else if (!mutex.try_lock()) {
+        if (!mutex.wait(nb::cast<double>(self.attr("timeout")), [this] { return abandoned(); })) {
+          if (!abandoned()) raise_busy();
+          give_up();
+        }
+      }
+      try {
+        check();  // another thread may have been quicker
+      } catch (...) {
+        unlock();
+        throw;
+      }
+    } catch (...) {
+      --closing;
+      throw;
+    }
+  }
+
+  void end_closing() {
+    --closing;
+    unlock();
+  }
+
+  // Moves to another arena. Hold the lock, outside of sections.
+  void use(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
+    Control& mapped = nb::cast<Control&>(control);
+    const std::optional<ReadSide> before = side;
+    side.emplace(mapped.publication(), mapped.slots(), mapped.slot_count(), mapped.readers()[row], mapped.reply(), me,
+                 consistency);
+    if (before) side->go_on_from(*before);
+    control_ = std::move(control);
+    row_ = row;
+  }
+  void use(nb::object control, std::uint32_t row, std::uint64_t me) {
+    use(std::move(control), row, me, side->consistency());
+  }
+
+  // Waits without the lock, so another thread may move to another arena meanwhile: this keeps the one of now.
+  bool wait_version(std::uint64_t version, std::int64_t timeout_ns) const {
+    const nb::object keep = control_;
+    ReadSide here = *side;
+    const WithoutGil released;
+    return here.wait_version(version, Nanoseconds(timeout_ns));
+  }
+
+  // Does the calling thread have a section open, or is it just entering one?
+  bool inside() const { return (depth > 0 || entering) && mutex.mine(); }
+  bool in_section() const { return depth > 0 && mutex.mine(); }
+
+  void close() {
+    closed = true;
+    side->retire();
+  }
+
+  bool aliases(nb::handle tensor) const {
+    DLTensor t;
+    std::uintptr_t address;
+    if (describe(tensor.ptr(), t))
+      address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
+    else if (nb::cast<bool>(tensor.attr("is_cpu")) &&
+             tensor.attr("layout").is(nb::module_::import_("torch").attr("strided"))) {
+      try {
+        address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
+      } catch (nb::python_error&) {
+        return false;  // no storage of its own: a tensor under vmap, grad or functionalisation
+      }
+    } else
+      return false;
+    return address >= slab_begin && address < slab_end;
+  }
+
+  std::uint32_t row() const { return row_; }
+  bool in_parent() const { return generation_ != fork_generation(); }
+
+ private:
+  // Holds the lock when it returns: no Python code runs after the lock was taken.
+  void wait_for_lock(double seconds) {
+    if (!(seconds >= 0)) throw nb::value_error("timeout must be 0 or more seconds");
+    if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
+  }
+
+  // Will nobody unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
+  bool abandoned() const {
+    if (mutex.holds() == 0) return false;
+    return mutex.owner()->ended.load(std::memory_order_acquire) ||
+           (depth > 0 && dropped == depth && mutex.holds() == depth);
+  }
+
+  void give_up() {
+    depth = dropped = 0;
+    side->drop();
+    mutex.seize();
+  }
+
+  [[noreturn]] void raise_busy() const {
+    const std::string who =
+        mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
+    if (abandoned())
+      raise("WriterBusy", (who + " entered a read section of this Subscriber and nobody can leave it any more; close() "
+                                 "gives it up, then attach again")
+                              .c_str());
+    raise("WriterBusy", (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+                               "parallel")
+                            .c_str());
+  }
+
+  bool should_look() {
+    if (!follows) return false;
+    const std::uint64_t now = monotonic_ns();
+    if (now - looked_ < kLook) return false;
+    looked_ = now;
+    return true;
+  }
+
+  struct Entering {
+    explicit Entering(bool& flag) : flag(flag) { flag = true; }
+    ~Entering() { flag = false; }
+    bool& flag;
+  };
+
+  nb::object control_;  // of the arena that is read: keeps it mapped
+  std::uint32_t row_ = 0;
+  std::uint64_t generation_ = fork_generation();
+  std::uint64_t looked_ = 0;
+
+ public:
+  std::optional<ReadSide> side;
+  SectionLock mutex;
+  int depth = 0;    // sections that are open
+  int dropped = 0;  // of these, those whose object is gone
+  int closing = 0;  // threads in close()
+  bool follows = false;
+  bool lost = false;      // follows, and its publisher is gone
+  bool entering = false;  // a hook is at work
+  bool closed = false;
+  std::uintptr_t slab_begin = 0, slab_end = 0;
+};
+
+}  // namespace shmsync::bind
