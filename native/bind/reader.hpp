@@ -25,7 +25,7 @@ namespace shmsync::bind {
 namespace nb = nanobind;
 
 // How often a subscriber that follows looks whether its publisher is gone.
-constexpr std::uint64_t kLook = 50'000'000;  // ns
+inline constexpr std::uint64_t kLook = 50'000'000;  // ns
 
 // How an error names a thread.
 inline std::string name_of(const Thread& thread) {

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..engine.strategy import WeightStrategy
 from ..errors import AckTimeout, ClosedError, WorkerDied
+from ..memory.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from . import buffers, checks
 from .buffers import BUFFERS
@@ -147,6 +148,7 @@ class MultiprocessCollector:
             raise
         self._finalizer = weakref.finalize(self, _end, self._fleet, self._scheme, self._fd)
         self._closed = False
+        watch_exit()
 
     def _start(self, rows: int, steps: int) -> None:
         deadline = time.monotonic() + self._start_timeout

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import AckTimeout, WorkerDied
+from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peer
 from .worker import ERROR, STOP, WorkerSpec, run
 
@@ -102,6 +103,7 @@ class Fleet:
             sources |= {member.process.sentinel: member for member in members}
             timeout = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
             ready = wait(list(sources), timeout)
+            stay_if_exiting()  # what has come is the end of the workers
             if not ready:
                 silent = [member.index for member in members]
                 raise AckTimeout(

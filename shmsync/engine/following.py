@@ -29,7 +29,7 @@ class Successor:
 
         Raises ManifestMismatch when its layout is another one, ArenaCorrupt, ReaderTableFull.
         """
-        session = segment.session_of(self._name)
+        session = self._session()
         if session is None or session == current.session:
             return None
         if self._refused is not None and self._refused[0] == session:
@@ -50,10 +50,16 @@ class Successor:
 
     def warn(self, error: ShmSyncError) -> None:
         """Say once for each session why it is not followed, where the old weights are read on."""
-        session = segment.session_of(self._name)
+        session = self._session()
         if session != self._warned:
             self._warned = session
             warnings.warn(f"{error}; read sections go on with the old weights", RuntimeWarning, stacklevel=3)
+
+    def _session(self) -> bytes | None:
+        try:
+            return segment.session_of(self._name)
+        except ArenaNotFound:  # another user has the name now
+            return None
 
 
 def _differences(old: Manifest, new: Manifest) -> str:

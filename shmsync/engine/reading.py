@@ -1,6 +1,6 @@
 """Read sections, as far as they are Python: each shows one version from its entry to its exit.
 
-The common case is native (native/bind/reader.cpp): nothing new, and the gate is open. For all else it calls hooks here.
+The common case is native (native/bind/reader.hpp): nothing new, and the gate is open. For all else it calls hooks here.
 """
 
 from __future__ import annotations
@@ -14,24 +14,15 @@ from torch import nn
 from torch._dynamo.decorators import skip
 from torch.compiler import disable
 
-from .. import _native
-from .._native import Consistency, Enter, State
-from ..errors import (
-    ClosedError,
-    Poisoned,
-    ProtocolError,
-    PublishTimeout,
-    ShmSyncError,
-    WriterBusy,
-    WriterDied,
-)
+from .._native import Consistency, Enter
+from ..errors import Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ..memory.arena import Arena
 from ..memory.attaching import Attached, Release
-from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peers, pid_of
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
+from .waiting import WaitPath
 
 T = TypeVar("T")
 
@@ -55,7 +46,7 @@ class Pinned(float):
     """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
 
 
-class ReadPath(_native.Reader):
+class ReadPath(WaitPath):
     """The state that a read section moves, and how to enter one. Base of Subscriber."""
 
     def __init__(
@@ -68,22 +59,10 @@ class ReadPath(_native.Reader):
         timeout: float,
         successor: Successor | None,
     ) -> None:
-        super().__init__(attached.arena.control, attached.row, attached.owner, consistency)
-        begin, end = attached.arena.readonly_range()
-        self._set_slab(begin, end)
-        self.arena = attached.arena
-        self.timeout = timeout  # default of waits, in seconds
+        super().__init__(attached, release, peers, consistency, name, timeout, successor)
         self.followers: list[Follower] = []
         self.optimistic = consistency is Consistency.OPTIMISTIC
-        self._writer_owner = attached.writer
-        self._release = release
-        self._peers = peers
-        self._name = name
         self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
-        self._successor = successor
-        self._follows = successor is not None
-        self._restarts = 0
-        self._version = 0
         self._slot = 0
         self._moves = 0
         self._waits = Samples()
@@ -98,22 +77,6 @@ class ReadPath(_native.Reader):
         """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
         self._check()
         return self._shown.weights(self._slot)
-
-    @property
-    def session(self) -> bytes:
-        """The session of the arena: another one after a restart of the trainer that was followed."""
-        return self.arena.session
-
-    @property
-    def publisher_alive(self) -> bool:
-        """Can new versions still come?
-
-        False once the publisher's process is dead, or has closed the arena; then `lag` stays what it is for ever. A
-        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
-        arena that is read now.
-        """
-        self._check()
-        return not self._gone
 
     @property
     def version(self) -> int:
@@ -164,23 +127,6 @@ class ReadPath(_native.Reader):
             self._forget()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)):
                 return fn(*args, **kwargs)
-
-    def wait_version(self, version: int, timeout: float | None = None) -> int:
-        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
-
-        With follow=True it waits for a trainer that comes back, whose versions count anew, and moves to its arena.
-
-        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
-        publisher would wait for this process in turn; with follow=True ManifestMismatch.
-        """
-        self._check()
-        if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
-            raise ProtocolError(
-                "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
-                "leave the section first, or use more slots",
-                version=version,
-            )
-        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout), self._follow_unlocked)
 
     def show(self, follower: Follower) -> None:
         """Let a follower show the applied version now, and each later one when it is applied."""
@@ -298,85 +244,6 @@ class ReadPath(_native.Reader):
         except ShmSyncError as error:
             assert self._successor is not None
             self._successor.warn(error)
-
-    # End of the hooks.
-
-    @property
-    def _gone(self) -> bool:
-        """Will the publisher of this arena publish nothing more?"""
-        return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
-
-    def _look_up(self) -> None:
-        """In each slice of a wait: is there still somebody to wait for it?"""
-        stay_if_exiting()
-        if self._ending:
-            raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")
-
-    def _follow(self) -> bool:
-        """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
-        if self._successor is None or not self._gone:
-            return False
-        self._lost = True
-        attached = self._successor.find(self.arena)
-        if attached is None:
-            return False
-        self._release.add(attached)
-        self._use(attached.arena.control, attached.row, attached.owner)
-        self._set_slab(*attached.arena.readonly_range())
-        self.arena.reader, attached.arena.reader = None, self.arena.reader
-        self.arena = attached.arena
-        self._writer_owner = attached.writer
-        self._version = 0
-        self._restarts += 1
-        self._lost = False
-        return True
-
-    def _follow_unlocked(self, deadline: float) -> bool:
-        """The same, from a wait that holds no lock."""
-        if self._successor is None or self._mine:  # a section keeps the arena that it has entered
-            return False
-        arena = self.arena
-        try:
-            with self._exclusive(max(0.0, deadline - time.monotonic())):
-                return self.arena is not arena or self._follow()
-        except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
-            return False
-
-    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool]) -> int:
-        while True:
-            if self._wait_version(version, slice_until(deadline)) and (latest := self._latest) >= version:
-                return latest
-            gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
-            self._look_up()
-            late = time.monotonic() >= deadline
-            if gone:
-                last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
-                if last >= version:
-                    return last
-                if follow(deadline):
-                    continue
-                if self._successor is None or self._mine or late:
-                    raise self._none_will_come(version, closed)
-                time.sleep(slice_until(deadline) / 1e9)
-            elif late:
-                raise PublishTimeout(
-                    f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
-                    "slow or stuck?",
-                    version=version,
-                )
-
-    def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
-        back = "" if self._successor is None else ", and was not published anew in time"
-        if closed:
-            return ClosedError(
-                f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",
-                version=version,
-            )
-        return WriterDied(
-            f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
-            f"version is {self._latest}. Restart it and attach to the new arena",
-            version=version,
-        )
 
 
 skip(ReadPath.run)  # Dynamo compiles what it calls, not this frame

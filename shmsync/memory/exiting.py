@@ -6,18 +6,23 @@ arena closed under them, and print an error into the end of a program that has d
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from multiprocessing import util
+
+_PATIENCE = 5.0  # seconds: an exit takes less, and somebody may wait for the thread
 
 _exiting = False
 _mark: util.Finalize | None = None
 
 
 def watch_exit() -> None:
-    """Notice the exit of this process before anything is closed. Cheap; call it wherever a handle is made."""
+    """Notice the exit of this process before anything is closed. Call it after each handle that closes itself then."""
     global _mark
-    if _mark is None or not _mark.still_active():  # children of multiprocessing forget what their parent registered
+    atexit.unregister(_begin)  # what was registered last is called first
+    atexit.register(_begin)
+    if _mark is None or not _mark.still_active():  # a child of multiprocessing knows this way only, and forgets it once
         _mark = util.Finalize(None, _begin, exitpriority=1000)
 
 
@@ -32,7 +37,6 @@ def exiting() -> bool:
 
 
 def stay_if_exiting() -> None:
-    """Keep a daemon thread here for ever once the process exits. Other threads return: somebody waits for them."""
+    """Keep a daemon thread here while the process exits. Other threads return: the exit waits for them."""
     if _exiting and threading.current_thread().daemon:
-        while True:
-            time.sleep(3600)
+        time.sleep(_PATIENCE)

@@ -134,6 +134,67 @@ WAITS = {
     """,
 }
 
+COLLECTOR = """
+        from support.environments import Constant, Counting
+        from shmsync.collectors import MultiprocessCollector
+        if __name__ == "__main__":
+            batches = MultiprocessCollector(Counting, Constant(), num_workers=1, frames_per_batch=10)
+            next(batches)
+            child = psutil.Process(next(iter(batches._fleet.members.values())).process.pid)
+            child.suspend()
+"""
+COLLECTORS = {
+    "a collector waits for a batch": """
+            daemon(lambda: next(batches), "events")
+            child.resume()
+    """,
+    "a collector waits for acks of weights": """
+            daemon(batches.update_policy_weights_, "send")
+            child.resume()
+    """,
+    "batches without pause": """
+            child.resume()
+            begun = threading.Event()
+            def collect():
+                for batch in batches:
+                    begun.set()
+            threading.Thread(target=collect, daemon=True).start()
+            begun.wait()
+    """,
+}
+
+
+@pytest.mark.parametrize("wait", COLLECTORS)
+def test_a_daemon_thread_in_a_collector_does_not_disturb_the_exit(wait, tmp_path):
+    pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
+    program = tmp_path / "program.py"
+    program.write_text(START + "import psutil\n" + textwrap.dedent(COLLECTOR + COLLECTORS[wait].lstrip("\n")))
+    done = subprocess.run([sys.executable, "-W", "ignore", str(program)], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_somebody_may_wait_for_a_daemon_thread_at_exit():
+    """Its wait ends, late and with an error, so that the process ends too."""
+    first = """
+import atexit
+thread = None
+atexit.register(lambda: thread.join())
+"""  # before the handles' own, so it is called after those
+    source = (
+        first
+        + START
+        + textwrap.dedent("""
+        pub = shmsync.Publisher({"t": torch.zeros(4)})
+        sub = shmsync.Subscriber(pub.handle)
+        thread = threading.Thread(target=lambda: sub.wait_version(9, timeout=for_ever), daemon=True)
+        thread.start()
+        until_waits(thread, "_wait_for")
+    """)
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0
+    assert "ClosedError" in done.stderr
+
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_daemon_thread_in_a_wait_does_not_disturb_the_exit(wait):

@@ -1,4 +1,4 @@
-"""Installing from a clone: what its root says before the build, what an editable install gives, where it builds."""
+"""Installing from a clone: what its root says before the build, an editable install, and where it can be built."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import subprocess
 from typing import Any, assert_type
 
 import torch
@@ -26,6 +28,9 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert_type(pub.readers(), list[shmsync.ReaderInfo])
         assert_type(pub.readers()[0].state, shmsync.ProcessState)
         assert_type(pub.stats().publish, shmsync.Latency)
+        assert_type(pub.stats().stalls, int)
+        pub.wait_readers([0, 1], timeout=1.0, procs=[multiprocessing.Process(), 17])
+        pub.wait_readers(range(2), procs={0: subprocess.Popen("true")})
         pub.publish(wait="everyone")  # type: ignore[arg-type]
         pub.stats().version = 3  # type: ignore[misc]
 
@@ -45,6 +50,9 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
         assert_type(sub.snapshot(), shmsync.Snapshot)
         assert_type(sub.refresh(), bool)
         assert_type(sub.wait_version(2), int)
+        assert_type(sub.publisher_alive, bool)
+        assert_type(sub.session, bytes)
+        assert_type(sub.stats().restarts, int)
         assert_type(sub.bind(module), nn.Module)
         assert_type(sub.bind(nn.Linear(2, 2), guard=["forward"]), nn.Linear)  # its own type
         assert_type(sub.publisher_alive, bool)
