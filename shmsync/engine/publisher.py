@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Container, Iterable, Sequence
 from multiprocessing import util
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -18,13 +19,15 @@ from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
 from ..memory.manifest import Key, Manifest
+from ..memory.plainly import plainly
 from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from . import adopting
+from .dtypes import Dtypes, cast_leaves, check_dtypes
 from .matching import same_bytes
 from .plans import CopyPlan, Plans
-from .sources import Filter, Patterns, Weights, check_keys, collect, problem_with
+from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .timing import check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
@@ -44,8 +47,10 @@ class Publisher:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
         device: None (every tensor must be on the CPU) or "cpu" (tensors are fetched from where they are).
-        dtype: floating leaves are cast to it on publish.
-        include, exclude: glob patterns on dotted keys; which leaves the arena has.
+        dtype: floating leaves are cast to it on publish. A mapping of glob patterns on dotted keys to dtypes casts
+            those that match, to the dtype of the first pattern that does; the others keep theirs.
+        include, exclude: glob patterns on dotted keys; which leaves the arena has. A pattern that matches nothing,
+            here or in dtype=, is a ManifestMismatch.
         timeout: the arena's default, in seconds; math.inf waits for ever.
 
     Raises:
@@ -62,7 +67,7 @@ class Publisher:
         slots: int = 1,
         max_readers: int = 64,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtypes = None,
         include: Patterns = None,
         exclude: Patterns = None,
         timeout: float = 10.0,
@@ -72,7 +77,8 @@ class Publisher:
         timeout = check_timeout(timeout)
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
-        manifest = _manifest_of(weights, self._filter, dtype)
+        with plainly():
+            manifest = _manifest_of(weights, self._filter, dtype)
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
         self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
@@ -110,7 +116,8 @@ class Publisher:
         """Copy weights into the arena and make them the new version.
 
         Everything is checked before the first byte moves. A mapping may be partial: the other leaves keep their
-        value. Each byte is copied once (cast and gathered ones twice), whatever the number of readers.
+        value. Each byte is copied once, whatever the number of readers; cast, gathered and fetched ones too, but for
+        small sets of them with slots = 1.
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.
@@ -183,6 +190,7 @@ class Publisher:
         if optimizer is not None:
             step_inside_update(optimizer, side, self.update)
 
+    @plainly()
     def _differs(self, module: nn.Module) -> bool:
         tensors = collect(module, self._filter).tensors
         views = self._arena.views(0)
@@ -210,7 +218,8 @@ class Publisher:
         with side.lock:
             try:
                 if side.adopted is not None:
-                    side.adopted.give_back()
+                    with plainly():
+                        side.adopted.give_back()
             finally:
                 side.closed = True
                 side.adopted = None
@@ -327,15 +336,17 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     return [side.writer.version for side, _ in plans]
 
 
-def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) -> Manifest:
-    tensors = collect(weights, filter).tensors
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
+    everything = collect(weights, EVERYTHING).tensors
+    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
-    if not tensors:
+    problems = filter.idle(".".join(key) for key in everything)
+    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
+    if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    return Manifest.of(tensors, dtype=dtype, filtered=filter.filters)
+    return Manifest.of(tensors, dtypes=cast_leaves(tensors, dtype), filtered=filter.filters)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
@@ -358,14 +369,12 @@ def _acks(wait: Wait) -> Acks:
     return Acks(True, [check_worker(worker) for worker in wait])
 
 
-def _check_arguments(
-    slots: int, max_readers: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> None:
-    if not 1 <= slots <= _native.MAX_SLOTS:
-        raise ValueError(f"slots must be 1 to {_native.MAX_SLOTS}, not {slots}")
-    if not 1 <= max_readers <= _native.MAX_READERS:
-        raise ValueError(f"max_readers must be 1 to {_native.MAX_READERS}, not {max_readers}")
+def _check_arguments(slots: Any, max_readers: Any, device: torch.device | str | None, dtype: Any) -> None:
+    for name, value, most in (("slots", slots, _native.MAX_SLOTS), ("max_readers", max_readers, _native.MAX_READERS)):
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name} is a number from 1 to {most}, not {value!r} of type {type(value).__name__}")
+        if not 1 <= int(value) <= most:
+            raise ValueError(f"{name} must be 1 to {most}, not {value}")
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"arenas hold their weights in CPU memory in this version, not on {device}; use device='cpu'")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {dtype}")
+    check_dtypes(dtype)
