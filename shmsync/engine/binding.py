@@ -19,10 +19,11 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
+from ..memory.plainly import plainly
 from .guard import Guard
 from .matching import describe_problems, mismatches, tied_apart
 from .reading import ReadPath
-from .sources import EVERYTHING, collect, not_saved
+from .sources import EVERYTHING, collect, not_saved, unwrapped
 
 # Which subscriber moves a submodule's tensors: the last one that bound it.
 _bound_to: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ReadPath]] = weakref.WeakKeyDictionary()
@@ -78,11 +79,12 @@ class Binding:
                 self._placed = _native.Sources([], [(tensor, 0, 0) for tensor in self._viewed])
         if self.copied:
             made = self._arena.views(slot)
-            with torch.no_grad():
+            with plainly():
                 for key, buffer in self.copied:
                     buffer.copy_(made[key])
         return True
 
+    @plainly()
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
         """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
         mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
@@ -91,6 +93,7 @@ class Binding:
                 tensor.data = tensor.data.clone()
 
 
+@plainly()
 def bind_module(
     path: ReadPath,
     module: nn.Module,
@@ -112,7 +115,7 @@ def bind_module(
     if buffers not in ("copy", "view"):
         raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
     arena = path.arena
-    original = getattr(module, "_orig_mod", module)  # torch.compile's wrapper shows the same tensors
+    original = unwrapped(module)  # torch.compile's wrapper shows the same tensors
     _refuse_unsafe(original)
     tensors = collect(original, EVERYTHING).tensors
     private = not_saved(original)
@@ -126,7 +129,7 @@ def bind_module(
     problems += [
         f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
         for leaf in arena.manifest.leaves
-        if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
+        if leaf.key in tensors and leaf.cast and tensors[leaf.key].dtype != leaf.dtype
     ]
     problems = problems or tied_apart(tensors, arena, "module")
     if problems:

@@ -15,6 +15,7 @@ from .. import _native
 from ..errors import ClosedError
 from . import segment, slab
 from .manifest import Key, Manifest, fingerprint
+from .plainly import plainly
 from .process import me
 from .slab import Slab
 
@@ -69,25 +70,31 @@ class Arena:
         """Each leaf of a slot as a tensor over the slab."""
         views = self._views.get((slot, writable))
         if views is None:
-            storage = self.slab.writable if writable else self.slab.readonly
-            assert storage is not None, "only a publisher writes"
-            start = slot * self.manifest.slot_bytes
-            made: dict[tuple[Any, ...], torch.Tensor] = {}
-            views = {}
-            for leaf in self.manifest.leaves:
-                # Tied leaves share an offset, and stay one tensor.
-                identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
-                if identity not in made:
-                    made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
-                views[leaf.key] = made[identity]
-            self._views[slot, writable] = views
+            views = self._views[slot, writable] = self._made_views(slot, writable)
+        return views
+
+    @plainly()  # kept for good: views made in inference mode could never be trained
+    def _made_views(self, slot: int, writable: bool) -> dict[Key, torch.Tensor]:
+        storage = self.slab.writable if writable else self.slab.readonly
+        assert storage is not None, "only a publisher writes"
+        start = slot * self.manifest.slot_bytes
+        made: dict[tuple[Any, ...], torch.Tensor] = {}
+        views = {}
+        for leaf in self.manifest.leaves:
+            # Tied leaves share an offset, and stay one tensor.
+            identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
+            if identity not in made:
+                made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+            views[leaf.key] = made[identity]
         return views
 
     def weights(self, slot: int, *, writable: bool = False) -> TensorDict:
         """A slot as a TensorDict. Locked, because assigning a key would replace the view and reach no reader."""
         weights = self._weights.get((slot, writable))
         if weights is None:
-            weights = self._weights[slot, writable] = nested(self.views(slot, writable=writable)).lock_()
+            with plainly():
+                weights = nested(self.views(slot, writable=writable)).lock_()
+            self._weights[slot, writable] = weights
         return weights
 
     def slot_address(self, slot: int) -> int:
@@ -170,8 +177,8 @@ def nested(tensors: Mapping[Key, Any]) -> TensorDict:
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A contiguous tensor over a storage, `offset` bytes from its start."""
-    tensor = torch.empty(0, dtype=dtype)
+    """A contiguous tensor over a storage, `offset` bytes from its start. Call it inside plainly()."""
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
