@@ -36,8 +36,8 @@ class Sources {
   Sources(nanobind::list guards, nanobind::list leaves);
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
-  // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they are
-  // read again, and moved() says so.
+  // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
+  // are read again, and moved() says so.
   bool revalidate();
   bool moved() const { return moved_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 
 from .. import _native
-from ..memory.arena import Arena, nested
+from ..memory.arena import Arena, lies_in, nested, readonly_ranges
 from ..memory.manifest import Leaf
 from ..memory.plainly import copy_into, plainly
 from .admission import problem_with
 from .matching import plain
+from .sources import EVERYTHING, collect
 from .targets import collisions, made_anew, problem_with_target
+
+Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
 
 
 class Snapshot(NamedTuple):
@@ -43,11 +46,15 @@ class Targets:
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
         self.out = out
         with plainly():
-            found = {leaf.key: out.get(leaf.key, None) for leaf in arena.manifest.leaves}
+            own, readonly = arena.ranges(), readonly_ranges()
+            collected = collect(out, EVERYTHING, to_write=True)
+            found = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
+            # Its dicts cannot be seen: it may make its leaves anew at each look.
+            again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
             problems = [
                 f"{leaf.name} of out {problem}"
                 for leaf in arena.manifest.leaves
-                if (problem := _problem(out, found[leaf.key], leaf, arena))
+                if (problem := _problem(found[leaf.key], again.get(leaf.key), leaf, own, readonly))
             ]
             places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
             problems = problems or collisions(found, places)
@@ -71,13 +78,17 @@ class Targets:
                 copy_into(target, views[leaf.key])
 
 
-def _problem(out: TensorDictBase, target: Any, leaf: Leaf, arena: Arena) -> str | None:
+def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:
     """Why a leaf cannot be copied there, or None."""
     if target is None:
         return f"is missing, but the arena has it as {leaf.dtype} {leaf.shape}"
-    if isinstance(target, torch.Tensor) and problem_with(target) is None and arena.overlaps(target):
+    if (problem := problem_with(target)) is not None:
+        return problem
+    if lies_in(target, own):
         return "lies in the arena itself; pass memory of yours"
-    if problem := problem_with_target(target) or made_anew(target, out.get(leaf.key)):
+    if lies_in(target, readonly):
+        return "lies in an arena, which is read-only here; pass memory of yours"
+    if problem := problem_with_target(target) or made_anew(target, again):
         return problem
     if tuple(target.shape) != leaf.shape or target.dtype != leaf.dtype:
         return f"is {target.dtype} {tuple(target.shape)} but {leaf.dtype} {leaf.shape} in the arena"

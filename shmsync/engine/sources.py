@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key, Manifest
-from .admission import is_a, problem_with
+from .admission import loaded_class, problem_with
 from .wrappers import spelled_in, unwrapped, walk, wrapped_by
 
 __all__ = [
@@ -84,14 +84,19 @@ def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
     return listed
 
 
-def collect(source: Weights, filter: Filter, manifest: Manifest | None = None) -> Collected:
-    """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first."""
+def collect(source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False) -> Collected:
+    """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first.
+
+    `to_write`: the leaves are targets, so each is the very object that the source holds.
+    """
     if isinstance(source, nn.Module):
         return _from_module(source, filter)
     if isinstance(source, TensorDictBase):
-        return _from_tensordict(source, filter, manifest)
+        collected = _from_tensordict(source, filter, manifest)
+        return collected if to_write else _arrived(collected)
     if isinstance(source, Mapping):
-        return _from_mapping(source, filter, manifest)
+        collected = _from_mapping(source, filter, manifest)
+        return collected if to_write else _arrived(collected)
     inner = wrapped_by(source)
     raise TypeError(
         f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors, "
@@ -106,15 +111,18 @@ def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any
         if filter.admits(".".join(key)):
             if key in found:
                 raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
-            found[key] = _arrived(value)
+            found[key] = value
     return found
 
 
-def _arrived(value: Any) -> Any:
+def _arrived(collected: Collected) -> Collected:
     """A tensor that a collective still brings has a value of its own, here, as soon as it is waited for."""
-    if type(value) in (torch.Tensor, nn.Parameter):
-        return value
-    return value.wait() if is_a(value, "torch.distributed._functional_collectives", "AsyncCollectiveTensor") else value
+    kind = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if kind is not None:
+        for key, value in collected.tensors.items():
+            if type(value) is kind:
+                collected.tensors[key] = value.wait()
+    return collected
 
 
 def _from_module(module: nn.Module, filter: Filter) -> Collected:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from ..memory.arena import lies_in_a_slab
 from ..memory.manifest import Key, tie
 from .admission import extent, problem_with
 
 
-def problem_with_target(target: object) -> str | None:
+def problem_with_target(target: Any) -> str | None:
     """Why a tensor cannot be written in place, or None."""
     if problem := problem_with(target):
         return problem
-    assert isinstance(target, torch.Tensor)
-    if target.device.type == "cpu" and lies_in_a_slab(target):
-        return "lies in an arena, which is read-only here; pass memory of yours"
     if not target.is_contiguous() and _overlaps_itself(target):
         return "has several elements in one place in memory, as expand() makes them; pass its clone()"
     return None

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key
-from .admission import is_a
+from .admission import is_a, loaded_class
 
 # (module, class, attribute that holds the wrapped module)
 _TRANSPARENT = (
@@ -25,6 +25,7 @@ _TRANSPARENT = (
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
     ("torch.optim.swa_utils", "AveragedModel", "module"),
 )
+_FSDP = ("torch.distributed.fsdp", "FullyShardedDataParallel")
 _PREFIXES = ("_orig_mod", "module")  # the attributes above, as they occur in keys
 
 
@@ -42,10 +43,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
     Raises ManifestMismatch for FSDP's FullyShardedDataParallel, whose parameters are pieces of flat ones.
     """
-    return _inside(module, "")[0]
+    return _inside(module, "", _wrapper_types())[0]
 
 
-def _inside(module: nn.Module, prefix: str) -> tuple[nn.Module, str, tuple[nn.Module, ...]]:
+def _wrapper_types() -> tuple[type, ...]:
+    """The classes of wrappers that are loaded by now; a module that is none of them costs one isinstance()."""
+    known = (*((home, name) for home, name, _ in _TRANSPARENT), _FSDP)
+    return tuple(kind for home, name in known if (kind := loaded_class(home, name)) is not None)
+
+
+def _inside(module: nn.Module, prefix: str, types: tuple[type, ...]) -> tuple[nn.Module, str, tuple[nn.Module, ...]]:
+    if not isinstance(module, types):
+        return module, prefix, ()
     around: list[nn.Module] = []
     while (attribute := _attribute(module, prefix)) is not None:
         around.append(module)
@@ -58,7 +67,7 @@ def _attribute(module: nn.Module, prefix: str) -> str | None:
     for home, name, attribute in _TRANSPARENT:
         if is_a(module, home, name):
             return attribute
-    if is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+    if is_a(module, *_FSDP):
         raise ManifestMismatch(
             f"{prefix.rstrip('.') or 'the module'} is a FullyShardedDataParallel, and its parameters are pieces of "
             "flat ones; nothing was changed. Pass the full weights: torch.distributed.checkpoint.state_dict."
@@ -69,15 +78,15 @@ def _attribute(module: nn.Module, prefix: str) -> str | None:
 
 def walk(module: nn.Module) -> Iterator[Submodule]:
     """The module and all in it, each as often as it occurs, in the order of named_modules()."""
-    yield from _walk(module, (), "")
+    yield from _walk(module, (), "", _wrapper_types())
 
 
-def _walk(module: nn.Module, path: Key, prefix: str) -> Iterator[Submodule]:
-    module, prefix, around = _inside(module, prefix)
+def _walk(module: nn.Module, path: Key, prefix: str, types: tuple[type, ...]) -> Iterator[Submodule]:
+    module, prefix, around = _inside(module, prefix, types)
     yield Submodule(path, prefix, module, around)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, (*path, name), f"{prefix}{name}.")
+            yield from _walk(child, (*path, name), f"{prefix}{name}.", types)
 
 
 def submodules(module: nn.Module) -> dict[Key, nn.Module]:
@@ -88,8 +97,8 @@ def submodules(module: nn.Module) -> dict[Key, nn.Module]:
 def state_of(module: nn.Module) -> dict[str, Any]:
     """The module's state_dict(), under the keys that it has without wrappers."""
     module = unwrapped(module)
-    state: dict[str, Any] = module.state_dict()
     renamed = {place.prefix: ".".join((*place.path, "")) for place in walk(module) if place.wrappers}
+    state: dict[str, Any] = module.state_dict()  # after the walk, which refuses FSDP: its state_dict() is a collective
     if not renamed:
         return state
     plain = {}

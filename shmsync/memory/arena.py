@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,19 @@ def _all_mapped() -> list[Arena]:
         return list(_mapped)
 
 
+def readonly_ranges() -> list[tuple[int, int]]:
+    """[begin, end) of the read-only mapping of every arena of this process."""
+    return [arena.readonly_range() for arena in _all_mapped() if arena.mapped]
+
+
 def lies_in_a_slab(tensor: torch.Tensor) -> bool:
     """Does a CPU tensor start in the read-only mapping of some arena of this process?"""
-    address = tensor.data_ptr()
-    ranges = (arena.readonly_range() for arena in _all_mapped() if arena.mapped)
+    return lies_in(tensor, readonly_ranges())
+
+
+def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Does a tensor start in one of these ranges of CPU addresses?"""
+    address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
     return any(begin <= address < end for begin, end in ranges)
 
 
@@ -120,8 +129,7 @@ class Arena:
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Does a tensor start in the slab, under any mapping of it in this process?"""
-        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        return any(begin <= address < end for begin, end in self.ranges())
+        return lies_in(tensor, self.ranges())
 
     def rows_held_by_this_thread(self) -> set[int]:
         """Rows of the reader table whose open sections belong to the calling thread."""

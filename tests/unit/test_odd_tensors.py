@@ -238,6 +238,15 @@ def test_the_result_of_a_collective_is_waited_for(publisher):
     assert pub.weights["t"].tolist() == [5.0] * 4
 
 
+@pytest.mark.parametrize("entry", [adopt, bind, snapshot, apply_to], ids=lambda entry: entry.__name__)
+def test_the_result_of_a_collective_is_no_target(arenas, entry):
+    """What is waited for is another tensor, and writing it would be lost."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    with pytest.raises(ValueError, match="under way.*wait"):
+        entry(arenas, all_reduce(torch.zeros(4), "sum", dist.group.WORLD))
+
+
 class Marked(torch.Tensor):
     """A subclass over plain memory."""
 
@@ -319,3 +328,22 @@ def test_weights_are_not_applied_to_what_cannot_be_written(publisher, subscriber
         with pytest.raises(shmsync.ManifestMismatch, match=said):
             WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": torch.ones(4)})
         assert into["first"].tolist() == [0, 0]
+
+
+def test_sharded_modules_are_refused_with_what_to_pass(publisher):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+    parallel = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+    pub = publisher(nn.Sequential(nn.Linear(2, 2)))
+    for module in (sharded, parallel):
+        with pytest.raises(shmsync.ManifestMismatch, match=r"0\.weight is a DTensor.*full_tensor\(\)"):
+            shmsync.Publisher(module)
+        with pytest.raises(shmsync.ManifestMismatch, match="full_tensor"):
+            pub.publish(module)
+        full = {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}
+        pub.publish(full)
+        assert torch.equal(pub.weights["0", "weight"], full["0.weight"])

@@ -29,7 +29,7 @@ BAD = {
     "missing": (lambda arenas: {"b": None}, "b of out is missing"),
     "no tensor": (
         lambda arenas: {"b": TensorDict({"deep": torch.zeros(4)}, batch_size=[])},
-        "b of out is a TensorDict",
+        "b of out is missing",
     ),
     "dtype": (lambda arenas: {"b": torch.zeros(4, dtype=torch.float64)}, "torch.float64"),
     "shape": (lambda arenas: {"b": torch.zeros(5)}, r"\(5,\)"),
