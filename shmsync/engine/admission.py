@@ -34,7 +34,7 @@ _KNOWN = (
 )
 
 
-def loaded_class(module: str, name: str) -> type | None:
+def loaded_class(module: str, name: str) -> type[Any] | None:
     """A class of torch's, if the module that has it was imported; without that no object can be of this class."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None

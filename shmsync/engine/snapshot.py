@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from .. import _native
 from ..memory.arena import Arena, lies_in, nested, readonly_ranges
-from ..memory.manifest import Leaf
+from ..memory.manifest import Key, Leaf
 from ..memory.plainly import copy_into, plainly
 from .admission import problem_with
 from .matching import plain
@@ -48,7 +48,7 @@ class Targets:
         with plainly():
             own, readonly = arena.ranges(), readonly_ranges()
             collected = collect(out, EVERYTHING, to_write=True)
-            found = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
+            found: dict[Key, Any] = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
             # Its dicts cannot be seen: it may make its leaves anew at each look.
             again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
             problems = [
