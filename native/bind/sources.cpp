@@ -50,6 +50,17 @@ bool lazy_flags(nb::handle tensor) {
   return nb::cast<bool>(tensor.attr("is_conj")()) || nb::cast<bool>(tensor.attr("is_neg")());
 }
 
+// DLPack shows an address, and not how much memory is there. resize_(0) on a storage, as FSDP does it, takes it away;
+// a wrapper that `p.data = x` has put into a parameter never had any.
+bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
+  if (bytes == 0) return true;
+  if (address == nullptr) return false;
+  nb::object storage = tensor.attr("untyped_storage")();
+  const auto begin = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
+  const auto size = nb::cast<std::size_t>(storage.attr("nbytes")());
+  return begin + size >= reinterpret_cast<std::uintptr_t>(address) + bytes;
+}
+
 bool set_exchange_table(nb::handle tensor_type) {
   if (!nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return false;
   nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
@@ -83,6 +94,7 @@ Sources::Sources(nb::list guards, nb::list leaves) {
   }
   for (nb::handle item : leaves) {
     Leaf leaf{nb::object(item[0]),
+              Py_TYPE(item[0].ptr()),
               nullptr,
               nb::cast<std::size_t>(item[1]),
               nb::cast<std::size_t>(item[2]),
@@ -126,7 +138,7 @@ bool Sources::unchanged(const Guard& guard) {
 
 bool Sources::unchanged(Leaf& leaf) {
   DLTensor t;
-  if (!describe(leaf.tensor.ptr(), t)) return false;
+  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type || !describe(leaf.tensor.ptr(), t)) return false;
   if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
       static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
       !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) || !contiguous(t))
@@ -135,7 +147,10 @@ bool Sources::unchanged(Leaf& leaf) {
   // Only `p.data = x` can set the bits of a tensor already checked; x lies elsewhere unless it is a lazy view of
   // the same memory, which for real dtypes needs a stride of 2 and so at most one element.
   if ((leaf.check_flags || address != leaf.address) && lazy_flags(leaf.tensor)) return false;
-  if (address != leaf.address) moved_ = true;
+  if (address != leaf.address) {
+    if (!holds(leaf.tensor, address, elements(t) * t.bits / 8)) return false;
+    moved_ = true;
+  }
   leaf.address = address;
   return true;
 }

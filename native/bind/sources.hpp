@@ -35,8 +35,9 @@ class Sources {
   // leaves: [(tensor, offset in the slot, bytes), ...], contiguous, plain bytes.
   Sources(nanobind::list guards, nanobind::list leaves);
 
-  // True when every dict still holds the same objects in the same order and every tensor still has the dtype, shape
-  // and memory order that it was checked with. Addresses may have moved: they are read again, and moved() says so.
+  // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
+  // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
+  // are read again, and moved() says so.
   bool revalidate();
   bool moved() const { return moved_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
@@ -46,6 +47,7 @@ class Sources {
  private:
   struct Leaf {
     nanobind::object tensor;
+    PyTypeObject* type;  // swap_tensors() puts another tensor into the same object, and its type with it
     const std::byte* address;
     std::size_t offset;
     std::size_t bytes;

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 from ..memory.arena import nested, view
 from ..memory.manifest import Key, Manifest
+from ..memory.plainly import plainly
 
 BUFFERS = 2
 Leaves = dict[Key, tuple[torch.dtype, tuple[int, ...]]]  # of one frame
@@ -29,6 +30,7 @@ class BufferSpec(NamedTuple):
 class Buffers:
     """The mapped buffers. `tensors[k]`: buffer k by key, each tensor `[rows, steps, ...]`; a row is an environment."""
 
+    @plainly()
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
         manifest = _manifest(spec.leaves, spec.rows, spec.steps)

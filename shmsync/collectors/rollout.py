@@ -43,7 +43,9 @@ class Rollout:
         self._to_env = spaces.to_env(envs[0].action_space)
         self._leaves = spaces.leaves(space, OBSERVATION)
         # The observations that the policy sees next, `[n, ...]`, written in place.
-        self._current = {key: torch.empty((len(envs), *t.shape), dtype=t.dtype) for key, t in self._leaves.items()}
+        self._current = {
+            key: torch.empty((len(envs), *t.shape), dtype=t.dtype, device="cpu") for key, t in self._leaves.items()
+        }
         self._arrays = [(key[1:], tensor.numpy()) for key, tensor in self._current.items()]
         self._returns = np.zeros(len(envs))
         self._input = self._make_input()

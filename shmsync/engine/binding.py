@@ -17,6 +17,7 @@ from .. import _native
 from ..errors import ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
+from ..memory.plainly import plainly
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 
@@ -131,7 +132,7 @@ class Binding:
                 self._placed = True
         if self.copied:
             made = self._arena.views(slot)
-            with torch.no_grad():
+            with plainly():
                 for key, buffer in self.copied:
                     buffer.copy_(made[key])
         torch.clear_autocast_cache()  # casts of the version before
@@ -157,6 +158,7 @@ class Binding:
         self._fitting.check(tensors, partial=True)
         self.take(tensors, iter(living))
 
+    @plainly()
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
         """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
         mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
@@ -172,6 +174,7 @@ class Binding:
             path.followers.remove(self)
 
 
+@plainly()
 def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
     """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
 
@@ -218,7 +221,7 @@ def _taken_over(module: nn.Module, tensors: set[int]) -> list[Binding]:
 
 def make_private(tensor: torch.Tensor) -> None:
     """Give a tensor memory of its own, with the same values."""
-    with torch.inference_mode(False), torch.no_grad():
+    with plainly():
         tensor.data = tensor.data.clone()
 
 

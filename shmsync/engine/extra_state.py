@@ -16,8 +16,10 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ..memory.manifest import Key
+from ..memory.plainly import plainly
 from .pickling import dumps
 from .sources import EVERYTHING, collect
+from .wrappers import submodules
 
 LEAF = "__extra_state__"  # also TorchRL's key, in a TensorDict of weights
 KEY: Key = (LEAF,)
@@ -81,8 +83,12 @@ def by_key(states: States) -> dict[str, Any]:
 
 def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
     """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
+    places = submodules(module)
     for path, state in _states(leaf).items():
-        module.get_submodule(path).set_extra_state(state)
+        found = places.get(tuple(path.split(".")) if path else ())
+        if found is None:
+            raise AttributeError(f"the module has no submodule {path!r}, which has extra state in the weights")
+        found.set_extra_state(state)
 
 
 def _states(leaf: torch.Tensor) -> States:
@@ -92,8 +98,9 @@ def _states(leaf: torch.Tensor) -> States:
     return states
 
 
+@plainly()
 def _leaf(packed: bytes, size: int) -> torch.Tensor:
-    leaf = torch.zeros(size, dtype=torch.uint8)
+    leaf = torch.zeros(size, dtype=torch.uint8, device="cpu")
     data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
     leaf[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return leaf
@@ -107,9 +114,10 @@ def _plain(state: Any) -> Any:
 def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
     found = _owners.get(module)
     if found is None:
+        first = {child: path for path, child in reversed(submodules(module).items())}  # a shared one counts once
         found = _owners[module] = [
-            (path, weakref.ref(child))
-            for path, child in module.named_modules()
+            (".".join(path), weakref.ref(child))
+            for child, path in reversed(first.items())
             if type(child).get_extra_state is not nn.Module.get_extra_state
         ]
     return found

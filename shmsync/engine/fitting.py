@@ -12,8 +12,10 @@ from torch import nn
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
+from .admission import is_wrapper
 from .matching import describe_problems, mismatches, tied_apart
 from .sources import EVERYTHING, collect, not_saved
+from .wrappers import unwrapped, walk
 
 
 class Fitting:
@@ -62,7 +64,8 @@ class Fitting:
     def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
         """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
         arena = self.arena
-        stand_ins = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items() if t.device.type == "meta"}
+        meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
+        stand_ins = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
         others = {key: arena.views(0)[key] for key in self._beside}
         given = {**tensors, **stand_ins, **others}
         problems = mismatches(given, arena, partial=partial, any_device=self._copies, source_is="module")
@@ -70,7 +73,7 @@ class Fitting:
         problems += [
             f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
             for leaf in arena.manifest.leaves
-            if leaf.key in tensors and arena.manifest.casts and tensors[leaf.key].dtype != leaf.dtype
+            if leaf.key in tensors and leaf.cast and tensors[leaf.key].dtype != leaf.dtype
         ]
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
@@ -78,16 +81,17 @@ class Fitting:
 
 
 def bindable(module: nn.Module) -> nn.Module:
-    """The module whose tensors are bound: behind torch.compile's wrapper, the one that it wraps."""
+    """The module whose tensors are bound: that inside a wrapper, such as torch.compile's."""
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
-    return getattr(module, "_orig_mod", module)
+    return unwrapped(module)
 
 
 def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
-    """Each module that may own tensors, with its key path."""
-    for prefix, child in module.named_modules():
-        yield tuple(prefix.split(".")) if prefix else (), child
+    """Each module in the tree of this one, with the key path of its tensors; wrappers, with that of what they wrap."""
+    for place in walk(module):
+        for each in (*place.wrappers, place.module):
+            yield place.path, each
 
 
 def materialise(tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..memory.arena import Arena
 from ..memory.manifest import Key, Leaf, tie
-from .sources import problem_with
+from .admission import problem_with
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
@@ -38,8 +38,7 @@ def mismatches(
         else:
             if tuple(value.shape) != leaf.shape:
                 problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
-            castable = manifest.casts and leaf.dtype.is_floating_point and value.dtype.is_floating_point
-            if value.dtype != leaf.dtype and not castable:
+            if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}")
             if value.device.type != "cpu" and not any_device:
                 problems.append(f"{name} is on cpu in the arena but on {value.device} in the {source_is}")

@@ -21,6 +21,9 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from ..memory.manifest import Key, Leaf
+from ..memory.plainly import plainly
+from .admission import extent
+from .converting import Conversions
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
 from .sources import Collected, Filter, Weights, collect
 
@@ -44,7 +47,7 @@ class CopyPlan:
             raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
         self._tensors = collected.tensors
         # Leaf offsets: tied leaves are copied once, by whichever comes first.
-        self._staged: list[tuple[torch.Tensor, torch.Tensor, torch.dtype]] = []  # (source, private copy, its dtype)
+        converted: list[tuple[torch.Tensor, Leaf]] = []
         self.in_place: list[Leaf] = []  # the source is the slab itself, at the place where it belongs
         rows = []
         given: set[int] = set()
@@ -60,9 +63,9 @@ class CopyPlan:
             elif direct(tensor, leaf):
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
-                copy = torch.empty(leaf.shape, dtype=leaf.dtype)
-                self._staged.append((tensor, copy, tensor.dtype))
-                rows.append((copy, leaf.offset, leaf.nbytes))
+                converted.append((tensor, leaf))
+        self._conversions = Conversions(arena, converted)
+        rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self._conversions.staged()]
         self._sources = _native.Sources(list(collected.guards or ()), rows)
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._reusable = collected.guards is not None and not apart
@@ -82,8 +85,8 @@ class CopyPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that copy_to() moves."""
-        return self._sources.bytes
+        """Bytes that copy_to() writes."""
+        return self._sources.bytes + self._conversions.written
 
     @property
     def whole(self) -> bool:
@@ -94,10 +97,7 @@ class CopyPlan:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
         return (
             self._reusable
-            and all(
-                source.shape == copy.shape and source.dtype == dtype and source.layout is torch.strided
-                for source, copy, dtype in self._staged
-            )
+            and self._conversions.unchanged()
             and self._sources.revalidate()
             and not (self._sources.moved and (self.in_place or self._overlaps(arena)))
         )
@@ -106,14 +106,12 @@ class CopyPlan:
         return any(self._sources.overlaps(begin, end) for begin, end in arena.ranges())
 
     def stage(self) -> None:
-        """Cast, gather or fetch what cannot be copied as plain bytes; done before readers are kept out."""
-        if self._staged:
-            with torch.no_grad():
-                for source, copy, _ in self._staged:
-                    copy.copy_(source)
+        """Convert beforehand what is small; done before readers are kept out."""
+        self._conversions.stage()
 
-    def copy_to(self, address: int) -> None:
-        """Write the given leaves into the slot that starts at `address`; one native call, without the GIL."""
+    def copy_to(self, address: int, slot: int) -> None:
+        """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
+        self._conversions.write(slot)
         self._sources.copy_to(address)
 
 
@@ -123,7 +121,7 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
         return False
     address = tensor.data_ptr()
     for begin, end in ranges:
-        if address >= end or address + _extent(tensor) <= begin:
+        if address >= end or address + extent(tensor) * tensor.element_size() <= begin:
             continue
         if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
             return True
@@ -132,13 +130,6 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
             "overwrites; publish a clone() of it"
         )
     return False
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.dtype.itemsize
 
 
 class Plans:
@@ -182,6 +173,7 @@ class Plans:
             self._of_tensordict.keep(source, plan)
         return plan
 
+    @plainly()
     def make(self, source: Weights, collected: Collected | None = None) -> CopyPlan:
         """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf."""
         partial = not isinstance(source, nn.Module)

@@ -18,14 +18,16 @@ from ..memory import reader_table, segment
 from ..memory.arena import create
 from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
+from ..memory.plainly import plainly
 from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from . import adopting
+from .dtypes import Dtypes, cast_leaves, check_dtypes
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
 from .plans import CopyPlan, Plans
-from .sources import Filter, Patterns, Weights, check_keys, collect, problem_with
+from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
@@ -45,8 +47,10 @@ class Publisher:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
         device: None (every tensor must be on the CPU) or "cpu" (tensors are fetched from where they are).
-        dtype: floating leaves are cast to it on publish.
-        include, exclude: glob patterns on dotted keys; which leaves the arena has.
+        dtype: floating leaves are cast to it on publish. A mapping of glob patterns on dotted keys to dtypes casts
+            those that match, to the dtype of the first pattern that does; the others keep theirs.
+        include, exclude: glob patterns on dotted keys; which leaves the arena has. A pattern that matches nothing,
+            here or in dtype=, is a ManifestMismatch.
         timeout: the arena's default, in seconds; math.inf waits for ever.
 
     Raises:
@@ -63,7 +67,7 @@ class Publisher:
         slots: int = 1,
         max_readers: int = 64,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: Dtypes = None,
         include: Patterns = None,
         exclude: Patterns = None,
         timeout: float = 10.0,
@@ -71,12 +75,13 @@ class Publisher:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
         check_device(device)
-        _check_arguments(dtype)
+        check_dtypes(dtype)
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = check_timeout(timeout)
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
-        manifest = _manifest_of(weights, self._filter, dtype)
+        with plainly():
+            manifest = _manifest_of(weights, self._filter, dtype)
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
         self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
@@ -115,7 +120,8 @@ class Publisher:
         """Copy weights into the arena and make them the new version.
 
         Everything is checked before the first byte moves. A mapping may be partial: the other leaves keep their
-        value. Each byte is copied once (cast and gathered ones twice), whatever the number of readers.
+        value. Each byte is copied once, whatever the number of readers; cast, gathered and fetched ones too, but for
+        small sets of them with slots = 1.
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.
@@ -188,6 +194,7 @@ class Publisher:
         if optimizer is not None:
             step_inside_update(optimizer, side, self.update)
 
+    @plainly()
     def _differs(self, module: nn.Module) -> bool:
         tensors = collect(module, self._filter).tensors
         views = self._arena.views(0)
@@ -237,7 +244,8 @@ class Publisher:
         with side.closing():
             try:
                 if side.adopted is not None:
-                    side.adopted.give_back()
+                    with plainly():
+                        side.adopted.give_back()
             finally:
                 side.closed = True
                 side.adopted = None
@@ -354,15 +362,17 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     return [side.writer.version for side, _ in plans]
 
 
-def _manifest_of(weights: Weights, filter: Filter, dtype: torch.dtype | None) -> Manifest:
-    tensors = collect(weights, filter).tensors
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
+    everything = collect(weights, EVERYTHING).tensors
+    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
-    if not tensors:
+    problems = filter.idle(".".join(key) for key in everything)
+    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
+    if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    return Manifest.of(tensors, dtype=dtype, filtered=filter.filters)
+    return Manifest.of(tensors, dtypes=cast_leaves(tensors, dtype), filtered=filter.filters)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
@@ -382,8 +392,3 @@ def _acks(wait: Wait) -> Acks:
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is None, "all" or a list of worker indices, not {wait!r}')
     return Acks(True, [check_worker(worker) for worker in wait])
-
-
-def _check_arguments(dtype: torch.dtype | None) -> None:
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {dtype}")

@@ -11,11 +11,18 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key, Manifest
+from .admission import loaded_class, problem_with
+from .wrappers import spelled_in, unwrapped, walk, wrapped_by
+
+__all__ = [
+    "EVERYTHING", "Collected", "Filter", "Patterns", "Weights", "check_keys", "collect", "not_saved", "problem_with",
+    "unwrapped",
+]  # fmt: skip
 
 Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
 Patterns = str | Sequence[str] | None
@@ -39,13 +46,23 @@ class Filter(NamedTuple):
     @classmethod
     def of(cls, include: Patterns, exclude: Patterns) -> Filter:
         """From what users pass: one pattern, several, or None."""
-        return cls(None if include is None else _patterns(include), _patterns(exclude or ()))
+        return cls(None if include is None else _patterns(include, "include"), _patterns(exclude or (), "exclude"))
 
     def admits(self, name: str) -> bool:
         """Is the leaf of this dotted key part of the arena?"""
         if self.include is not None and not any(fnmatchcase(name, pattern) for pattern in self.include):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def idle(self, names: Iterable[str]) -> list[str]:
+        """A sentence for each pattern that matches none of these dotted keys."""
+        known = list(names)
+        return [
+            f"the pattern {pattern!r} of {argument}= matches no leaf"
+            for argument, patterns in (("include", self.include or ()), ("exclude", self.exclude))
+            for pattern in patterns
+            if not any(fnmatchcase(name, pattern) for name in known)
+        ]
 
     @property
     def filters(self) -> bool:
@@ -56,55 +73,91 @@ class Filter(NamedTuple):
 EVERYTHING = Filter(None, ())
 
 
-def _patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        return (patterns,)
+    if not isinstance(patterns, Iterable) or isinstance(patterns, (bytes, Mapping)):
+        raise TypeError(f"{argument}= is a glob pattern or a list of them, not {patterns!r}")
+    listed = tuple(patterns)
+    if not all(isinstance(each, str) for each in listed):
+        raise TypeError(f"{argument}= is a glob pattern or a list of them, but it has {listed!r}")
+    return listed
 
 
-def collect(source: Weights, filter: Filter, manifest: Manifest | None = None) -> Collected:
-    """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first."""
+def collect(source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False) -> Collected:
+    """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first.
+
+    `to_write`: the leaves are targets, so each is the very object that the source holds.
+    """
     if isinstance(source, nn.Module):
         return _from_module(source, filter)
     if isinstance(source, TensorDictBase):
-        return _from_tensordict(source, filter)
+        collected = _from_tensordict(source, filter, manifest)
+        return collected if to_write else _arrived(collected)
     if isinstance(source, Mapping):
-        return _from_mapping(source, filter, manifest)
+        collected = _from_mapping(source, filter, manifest)
+        return collected if to_write else _arrived(collected)
+    inner = wrapped_by(source)
     raise TypeError(
         f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors, "
         f"not {type(source).__name__}"
+        + ("" if inner is None else f"; pass the {type(inner).__name__} inside it (.func, .__wrapped__ or .__self__)")
     )
 
 
 def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any]:
-    return {key: value for key, value in pairs if filter.admits(".".join(key))}
+    found: dict[Key, Any] = {}
+    for key, value in pairs:
+        if filter.admits(".".join(key)):
+            if key in found:
+                raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
+            found[key] = value
+    return found
+
+
+def _arrived(collected: Collected) -> Collected:
+    """A tensor that a collective still brings has a value of its own, here, as soon as it is waited for."""
+    kind = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    if kind is not None:
+        for key, value in collected.tensors.items():
+            if type(value) is kind:
+                collected.tensors[key] = value.wait()
+    return collected
 
 
 def _from_module(module: nn.Module, filter: Filter) -> Collected:
-    if isinstance(module, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        return Collected(_admitted(((tuple(name.split(".")), tensor) for name, tensor in named), filter), None)
     pairs: list[tuple[Key, Any]] = []
-    guards: list[Guard] = []
+    guards: list[Guard] | None = []
     seen: set[int] = set()
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        path = tuple(prefix.split(".")) if prefix else ()
+    scripted: list[Key] = []
+    for path, _, child, around in walk(module):
+        if any(path[: len(each)] == each for each in scripted):
+            continue
+        if isinstance(child, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
+            named = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
+            pairs += [((*path, *name.split(".")), tensor) for name, tensor in named]
+            guards = None
+            scripted.append(path)
+            continue
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
-                pairs.append(((*path, name), tensor))
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        stores = [(name, child.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")]
-        guards.append((child.__dict__, stores, False))
-        guards += [(store, list(store.items()), True) for _, store in stores]
+                pairs.append(((*path, *name.split(".")), tensor))  # TensorDictParams has names with dots
+        for each in (*around, child):
+            if guards is not None and id(each) not in seen:
+                seen.add(id(each))
+                stores = [(name, each.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")]
+                guards.append((each.__dict__, stores, False))
+                guards += [(store, list(store.items()), True) for _, store in stores]
     return Collected(_admitted(pairs, filter), guards)
 
 
 def not_saved(module: nn.Module) -> set[Key]:
     """Non-persistent buffers. An arena made from a state_dict() lacks them, so they stay the module's own."""
     return {
-        (*(prefix.split(".") if prefix else ()), name)
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        for name in child._non_persistent_buffers_set
+        (*place.path, name)
+        for place in walk(module)
+        if not isinstance(place.module, torch.jit.ScriptModule)
+        for name in place.module._non_persistent_buffers_set
     }
 
 
@@ -121,9 +174,10 @@ class _Watch:
             self.guards = None
 
 
-def _from_tensordict(source: TensorDictBase, filter: Filter) -> Collected:
+def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest | None) -> Collected:
     watch = _Watch()
-    tensors = _admitted(_in_tensordict(source, (), watch), filter)
+    pairs = ((_known(key, manifest) or key, value) for key, value in _in_tensordict(source, (), watch))
+    tensors = _admitted(pairs, filter)
     return Collected(tensors, watch.guards)
 
 
@@ -132,8 +186,11 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
     store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
     watch.add(store)
     for key, value in source.items() if type(store) is not dict else store.items():
-        if isinstance(value, TensorDictBase):
-            yield from _in_tensordict(value, (*path, key), watch)
+        if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
+            # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.
+            yield from _in_tensordict(
+                value if isinstance(value, TensorDictBase) else value._tensordict, (*path, key), watch
+            )
         else:
             yield (*path, key), value
 
@@ -159,11 +216,18 @@ def _in_mapping(
 
 def _resolve(path: Key, manifest: Manifest | None) -> Key:
     """The key path that dotted keys stand for; the manifest knows keys that contain dots."""
-    if manifest is not None:
-        leaf = manifest.by_key.get(path) or manifest.by_name.get(".".join(path))
-        if leaf is not None:
-            return leaf.key
-    return tuple(".".join(path).split("."))
+    return _known(path, manifest) or tuple(".".join(path).split("."))
+
+
+def _known(path: Key, manifest: Manifest | None) -> Key | None:
+    """The arena's own spelling of a key path: with other dots, or without the prefixes of a wrapper."""
+    if manifest is None:
+        return None
+    if path in manifest.by_key:
+        return path
+    name = ".".join(path)
+    leaf = manifest.by_name.get(name)
+    return spelled_in(manifest.by_key, tuple(name.split("."))) if leaf is None else leaf.key
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:
@@ -179,18 +243,3 @@ def check_keys(tensors: Mapping[Key, Any]) -> None:
     for key in tensors:
         if key in inner:
             raise ManifestMismatch(f"{'.'.join(key)!r} is both a tensor and the parent of other keys; rename it")
-
-
-def problem_with(value: Any) -> str | None:
-    """Why this object cannot be a leaf at all, or None."""
-    if not isinstance(value, torch.Tensor):
-        return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
-    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-        return "is not initialised yet; run the lazy module once before publishing it"
-    if value.layout is not torch.strided:
-        return f"is {value.layout}, but only dense tensors can be shared; call .to_dense()"
-    if value.is_quantized:
-        return "is quantised, but only plain dtypes can be shared; publish its integer representation"
-    if value.device.type == "meta":
-        return "is on the meta device and has no values; materialise the module first"
-    return None

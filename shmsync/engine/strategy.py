@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
 from ..errors import ManifestMismatch
-from ..memory.arena import nested
+from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
+from ..memory.plainly import copy_into, plainly
 from . import extra_state
 from .matching import plain, same_bytes
 from .sources import EVERYTHING, check_keys, collect, not_saved, problem_with
+from .targets import made_anew, problem_with_target
+from .wrappers import spelled_in, state_of, submodules, walk
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
@@ -38,21 +41,24 @@ class WeightStrategy:
     def __repr__(self) -> str:
         return f"WeightStrategy({self.extract_as!r})"
 
+    @plainly()
     def extract_weights(self, source: Any) -> Any:
         """The weights of a module, a TensorDict or a dict, in the configured form; they share the source's memory.
 
+        A module that torch.compile(), DataParallel, DDP or AveragedModel wraps gives the keys that it has by itself.
         Raises ValueError for a source of another type.
         """
         if self.extract_as == "state_dict":
             if isinstance(source, nn.Module):
-                return source.state_dict()
+                _refuse_odd_module(source)
+                return state_of(source)
             if isinstance(source, TensorDictBase):
                 return {".".join(key): value for key, value in collect(source, EVERYTHING).tensors.items()}
             if isinstance(source, Mapping):
                 return source
         else:
             if isinstance(source, nn.Module):
-                return TensorDict.from_module(source).data
+                return nested({key: tensor.data for key, tensor in _values_of(source).items()})
             if isinstance(source, TensorDictBase) and not is_flat(source):
                 return source
             if isinstance(source, (TensorDictBase, Mapping)):
@@ -76,10 +82,12 @@ class WeightStrategy:
         if weights is None:
             return
         targets, given, extra = self.check_weights(destination, weights)
+        _refuse_bound({key: targets[key] for key in given})
         _copy_all([(source, targets[key]) for key, source in given.items()])
         for module, state in extra:
             module.set_extra_state(getattr(state, "data", state))
 
+    @plainly()
     def check_weights(self, destination: Any, weights: Any) -> _Fit:
         """Raise as apply_weights() does, and write nothing."""
         if weights is None:
@@ -95,13 +103,23 @@ class WeightStrategy:
                 f"{type(destination).__name__}"
             )
         given, extra = leaves_of(weights)
-        targets, _ = leaves_of(destination)
+        targets, _ = leaves_of(destination, to_write=True)
+        again = leaves_of(destination, to_write=True)[0] if isinstance(destination, TensorDictBase) else targets
         optional: set[Key] = set()
         modules: dict[Key, nn.Module] = {}
         if isinstance(destination, nn.Module):
             optional = not_saved(destination)
-            modules = {tuple(name.split(".")) if name else (): child for name, child in destination.named_modules()}
+            modules = submodules(destination)
+            spelled = {spelled_in(targets, key) or key: value for key, value in given.items()}
+            given = spelled if len(spelled) == len(given) else given
+            ends = {(*path, ""): path for path in modules}  # a path is all prefix
+            extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
         problems = _differences(targets, given, optional)
+        problems += [
+            f"mismatched: {'.'.join(key)} {reason}"
+            for key, target in targets.items()
+            if (reason := made_anew(target, again.get(key)))
+        ]
         if modules:
             problems += [
                 f"unexpected: {'.'.join((*path, extra_state.STATE_DICT_KEY))}" for path in extra if path not in modules
@@ -121,18 +139,29 @@ class _Fit(NamedTuple):
     extra: list[tuple[nn.Module, Any]]
 
 
+def _refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
+    """Not part of check_weights(): who checks may give a bound module memory of its own before it is written."""
+    readonly = readonly_ranges()
+    bound = [".".join(key) for key, target in targets.items() if readonly and lies_in(target, readonly)]
+    if bound:
+        raise ManifestMismatch(
+            f"{', '.join(bound)} of the destination lie in an arena, which is read-only here, as in a bound module; "
+            "nothing was written. Publish in the trainer, or apply the weights to a module of your own"
+        )
+
+
+@plainly()
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the first tensor of each pair into the second; all that are plain memory go in one native call."""
     rows: list[tuple[torch.Tensor, int, int]] = []
     written: list[torch.Tensor] = []
-    with torch.no_grad():
-        for source, target in pairs:
-            if _copies_as_bytes(source) and _copies_as_bytes(target):
-                if source.numel():
-                    rows.append((source, target.data_ptr(), target.nbytes))
-                    written.append(target)
-            else:
-                target.copy_(source)
+    for source, target in pairs:
+        if _copies_as_bytes(source) and _copies_as_bytes(target):
+            if source.numel():
+                rows.append((source, target.data_ptr(), target.nbytes))
+                written.append(target)
+        else:
+            copy_into(target, source)
     if rows:
         _native.Sources([], rows).copy_to(0)  # each to an address of its own
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
@@ -148,14 +177,40 @@ def is_flat(weights: TensorDictBase) -> bool:
     return any("." in key for key in weights.keys())  # noqa: SIM118  # a TensorDict iterates over its batch
 
 
-def leaves_of(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> tuple[dict[Key, Any], dict[Key, Any]]:
-    """Tensors by key path, and extra state by the path of its module."""
+def _refuse_odd_module(module: nn.Module) -> None:
+    """Raise as refuse_odd() for the tensors of a module; cheaper than collecting them."""
+    if any(
+        tensor is not None and problem_with(tensor)
+        for place in walk(module)
+        for tensor in (*place.module._parameters.values(), *place.module._buffers.values())
+    ):
+        _values_of(module)  # tells which
+
+
+def _values_of(module: nn.Module) -> dict[Key, torch.Tensor]:
+    """The module's tensors. Raises ManifestMismatch if one of them has no values that could be sent."""
+    tensors = collect(module, EVERYTHING).tensors
+    refuse_odd(tensors)
+    return tensors
+
+
+def refuse_odd(tensors: Mapping[Key, Any]) -> None:
+    """Raise ManifestMismatch for objects that cannot be leaves; before anything is sent."""
+    problems = [f"{'.'.join(key)} {reason}" for key, tensor in tensors.items() if (reason := problem_with(tensor))]
+    if problems:
+        raise ManifestMismatch("these weights cannot be sent: " + "; ".join(problems) + ". Nothing was sent")
+
+
+def leaves_of(
+    source: nn.Module | TensorDictBase | Mapping[str, Any], *, to_write: bool = False
+) -> tuple[dict[Key, Any], dict[Key, Any]]:
+    """Tensors by key path, and extra state by the path of its module. `to_write`: as collect() has it."""
     extra: dict[Key, Any] = {}
     if isinstance(source, Mapping) and not isinstance(source, TensorDictBase):
         keys: list[str] = [key for key in source if isinstance(key, str) and key.rpartition(".")[2] in extra_state.KEYS]
         extra = {tuple(key.split("."))[:-1]: source[key] for key in keys}
         source = {key: value for key, value in source.items() if key not in keys}
-    tensors = unflattened(collect(source, EVERYTHING).tensors)
+    tensors = unflattened(collect(source, EVERYTHING, to_write=to_write).tensors)
     extra |= {key[:-1]: tensors.pop(key) for key in list(tensors) if key[-1] in extra_state.KEYS}
     return tensors, extra
 
@@ -168,8 +223,9 @@ def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
 def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key]) -> list[str]:
     """Why the given leaves cannot be copied into the targets, one line for each key."""
     aliases: dict[Any, list[Key]] = {}
+    odd = {key: reason for key, tensor in targets.items() if (reason := problem_with_target(tensor))}
     for key, tensor in targets.items():
-        aliases.setdefault(tie(tensor) if isinstance(tensor, torch.Tensor) else None, []).append(key)
+        aliases.setdefault(None if key in odd else tie(tensor), []).append(key)
     tied = {key: keys for identity, keys in aliases.items() if identity is not None for key in keys}
     problems = [
         f"missing: {'.'.join(key)}"
@@ -179,7 +235,7 @@ def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional:
     problems += [f"unexpected: {'.'.join(key)}" for key in given if key not in targets]
     for key in given.keys() & targets.keys():
         name, source, target = ".".join(key), given[key], targets[key]
-        reason = problem_with(source) or problem_with(target)
+        reason = problem_with(source) or odd.get(key)
         if reason:
             problems.append(f"mismatched: {name} {reason}")
         elif source.shape != target.shape or source.dtype != target.dtype:

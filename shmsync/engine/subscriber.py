@@ -7,16 +7,14 @@ import weakref
 from contextlib import nullcontext
 from multiprocessing import util
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
-from ..memory.arena import nested
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import bind_module
@@ -25,6 +23,7 @@ from .covering import guard_calls
 from .fitting import Fitting, bindable
 from .following import Successor
 from .reading import ReadPath
+from .snapshot import Snapshot, Targets
 from .timing import check_timeout, check_worker
 
 Consistency = Literal["pinned", "optimistic", "live"]
@@ -40,13 +39,6 @@ def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
     if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
         return handle[0], handle[1]
     raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")
-
-
-class Snapshot(NamedTuple):
-    """A private, consistent copy."""
-
-    weights: TensorDictBase
-    version: int
 
 
 class Subscriber(ReadPath):
@@ -160,40 +152,20 @@ class Subscriber(ReadPath):
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
         """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
 
-        With "live" it is whatever was there, perhaps of two versions. Raises ValueError for an `out` that does not fit,
-        before anything is written; otherwise as read().
+        With "live" it is whatever was there, perhaps of two versions. Raises ValueError for an `out` that does not fit
+        (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
+        otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
-        if out is None:
-            tensors = {leaf.name: torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self.arena.manifest.leaves}
-            targets = {leaf.key: tensors[leaf.name] for leaf in self.arena.manifest.leaves}
-            out = nested(targets)
-        for leaf in self.arena.manifest.leaves:
-            target = out.get(leaf.key)
-            if target is not None and self.arena.overlaps(target):
-                raise ValueError(
-                    f"{leaf.name} of out lies in the arena itself; nothing was written, pass memory of yours"
-                )
-            if target is None or target.shape != leaf.shape or target.dtype != leaf.dtype:
-                raise ValueError(
-                    f"{leaf.name} is {leaf.dtype} {leaf.shape} in the arena but "
-                    f"{None if target is None else (target.dtype, tuple(target.shape))} in out; nothing was written"
-                )
-        pairs = [(out.get(leaf.key), leaf) for leaf in self.arena.manifest.leaves]
-        plain = all(target.is_contiguous() and target.device.type == "cpu" for target, _ in pairs)
+        targets = Targets(out, self.arena)
         version = 0
 
         def copy() -> None:
             nonlocal version
             version = self._held_version
-            views = self.arena.views(self._held_slot)
-            if plain:
-                _native.copy([(t.data_ptr(), views[leaf.key].data_ptr(), leaf.nbytes) for t, leaf in pairs])
-            else:
-                for target, leaf in pairs:
-                    target.copy_(views[leaf.key])
+            targets.copy(self._held_slot)
 
         self.run(copy)
-        return Snapshot(out, version)
+        return Snapshot(targets.out, version)
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.

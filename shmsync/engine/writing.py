@@ -120,7 +120,7 @@ class WriteSide:
         """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
             self.carry(plan.carried + plan.in_place)
-        plan.copy_to(self.address())
+        plan.copy_to(self.address(), self.writer.slot)
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
 

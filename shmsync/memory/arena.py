@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .. import _native
 from ..errors import ClosedError
 from . import segment, slab
 from .manifest import Key, Manifest, fingerprint
+from .plainly import plainly
 from .process import me
 from .slab import Slab
 from .system import refusals
@@ -29,10 +30,19 @@ def _all_mapped() -> list[Arena]:
         return list(_mapped)
 
 
+def readonly_ranges() -> list[tuple[int, int]]:
+    """[begin, end) of the read-only mapping of every arena of this process."""
+    return [arena.readonly_range() for arena in _all_mapped() if arena.mapped]
+
+
 def lies_in_a_slab(tensor: torch.Tensor) -> bool:
     """Does a CPU tensor start in the read-only mapping of some arena of this process?"""
-    address = tensor.data_ptr()
-    ranges = (arena.readonly_range() for arena in _all_mapped() if arena.mapped)
+    return lies_in(tensor, readonly_ranges())
+
+
+def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
+    """Does a tensor start in one of these ranges of CPU addresses?"""
+    address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
     return any(begin <= address < end for begin, end in ranges)
 
 
@@ -70,25 +80,31 @@ class Arena:
         """Each leaf of a slot as a tensor over the slab."""
         views = self._views.get((slot, writable))
         if views is None:
-            storage = self.slab.writable if writable else self.slab.readonly
-            assert storage is not None, "only a publisher writes"
-            start = slot * self.manifest.slot_bytes
-            made: dict[tuple[Any, ...], torch.Tensor] = {}
-            views = {}
-            for leaf in self.manifest.leaves:
-                # Tied leaves share an offset, and stay one tensor.
-                identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
-                if identity not in made:
-                    made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
-                views[leaf.key] = made[identity]
-            self._views[slot, writable] = views
+            views = self._views[slot, writable] = self._made_views(slot, writable)
+        return views
+
+    @plainly()  # kept for good: views made in inference mode could never be trained
+    def _made_views(self, slot: int, writable: bool) -> dict[Key, torch.Tensor]:
+        storage = self.slab.writable if writable else self.slab.readonly
+        assert storage is not None, "only a publisher writes"
+        start = slot * self.manifest.slot_bytes
+        made: dict[tuple[Any, ...], torch.Tensor] = {}
+        views = {}
+        for leaf in self.manifest.leaves:
+            # Tied leaves share an offset, and stay one tensor.
+            identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
+            if identity not in made:
+                made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+            views[leaf.key] = made[identity]
         return views
 
     def weights(self, slot: int, *, writable: bool = False) -> TensorDict:
         """A slot as a TensorDict. Locked, because assigning a key would replace the view and reach no reader."""
         weights = self._weights.get((slot, writable))
         if weights is None:
-            weights = self._weights[slot, writable] = nested(self.views(slot, writable=writable)).lock_()
+            with plainly():
+                weights = nested(self.views(slot, writable=writable)).lock_()
+            self._weights[slot, writable] = weights
         return weights
 
     def slot_address(self, slot: int) -> int:
@@ -114,8 +130,7 @@ class Arena:
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Does a tensor start in the slab, under any mapping of it in this process?"""
-        address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        return any(begin <= address < end for begin, end in self.ranges())
+        return lies_in(tensor, self.ranges())
 
     def rows_held_by_this_thread(self) -> set[int]:
         """Rows of the reader table whose open sections belong to the calling thread."""
@@ -176,8 +191,8 @@ def nested(tensors: Mapping[Key, Any]) -> TensorDict:
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A contiguous tensor over a storage, `offset` bytes from its start."""
-    tensor = torch.empty(0, dtype=dtype)
+    """A contiguous tensor over a storage, `offset` bytes from its start. Call it inside plainly()."""
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     strides: list[int] = []
     step = 1
     for size in reversed(shape):

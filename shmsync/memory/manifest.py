@@ -34,6 +34,7 @@ class Leaf:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the slot
+    cast: bool = False  # dtype= chose its dtype: floating sources of any dtype are cast to it
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +53,6 @@ class Manifest:
 
     leaves: tuple[Leaf, ...]
     filtered: bool = False  # made with include= or exclude=: a module may have more than the arena
-    casts: bool = False  # made with dtype=: floating sources of any dtype are cast
     by_key: dict[Key, Leaf] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,20 +69,30 @@ class Manifest:
         return max((leaf.offset + leaf.nbytes for leaf in self.leaves), default=0)
 
     @property
+    def casts(self) -> bool:
+        """Was it made with dtype=?"""
+        return any(leaf.cast for leaf in self.leaves)
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
         return max(SLOT_ALIGNMENT, round_up(self.used_bytes, SLOT_ALIGNMENT))
 
     @classmethod
     def of(
-        cls, tensors: Mapping[Key, torch.Tensor], *, dtype: torch.dtype | None = None, filtered: bool = False
+        cls,
+        tensors: Mapping[Key, torch.Tensor],
+        *,
+        dtypes: Mapping[Key, torch.dtype] | None = None,
+        filtered: bool = False,
     ) -> Manifest:
-        """Lay out the tensors in their order; `dtype` replaces the dtype of floating leaves."""
+        """Lay out the tensors in their order; `dtypes` has the leaves that are cast, and to what."""
+        dtypes = dtypes or {}
         leaves = []
         offset = 0
         placed: dict[tuple[object, ...], int] = {}
         for key, tensor in tensors.items():
-            kept = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+            kept = dtypes.get(key, tensor.dtype)
             shape = tuple(tensor.shape)
             identity = tie(tensor)
             at = placed.get(identity) if identity else None
@@ -91,13 +101,15 @@ class Manifest:
                 offset = round_up(offset + math.prod(shape) * kept.itemsize, TENSOR_ALIGNMENT)
                 if identity:
                     placed[identity] = at
-            leaves.append(Leaf(key, kept, shape, at))
-        return cls(tuple(leaves), filtered=filtered, casts=dtype is not None)
+            leaves.append(Leaf(key, kept, shape, at, key in dtypes))
+        return cls(tuple(leaves), filtered=filtered)
 
     def to_json(self) -> bytes:
         """UTF-8 JSON; the same leaves give the same bytes."""
-        leaves = [[list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset] for leaf in self.leaves]
-        document = {"leaves": leaves, "filtered": self.filtered, "casts": self.casts}
+        leaves = [
+            [list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset, int(leaf.cast)] for leaf in self.leaves
+        ]
+        document = {"leaves": leaves, "filtered": self.filtered}
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
     @classmethod
@@ -106,17 +118,17 @@ class Manifest:
         try:
             document = json.loads(text)
             leaves = []
-            for key, dtype_name, shape, offset in document["leaves"]:
+            for key, dtype_name, shape, offset, cast in document["leaves"]:
                 dtype = getattr(torch, dtype_name)
                 if not isinstance(dtype, torch.dtype):
                     raise TypeError(f"{dtype_name} is no dtype")
-                leaf = Leaf(tuple(map(str, key)), dtype, tuple(map(int, shape)), int(offset))
+                leaf = Leaf(tuple(map(str, key)), dtype, tuple(map(int, shape)), int(offset), bool(cast))
                 if min(leaf.shape, default=0) < 0 or leaf.offset < 0 or leaf.offset % TENSOR_ALIGNMENT:
                     raise ValueError(f"{leaf} is malformed")
                 if leaf.offset + leaf.nbytes > slot_bytes:
                     raise ValueError(f"{leaf} ends beyond a slot of {slot_bytes} bytes")
                 leaves.append(leaf)
-            return cls(tuple(leaves), filtered=bool(document["filtered"]), casts=bool(document["casts"]))
+            return cls(tuple(leaves), filtered=bool(document["filtered"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {error}") from error
 

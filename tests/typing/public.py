@@ -35,6 +35,12 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         pub.stats().version = 3  # type: ignore[misc]
 
 
+def casting(module: nn.Module) -> None:
+    with shmsync.Publisher(module, dtype={"*.inv_freq": torch.float32, "*": torch.bfloat16}):
+        pass
+    shmsync.Publisher(module, dtype="bfloat16")  # type: ignore[arg-type]
+
+
 def half(x: int) -> float:
     return x / 2
 

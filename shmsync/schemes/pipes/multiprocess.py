@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from typing_extensions import override
 
 from ...engine.pickling import dumps
-from ...engine.strategy import Form
+from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import check_timeout
 from ..api import WeightSyncScheme
 from ..publishers import Plan
@@ -35,6 +37,9 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
+        if isinstance(weights, (TensorDictBase, Mapping)):
+            leaves, _ = leaves_of(weights)
+            refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         message = dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
 
         def accept() -> None:

@@ -23,11 +23,11 @@ from tensordict import TensorDict, TensorDictBase
 
 from ... import _native
 from ...engine.matching import direct
-from ...engine.sources import check_keys, problem_with
-from ...engine.strategy import leaves_of
-from ...errors import ManifestMismatch
+from ...engine.sources import check_keys
+from ...engine.strategy import leaves_of, refuse_odd
 from ...memory.arena import nested, view
 from ...memory.manifest import Key, Manifest
+from ...memory.plainly import plainly
 from ...memory.segment import Handle
 
 Kind = Literal["tensordict", "flat", "nested"]
@@ -97,12 +97,11 @@ class Packer:
         self._free: list[list[torch.Tensor]] = []
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
+    @plainly()
     def pack(self, weights: Any, model_id: str, version: int) -> Parcel:
         """Copy weights, once. Raises ManifestMismatch for leaves that are no plain tensors."""
         tensors, extra = leaves_of(weights)
-        problems = [f"{'.'.join(key)} {reason}" for key, tensor in tensors.items() if (reason := problem_with(tensor))]
-        if problems:
-            raise ManifestMismatch("these weights cannot be sent: " + "; ".join(problems) + ". Nothing was sent")
+        refuse_odd(tensors)
         check_keys(tensors)
         manifest, text = self._layout(tensors)
         starts = self._starts(manifest)
@@ -132,7 +131,7 @@ class Packer:
             pieces = self._free.pop()
             if [piece.nbytes for piece in pieces] == sizes:
                 return pieces
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
 
 
 def _give_back(free: list[list[torch.Tensor]], pieces: list[torch.Tensor]) -> None:
@@ -178,6 +177,7 @@ def allow_views(reader: ReadsOnly) -> None:
         _readers.add(reader)
 
 
+@plainly()
 def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
     with _readers_lock:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
+from ....engine.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 
 
@@ -113,7 +114,7 @@ def _fixed(sources: dict[int, Any], devices: dict[int, Any], apart: bool) -> Fir
 
 def _mapped(source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: int) -> First:
     def again() -> dict[int, Any]:
-        tensors = TensorDict.from_module(source).data if isinstance(source, nn.Module) else source
+        tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
         return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
 
     sources = again()

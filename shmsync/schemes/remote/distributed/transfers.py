@@ -54,7 +54,7 @@ class InitialSender:
     def send(self, parcel: Parcel, rank: int, timeout: float) -> None:
         """Raises TimeoutError when the rank does not receive in time."""
         label = torch.frombuffer(bytearray(mailbox.to_text(parcel.label).encode()), dtype=torch.uint8)
-        sizes = torch.tensor([label.numel(), parcel.buffer.nbytes])
+        sizes = torch.tensor([label.numel(), parcel.buffer.nbytes], dtype=torch.int64, device="cpu")
         parts = [part for part in (sizes, label, parcel.buffer) if part.numel()]
         works = [torch.distributed.isend(part, rank, tag=0) for part in parts]
         # The task keeps the buffers: the transfer goes on when this call has given up.
@@ -79,9 +79,9 @@ class InitialReceiver:
 
 
 def _receive_initial() -> Any:
-    sizes = receive(torch.zeros(2, dtype=torch.int64), _SENDER, 0)
-    label = receive(torch.empty(int(sizes[0]), dtype=torch.uint8), _SENDER, 0)
-    buffer = receive(torch.empty(int(sizes[1]), dtype=torch.uint8), _SENDER, 0)
+    sizes = receive(torch.zeros(2, dtype=torch.int64, device="cpu"), _SENDER, 0)
+    label = receive(torch.empty(int(sizes[0]), dtype=torch.uint8, device="cpu"), _SENDER, 0)
+    buffer = receive(torch.empty(int(sizes[1]), dtype=torch.uint8, device="cpu"), _SENDER, 0)
     return unpack(mailbox.from_text(bytes(label.numpy()).decode()), buffer)
 
 

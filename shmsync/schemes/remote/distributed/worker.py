@@ -34,7 +34,7 @@ class Inbox:
         self._mailbox = mailbox
         self._beacon: Beacon | None = None
         self._manifest: tuple[str, bytes] | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._lock = threading.RLock()
         self._message: dict[str, Any] | None = None  # taken, with its bytes, and not answered
         self._after: str | None = None
@@ -119,7 +119,7 @@ class Inbox:
         if self._manifest is None or self._manifest[0] != layout:
             self._manifest = layout, self._mailbox.layout(layout)
         if self._buffer.numel() != size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         receive(self._buffer, int(message["from"]), tag_of(message["serial"]))
 
     def unpack(self, message: dict[str, Any]) -> Any:

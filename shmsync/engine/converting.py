@@ -1,0 +1,74 @@
+"""Leaves that cannot be copied as plain bytes: cast, gathered from strides, or fetched from another device.
+
+They are converted straight into the slot, one leaf after the other, so that publishing needs no second copy of the
+weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
+set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory.arena import Arena
+from ..memory.manifest import Leaf
+from ..memory.plainly import plainly
+
+STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
+
+
+class Conversions:
+    """The converted leaves of one plan. With slots = 1 and at most STAGED_BYTES of them, they are staged.
+
+    Args:
+        arena: whose slots are written.
+        sources: tensors that were checked, and their leaves.
+    """
+
+    def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
+        self._arena = arena
+        self._sources = sources
+        self._seen = [_signature(source) for source, _ in sources]
+        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() moves
+        self._copies: list[torch.Tensor] | None = None
+        if arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
+            self.written = 0
+            with plainly():
+                self._copies = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for _, leaf in sources]
+
+    def staged(self) -> list[tuple[torch.Tensor, Leaf]]:
+        """The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot."""
+        return (
+            []
+            if self._copies is None
+            else [(c, leaf) for c, (_, leaf) in zip(self._copies, self._sources, strict=True)]
+        )
+
+    def unchanged(self) -> bool:
+        """Is every source where it was when it was checked, with the same shape and dtype?"""
+        return all(
+            seen is not None and _signature(source) == seen
+            for (source, _), seen in zip(self._sources, self._seen, strict=True)
+        )
+
+    def stage(self) -> None:
+        """Convert what is staged; called before readers are kept out."""
+        if self._copies is not None:
+            with plainly():
+                for copy, (source, _) in zip(self._copies, self._sources, strict=True):
+                    copy.copy_(source)
+
+    def write(self, slot: int) -> None:
+        """Convert what is not staged into this slot."""
+        if self._copies is None and self._sources:
+            views = self._arena.views(slot, writable=True)
+            with plainly():
+                for source, leaf in self._sources:
+                    views[leaf.key].copy_(source)
+
+
+def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Differs when the tensor shows other memory. A tensor that has become a wrapper differs from every other one."""
+    try:
+        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout
+    except (RuntimeError, NotImplementedError):
+        return None

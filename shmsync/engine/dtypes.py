@@ -1,0 +1,72 @@
+"""dtype=: which leaves are cast when they are published, and to what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+
+from ..errors import ManifestMismatch
+from ..memory.manifest import Key, tie
+
+Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | None
+
+_WANTED = 'a floating dtype such as torch.bfloat16, or glob patterns to such dtypes: {"*.weight": torch.bfloat16}'
+
+
+def check_dtypes(dtype: Any) -> None:
+    """Raise TypeError or ValueError for what dtype= cannot be."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        chosen = [] if dtype is None else [dtype]
+    elif isinstance(dtype, Mapping):
+        for pattern, each in dtype.items():
+            if not isinstance(pattern, str) or not isinstance(each, torch.dtype):
+                raise TypeError(f"dtype= is {_WANTED}, but it has {pattern!r}: {each!r}")
+        chosen = list(dtype.values())
+    else:
+        raise TypeError(f"dtype= is {_WANTED}, not {dtype!r} of type {type(dtype).__name__}")
+    for each in chosen:
+        if not each.is_floating_point:
+            raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {each}")
+
+
+def cast_leaves(tensors: Mapping[Key, torch.Tensor], dtype: Dtypes) -> dict[Key, torch.dtype]:
+    """The leaves that are cast, with their dtypes: floating ones. Of several patterns the first that matches counts.
+
+    Raises ManifestMismatch for a pattern that casts nothing, and for one tensor that would get two dtypes.
+    """
+    floating = [key for key, tensor in tensors.items() if tensor.dtype.is_floating_point]
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return {} if dtype is None else dict.fromkeys(floating, dtype)
+    cast: dict[Key, torch.dtype] = {}
+    used: set[str] = set()
+    for key in floating:
+        pattern = next((each for each in dtype if fnmatchcase(".".join(key), each)), None)
+        if pattern is not None:
+            cast[key] = dtype[pattern]
+            used.add(pattern)
+    problems = [_idle(pattern, tensors, floating) for pattern in dtype if pattern not in used]
+    first: dict[object, Key] = {}
+    for key in floating:
+        identity = tie(tensors[key])
+        other = key if identity is None else first.setdefault(identity, key)
+        one, two = (cast.get(each, tensors[each].dtype) for each in (other, key))
+        if one != two:
+            problems.append(
+                f"{'.'.join(other)} and {'.'.join(key)} are one tensor, but dtype= makes them {one} and {two}; give "
+                "both the same"
+            )
+    if problems:
+        raise ManifestMismatch("; ".join(problems) + ". Nothing was created")
+    return cast
+
+
+def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]) -> str:
+    names = [".".join(key) for key in tensors if fnmatchcase(".".join(key), pattern)]
+    if not names:
+        return f"the pattern {pattern!r} of dtype= matches no leaf"
+    if not any(".".join(key) in names for key in floating):
+        return f"the pattern {pattern!r} of dtype= matches only leaves that are not floating, such as {names[0]}"
+    return f"the pattern {pattern!r} of dtype= comes too late: patterns before it match {names[0]} too; put it first"

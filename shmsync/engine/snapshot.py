@@ -1,0 +1,97 @@
+"""snapshot(): one version, copied into private memory; and which memory that may be."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+
+from .. import _native
+from ..memory.arena import Arena, lies_in, nested, readonly_ranges
+from ..memory.manifest import Key, Leaf
+from ..memory.plainly import copy_into, plainly
+from .admission import problem_with
+from .matching import plain
+from .sources import EVERYTHING, collect
+from .targets import collisions, made_anew, problem_with_target
+
+Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
+
+
+class Snapshot(NamedTuple):
+    """A private, consistent copy."""
+
+    weights: TensorDictBase
+    version: int
+
+
+class Targets:
+    """The memory that a snapshot is copied into, all checked; None: new memory, as `out`.
+
+    Raises ValueError for an `out` that does not fit, TypeError for one that is no TensorDict; nothing was written.
+    """
+
+    def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
+        self._arena = arena
+        self._others: list[tuple[torch.Tensor, Leaf]] = []
+        self._counted: list[torch.Tensor] = []
+        if out is None:
+            with plainly():
+                made = {leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in arena.manifest.leaves}
+                self.out: TensorDictBase = nested({leaf.key: tensor for leaf, tensor in made.items()})
+            self._direct = [(tensor, leaf) for leaf, tensor in made.items()]
+            return
+        if not isinstance(out, TensorDictBase):
+            raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
+        self.out = out
+        with plainly():
+            own, readonly = arena.ranges(), readonly_ranges()
+            collected = collect(out, EVERYTHING, to_write=True)
+            found: dict[Key, Any] = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
+            # Its dicts cannot be seen: it may make its leaves anew at each look.
+            again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
+            problems = [
+                f"{leaf.name} of out {problem}"
+                for leaf in arena.manifest.leaves
+                if (problem := _problem(found[leaf.key], again.get(leaf.key), leaf, own, readonly))
+            ]
+            places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
+            problems = problems or collisions(found, places)
+        if problems:
+            raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
+        pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
+        self._direct = [(target, leaf) for target, leaf in pairs if plain(target)]
+        self._others = [(target, leaf) for target, leaf in pairs if not plain(target)]
+        # Autograd's checks see these writes too; an inference tensor has nothing that they could be wrong for.
+        self._counted = [target for target, _ in self._direct if not target.is_inference()]
+
+    def copy(self, slot: int) -> None:
+        """Copy this slot into them."""
+        views = self._arena.views(slot)
+        _native.copy([(t.data_ptr(), views[leaf.key].data_ptr(), leaf.nbytes) for t, leaf in self._direct])
+        if not (self._counted or self._others):
+            return
+        with plainly():
+            torch.autograd.graph.increment_version(self._counted)
+            for target, leaf in self._others:
+                copy_into(target, views[leaf.key])
+
+
+def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:
+    """Why a leaf cannot be copied there, or None."""
+    if target is None:
+        return f"is missing, but the arena has it as {leaf.dtype} {leaf.shape}"
+    if (problem := problem_with(target)) is not None:
+        return problem
+    if lies_in(target, own):
+        return "lies in the arena itself; pass memory of yours"
+    if lies_in(target, readonly):
+        return "lies in an arena, which is read-only here; pass memory of yours"
+    if problem := problem_with_target(target) or made_anew(target, again):
+        return problem
+    if tuple(target.shape) != leaf.shape or target.dtype != leaf.dtype:
+        return f"is {target.dtype} {tuple(target.shape)} but {leaf.dtype} {leaf.shape} in the arena"
+    if target.is_conj() or target.is_neg():
+        return "is lazily conjugated or negated; pass its resolve_conj().resolve_neg()"
+    return None

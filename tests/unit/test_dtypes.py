@@ -1,0 +1,209 @@
+"""dtype=: one dtype or a mapping of patterns, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from shmsync.engine.converting import STAGED_BYTES
+from shmsync.memory.manifest import Manifest
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Rotary(nn.Module):
+    def __init__(self, dtype=F32):
+        super().__init__()
+        self.proj = nn.Linear(2, 2).to(dtype)
+        self.norm = nn.BatchNorm1d(2).to(dtype)
+        self.register_buffer("inv_freq", torch.tensor([1.0 + 2**-12, 3.0]))
+
+
+def dtypes_of(pub):
+    return {".".join(k) if isinstance(k, tuple) else k: v.dtype for k, v in pub.weights.items(True, True)}
+
+
+def test_the_first_pattern_that_matches_counts_and_the_rest_is_left(publisher):
+    pub = publisher(Rotary(), dtype={"proj.bias": F16, "proj.*": BF16, "norm.running_*": F64})
+    assert dtypes_of(pub) == {
+        "proj.weight": BF16,
+        "proj.bias": F16,
+        "norm.weight": F32,
+        "norm.bias": F32,
+        "norm.running_mean": F64,
+        "norm.running_var": F64,
+        "norm.num_batches_tracked": torch.int64,
+        "inv_freq": F32,
+    }
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_worker_keeps_its_rotary_table_in_float32(publisher, subscriber, slots):
+    trainer = Rotary()
+    pub = publisher(trainer, slots=slots, dtype={"inv_freq": F32, "*": BF16})
+    worker = Rotary(BF16)
+    subscriber(pub).bind(worker)
+    with torch.no_grad():
+        trainer.proj.weight.fill_(1.0 + 2**-12)
+        trainer.inv_freq.fill_(1.0 + 2**-12)
+    pub.publish()
+    subscriber_moves = worker.proj(torch.ones(1, 2, dtype=BF16))
+    assert subscriber_moves.dtype == BF16
+    pub.publish({"proj.weight": torch.full((2, 2), 2.0, dtype=F64)})  # any floating dtype is cast
+    assert pub.weights["proj", "weight"].tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert pub.weights["inv_freq"].tolist() == [1.0 + 2**-12] * 2
+    assert worker.inv_freq.dtype == F32
+
+
+def test_a_leaf_that_no_pattern_casts_takes_its_own_dtype_only(publisher, subscriber):
+    pub = publisher(Rotary(), dtype={"proj.*": BF16})
+    with pytest.raises(shmsync.ManifestMismatch, match=r"inv_freq is torch.float32 in the arena but torch.float64"):
+        pub.publish({"proj.bias": torch.zeros(2, dtype=F64), "inv_freq": torch.zeros(2, dtype=F64)})
+    worker = Rotary(BF16)  # its norm is bfloat16, the arena's is not
+    with pytest.raises(shmsync.ManifestMismatch) as refused:
+        subscriber(pub).bind(worker)
+    assert "4 difference(s)" in str(refused.value) and "proj" not in str(refused.value)
+
+
+def test_the_manifest_records_which_leaves_are_cast(publisher):
+    pub = publisher(Rotary(), dtype={"proj.*": BF16, "inv_freq": F32})
+    cast = {leaf.name for leaf in pub.manifest.leaves if leaf.cast}
+    assert cast == {"proj.weight", "proj.bias", "inv_freq"}
+    again = Manifest.from_json(pub.manifest.to_json(), pub.manifest.slot_bytes)
+    assert again == pub.manifest
+
+
+BAD_PATTERNS = {
+    "matches nothing": ({"dtype": {"head.*": BF16, "proj.*": BF16}}, r"'head\.\*' of dtype= matches no leaf"),
+    "not floating": ({"dtype": {"*.num_batches_tracked": BF16}}, "matches only leaves that are not floating"),
+    "too late": ({"dtype": {"*": BF16, "inv_freq": F32}}, "'inv_freq' of dtype= comes too late.*put it first"),
+    "left out": ({"dtype": {"inv_freq": F32}, "exclude": "inv_*"}, "'inv_freq' of dtype= matches no leaf"),
+    "include": ({"include": ["proj.*", "head.*"]}, r"'head\.\*' of include= matches no leaf"),
+    "exclude": ({"exclude": ["*.bias", "*.bais"]}, r"'\*\.bais' of exclude= matches no leaf"),
+    "all of them": (
+        {"include": "x", "exclude": "y"},
+        "'x' of include= matches no leaf.*'y' of exclude= matches no leaf",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PATTERNS)
+def test_a_pattern_that_does_nothing_is_an_error_that_names_it(kind):
+    options, said = BAD_PATTERNS[kind]
+    with pytest.raises(shmsync.ManifestMismatch, match=said):
+        shmsync.Publisher(Rotary(), **options)
+
+
+WRONG = [
+    ({"dtype": "bfloat16"}, TypeError, "not 'bfloat16' of type str"),
+    ({"dtype": float}, TypeError, "torch.bfloat16"),
+    ({"dtype": [BF16]}, TypeError, "glob patterns to such dtypes"),
+    ({"dtype": {"*": "bfloat16"}}, TypeError, r"has '\*': 'bfloat16'"),
+    ({"dtype": {1: BF16}}, TypeError, "has 1: torch.bfloat16"),
+    ({"dtype": torch.int8}, ValueError, "must be floating itself, not torch.int8"),
+    ({"dtype": {"*": torch.int8}}, ValueError, "must be floating itself, not torch.int8"),
+    ({"dtype": torch.complex64}, ValueError, "not torch.complex64"),
+    ({"slots": "2"}, TypeError, "slots is a number from 1 to 127, not '2' of type str"),
+    ({"slots": 1.0}, TypeError, "slots is a number"),
+    ({"slots": True}, TypeError, "slots is a number"),
+    ({"max_readers": None}, TypeError, "max_readers is a number"),
+    ({"include": 3}, TypeError, "include= is a glob pattern or a list of them, not 3"),
+    ({"exclude": ["a", 3]}, TypeError, "exclude= is a glob pattern or a list of them, but it has"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "said"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_types_say_what_is_wanted(options, kind, said):
+    with pytest.raises(kind, match=said):
+        shmsync.Publisher({"t": torch.ones(1)}, **options)
+
+
+def test_one_tensor_cannot_get_two_dtypes():
+    tied = torch.ones(3)
+    with pytest.raises(shmsync.ManifestMismatch, match="a and b are one tensor, but dtype= makes them"):
+        shmsync.Publisher({"a": tied, "b": tied}, dtype={"a": BF16})
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("size", [4, STAGED_BYTES // 2 + 4])
+def test_converted_bytes_are_right_and_counted_once(publisher, slots, size):
+    """Small and large: with slots=1 the small ones are converted before readers are kept out."""
+    source = {"t": torch.arange(float(size)) % 251, "strided": torch.arange(8.0).view(2, 4).t(), "n": torch.arange(3)}
+    pub = publisher(source, slots=slots, dtype=BF16)
+    before = pub.stats().bytes_copied
+    for added in (1, 2):
+        source["t"] += 1
+        source["strided"] += 1
+        pub.publish()
+        assert torch.equal(pub.weights["t"], ((torch.arange(float(size)) % 251) + added).bfloat16())
+        assert torch.equal(pub.weights["strided"], (torch.arange(8.0).view(2, 4).t() + added).bfloat16())
+    assert pub.stats().bytes_copied - before == 2 * (2 * size + 16 + 24)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_conversion_that_fails_is_undone(publisher, subscriber, slots, monkeypatch):
+    """As any failure in the middle of a write: slots=1 is poisoned until a full publish(), else the version stays."""
+    source = {"a": torch.ones(STAGED_BYTES), "b": torch.ones(4)}
+    pub = publisher(source, slots=slots, dtype=BF16)
+    sub = subscriber(pub)
+    source["a"] += 1
+    pub.publish()
+    views = pub._arena.views(0 if slots == 1 else pub._side.writer.current_slot ^ 1, writable=True)
+    with monkeypatch.context() as patch:
+        patch.setitem(views, ("b",), torch.empty(3))  # a real copy_() that cannot be done
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            pub.publish()
+    if slots == 1:
+        with pytest.raises(shmsync.Poisoned), sub.read():
+            pass
+    else:
+        assert pub.version == 2
+        assert sub.snapshot().weights["a"][0].item() == 2
+    pub.publish()
+    sub.refresh()
+    assert sub.snapshot().weights["b"].tolist() == [1] * 4
+
+
+MEASURE = """
+    import re, sys, torch, shmsync
+
+    torch.set_num_threads(1)
+
+    def status(word):
+        return int(re.search(rf"{word}:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+    slots, kind, count, words = int(sys.argv[1]), sys.argv[2], 24, 1 << 20
+    make = {
+        "cast": lambda: torch.ones(words),
+        "strided": lambda: torch.ones(words // 1024, 1024).t(),
+        "device": lambda: torch.ones(words // 1024, 1024).t(),
+    }[kind]
+    source = {f"leaf.{i}": make() for i in range(count)}
+    shmsync.Publisher({"t": torch.ones(4)}, dtype=torch.bfloat16).close()  # what is loaded and mapped the first time
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is counted anew from here
+    before = status("VmRSS")
+    options = {"dtype": torch.bfloat16} if kind == "cast" else {"device": "cpu"} if kind == "device" else {}
+    pub = shmsync.Publisher(source, slots=slots, **options)
+    for _ in range(3):
+        pub.publish()
+    leaf = pub.manifest.leaves[0].nbytes
+    print(status("VmHWM") - before, pub.manifest.slot_bytes, leaf)
+    pub.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["cast", "strided", "device"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_converting_needs_no_second_copy_of_the_weights(slots, kind):
+    program = [sys.executable, "-c", textwrap.dedent(MEASURE), str(slots), kind]
+    run = subprocess.run(program, capture_output=True, text=True, check=True, cwd="/")
+    peak, slot_bytes, leaf = map(int, run.stdout.split())
+    noise = 6 << 20  # of Python and the allocator; a private copy of the slot would be 48 or 96 MiB
+    assert peak <= slots * slot_bytes + leaf + noise, f"{peak:,} bytes for {slots} slots of {slot_bytes:,}"
+    print(f"\npeak {peak:,}, slots x bytes {slots * slot_bytes:,}, largest leaf {leaf:,}")

@@ -1,0 +1,288 @@
+"""What the caller has switched on in torch changes nothing: each operation gives the same bytes under each mode."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shmsync.engine.pickling import dumps
+from shmsync.memory.plainly import plainly
+from shmsync.schemes import WeightStrategy
+from shmsync.schemes.remote.parcel import Packer, unpack
+from support.weights import bytes_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Net(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 4), float(value)))
+        self.strided = nn.Parameter(torch.full((4, 2), float(value)).t())
+        self.register_buffer("mean", torch.full((2,), value + 0.5))
+        self.register_buffer("count", torch.tensor(value))
+
+
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was seen by the caller's mode")
+
+
+class Spoiling(TorchFunctionMode):
+    """Whatever is made, is made of sevens."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.empty, torch.zeros, torch.Tensor.copy_, torch.Tensor.clone, torch.tensor):
+            with torch._C.DisableTorchFunction():
+                made.fill_(7)
+        return made
+
+
+@contextlib.contextmanager
+def default_device():
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "none": contextlib.nullcontext,
+    "set_default_device": default_device,
+    "set_default_dtype": default_dtype,
+    "device": lambda: torch.device("meta"),
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu"),
+    "deterministic": deterministic,
+    "FakeTensorMode": FakeTensorMode,
+    "TorchDispatchMode": Refusing,
+    "TorchFunctionMode": Spoiling,
+}
+
+
+def _inside(transform):
+    """Run a function inside a transform of torch.func."""
+
+    def run(function):
+        found = []
+
+        def step(x):
+            found.append(function())
+            return x.sum()
+
+        transform(step)
+        return found[0]
+
+    return run
+
+
+def _under(mode):
+    def run(function):
+        with mode():
+            return function()
+
+    return run
+
+
+WAYS = {name: _under(mode) for name, mode in MODES.items()} | {
+    "grad": _inside(lambda step: torch.func.grad(step)(torch.ones(2))),
+    "vmap": _inside(lambda step: torch.vmap(step)(torch.ones(2, 2))),
+    "functionalize": _inside(lambda step: torch.func.functionalize(step)(torch.ones(2))),
+}
+
+
+# Each makes what it needs outside of the mode, then calls `way` with what is done under it; returns leaves to compare.
+
+
+def new_publisher(arenas, way):
+    net = Net(2)
+    return way(lambda: arenas.publisher(net)).weights
+
+
+def new_casting_publisher(arenas, way):
+    net = Net(2)
+    return way(lambda: arenas.publisher(net, dtype={"weight": torch.bfloat16})).weights
+
+
+def publish(arenas, way, **options):
+    net = Net(2)
+    pub = arenas.publisher(net, **options)
+    with torch.no_grad():
+        net.weight.fill_(3.0)
+        net.strided.fill_(4.0)
+    way(pub.publish)
+    return pub.weights
+
+
+def publish_cast(arenas, way):
+    return publish(arenas, way, dtype=torch.float64)
+
+
+def publish_cast_slots(arenas, way):
+    return publish(arenas, way, dtype=torch.float64, slots=2)
+
+
+def publish_a_mapping(arenas, way):
+    pub = arenas.publisher(Net(2), slots=2)
+    given = {"weight": torch.full((3, 4), 5.0), "strided": torch.full((4, 2), 6.0).t()}
+    way(lambda: pub.publish(given))
+    return pub.weights
+
+
+def update(arenas, way):
+    pub = arenas.publisher(Net(2), slots=2)
+    new = torch.full((3, 4), 3.0)
+
+    def step():
+        with pub.update() as weights, plainly():  # what the user writes there is the user's own
+            weights["weight"].copy_(new)
+
+    way(step)
+    return pub.weights
+
+
+def adopt_and_close(arenas, way):
+    net = Net(2)
+    pub = arenas.publisher(Net(3))
+    way(lambda: (pub.adopt(net), pub.close()))
+    return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+
+
+def attach(arenas, way):
+    pub = arenas.publisher(Net(2))
+    return way(lambda: arenas.subscriber(pub)).weights
+
+
+def read(arenas, way):
+    pub = arenas.publisher(Net(2), slots=2)
+    sub = arenas.subscriber(pub)
+    pub.publish(Net(3))
+
+    def look():
+        with sub.read() as section:
+            return section.weights
+
+    return way(look)
+
+
+def bind(arenas, way):
+    sub = arenas.subscriber(arenas.publisher(Net(2)))
+    net = Net(0)
+    way(lambda: sub.bind(net))
+    return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+
+
+def move(arenas, way):
+    pub = arenas.publisher(Net(2), slots=2)
+    sub = arenas.subscriber(pub)
+    net = sub.bind(Net(0))
+    pub.publish(Net(3))
+    way(sub.refresh)
+    return {name: tensor.detach() for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+
+
+def snapshot(arenas, way):
+    sub = arenas.subscriber(arenas.publisher(Net(2)))
+    return way(sub.snapshot).weights
+
+
+def snapshot_out(arenas, way):
+    sub = arenas.subscriber(arenas.publisher(Net(2)))
+    out = TensorDict.from_module(Net(0))
+    out["strided"] = torch.zeros(4, 2).t()
+    way(lambda: sub.snapshot(out))
+    return {key: leaf.detach() for key, leaf in out.items()}
+
+
+def extract(arenas, way):
+    net = Net(2)
+    return way(lambda: WeightStrategy().extract_weights(net))
+
+
+def extract_state_dict(arenas, way):
+    net = Net(2)
+    return way(lambda: WeightStrategy("state_dict").extract_weights(net))
+
+
+def apply(arenas, way):
+    net, given = Net(0), {name: tensor.detach() for name, tensor in Net(2).state_dict().items()}
+    way(lambda: WeightStrategy().apply_weights(net, given))
+    return {name: tensor.detach() for name, tensor in net.state_dict().items()}
+
+
+def pack_and_unpack(arenas, way):
+    given = Net(2).state_dict()
+    parcel = way(lambda: Packer().pack(given, "policy", 1))
+    return way(lambda: unpack(parcel.label, *parcel.pieces))
+
+
+def pickle_and_back(arenas, way):
+    given = Net(2).state_dict()
+    return way(lambda: pickle.loads(dumps(dict(given))))
+
+
+OPERATIONS = [
+    new_publisher, new_casting_publisher, publish, publish_cast, publish_cast_slots, publish_a_mapping, update,
+    adopt_and_close, attach, read, bind, move, snapshot, snapshot_out, extract, extract_state_dict, apply,
+    pack_and_unpack, pickle_and_back,
+]  # fmt: skip
+
+
+def leaves(weights):
+    """(dtype, shape, bytes) by name, and no inference tensor among them."""
+    items = weights.items(True, True) if isinstance(weights, TensorDict) else weights.items()
+    found = {}
+    for name, leaf in items:
+        assert type(leaf) in (torch.Tensor, nn.Parameter) and not leaf.is_inference()
+        found[name] = leaf.dtype, tuple(leaf.shape), bytes_of({"leaf": leaf.detach()})
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_gives_the_same_bytes(arenas, operation, way):
+    expected = leaves(operation(arenas, WAYS["none"]))
+    assert leaves(operation(arenas, WAYS[way])) == expected
+
+
+def test_a_module_bound_in_inference_mode_can_be_trained_later(publisher, subscriber):
+    pub = publisher(nn.Linear(3, 2), slots=2)
+    sub = subscriber(pub)
+    net = nn.Linear(3, 2)
+    with torch.inference_mode():
+        sub.bind(net)
+        net(torch.ones(1, 3))
+        pub.publish(nn.Linear(3, 2))
+        net(torch.ones(1, 3))
+    net(torch.ones(1, 3)).sum().backward()
+    assert net.weight.grad.tolist() == [[1.0] * 3] * 2
+    assert not any(leaf.is_inference() for leaf in sub.weights.values(True, True))

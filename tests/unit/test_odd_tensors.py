@@ -1,0 +1,349 @@
+"""Tensors that cannot be copied by address are refused wherever a tensor comes in, and nothing was written."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, tensorclass
+from torch import nn
+
+import shmsync
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from shmsync.schemes.remote.parcel import Packer
+from support.odd_tensors import DATA_CANNOT_BE, ODD
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """DTensors need a group of processes: this one alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Holder(nn.Module):
+    """A module with a plain parameter, and `tensor` among its buffers or parameters."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(2))
+        (self._parameters if isinstance(tensor, nn.Parameter) else self._buffers)["t"] = tensor
+
+
+def good():
+    return {"first": torch.zeros(2), "t": torch.zeros(4)}
+
+
+def plain_of(tensor):
+    """A plain tensor of the kind's dtype and shape, so that nothing else than the kind can be wrong with it."""
+    shape = (2, 2) if tensor.layout is torch.sparse_csr else (4,)
+    return torch.zeros(shape, dtype=tensor.dtype if tensor.dtype.is_floating_point else torch.float32)
+
+
+def new_publisher(arenas, tensor):
+    shmsync.Publisher({"first": torch.zeros(2), "t": tensor})
+
+
+def new_publisher_of_a_module(arenas, tensor):
+    shmsync.Publisher(Holder(tensor))
+
+
+def new_publisher_of_a_tensordict(arenas, tensor):
+    inner = TensorDict({}, batch_size=[])
+    inner._tensordict["t"] = tensor  # set() would expand, stack or copy some kinds
+    shmsync.Publisher(TensorDict({"inner": inner}, batch_size=[]))
+
+
+def publish(arenas, tensor):
+    pub = arenas.publisher(good())
+    try:
+        pub.publish({"first": torch.ones(2), "t": tensor})
+    finally:
+        assert pub.version == 1 and pub.weights["first"].tolist() == [0, 0]
+
+
+def publish_a_module(arenas, tensor):
+    module = Holder(torch.zeros(4))
+    pub = arenas.publisher(module)
+    with torch.no_grad():
+        module.first.fill_(1.0)
+    for store in (module._parameters, module._buffers):
+        store.pop("t", None)
+    (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)["t"] = tensor
+    try:
+        pub.publish()
+    finally:
+        assert pub.version == 1 and pub.weights["first"].tolist() == [0, 0]
+
+
+def adopt(arenas, tensor):
+    module = Holder(tensor)
+    address = module.first.data_ptr()
+    try:
+        arenas.publisher(good()).adopt(module)
+    finally:
+        assert module.first.data_ptr() == address
+
+
+def bind(arenas, tensor):
+    module = Holder(tensor)
+    address = module.first.data_ptr()
+    try:
+        arenas.subscriber(arenas.publisher(good())).bind(module)
+    finally:
+        assert module.first.data_ptr() == address
+
+
+def snapshot(arenas, tensor):
+    sub = arenas.subscriber(arenas.publisher({"first": torch.ones(2), "t": torch.zeros(4)}))
+    out = TensorDict({"first": torch.zeros(2)}, batch_size=[])
+    out._tensordict["t"] = tensor
+    try:
+        sub.snapshot(out)
+    finally:
+        assert out["first"].tolist() == [0, 0]
+
+
+def apply(arenas, tensor):
+    into = Holder(plain_of(tensor))
+    try:
+        WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": tensor})
+    finally:
+        assert into.first.tolist() == [0, 0]
+
+
+def apply_to(arenas, tensor):
+    into = Holder(tensor)
+    try:
+        WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": plain_of(tensor)})
+    finally:
+        assert into.first.tolist() == [0, 0]
+
+
+def extract_tensordict(arenas, tensor):
+    WeightStrategy("tensordict").extract_weights(Holder(tensor))
+
+
+def extract_state_dict(arenas, tensor):
+    WeightStrategy("state_dict").extract_weights(Holder(tensor))
+
+
+def pack(arenas, tensor):
+    Packer().pack({"first": torch.zeros(2), "t": tensor}, "policy", 1)
+
+
+def _send(scheme, weights):
+    ours, theirs = multiprocessing.Pipe()
+    scheme.init_on_sender("policy", pipes=[ours])
+    try:
+        scheme.get_sender().send(weights)
+    finally:
+        assert not theirs.poll()
+        scheme.shutdown()
+
+
+def send_through_pipes(arenas, tensor):
+    _send(MultiProcessWeightSyncScheme(), {"first": torch.zeros(2), "t": tensor})
+
+
+def send_a_module_through_pipes(arenas, tensor):
+    _send(MultiProcessWeightSyncScheme(), Holder(tensor))
+
+
+def send_in_shared_memory(arenas, tensor):
+    _send(SharedMemWeightSyncScheme(), {"first": torch.zeros(2), "t": tensor})
+
+
+def send_a_module_in_shared_memory(arenas, tensor):
+    _send(SharedMemWeightSyncScheme(), Holder(tensor))
+
+
+ENTRIES = [
+    new_publisher, new_publisher_of_a_module, new_publisher_of_a_tensordict, publish, publish_a_module, adopt, bind,
+    snapshot, apply, apply_to, extract_tensordict, extract_state_dict, pack, send_through_pipes,
+    send_a_module_through_pipes, send_in_shared_memory, send_a_module_in_shared_memory,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+@pytest.mark.parametrize("kind", ODD)
+def test_is_refused_before_anything_is_written(arenas, kind, entry):
+    if kind == "meta" and entry is bind:
+        pytest.skip("bind() gives modules on the meta device their memory")
+    make, said = ODD[kind]
+    with pytest.raises(ValueError, match=said) as refused:
+        entry(arenas, make())
+    assert isinstance(refused.value, shmsync.ManifestMismatch) or entry is snapshot
+
+
+@pytest.mark.parametrize("how", ["data", "swap"])
+@pytest.mark.parametrize("kind", ODD)
+def test_what_a_parameter_becomes_between_two_publishes_is_seen(publisher, kind, how):
+    module = Holder(nn.Parameter(torch.zeros(4)))
+    pub = publisher(module)
+    pub.publish()
+    odd = ODD[kind][0]()
+    if how == "data" and kind in DATA_CANNOT_BE:
+        pytest.skip("torch refuses this itself")
+    if how == "data":
+        module.t.data = odd
+    else:
+        try:
+            torch.utils.swap_tensors(module.t, odd)
+        except RuntimeError:
+            pytest.skip("torch refuses this itself")
+    with pytest.raises(shmsync.ManifestMismatch):
+        pub.publish()
+    assert pub.version == 2
+
+
+def test_memory_that_is_given_back_between_two_publishes_is_seen(publisher):
+    module = Holder(nn.Parameter(torch.ones(4)))
+    pub = publisher(module)
+    pub.publish()
+    storage = module.t.untyped_storage()
+    storage.resize_(0)  # as FSDP does with its flat parameters
+    with pytest.raises(shmsync.ManifestMismatch, match="storage of 0 bytes"):
+        pub.publish()
+    storage.resize_(16)
+    with torch.no_grad():
+        module.t.fill_(3.0)
+    pub.publish()
+    assert pub.weights["t"].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_what_a_converted_source_becomes_is_seen(publisher, device):
+    module = Holder(nn.Parameter(torch.zeros(8)[::2]))
+    pub = publisher(module, device=device)
+    pub.publish()
+    module.t.data = torch._efficientzerotensor((4,))
+    with pytest.raises(shmsync.ManifestMismatch, match="zero tensor"):
+        pub.publish()
+    assert pub.version == 2
+
+
+def test_the_result_of_a_collective_is_waited_for(publisher):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    pub = publisher({"t": torch.zeros(4)})
+    arriving = all_reduce(torch.full((4,), 5.0), "sum", dist.group.WORLD)
+    assert type(arriving) is AsyncCollectiveTensor
+    pub.publish({"t": arriving})
+    assert pub.weights["t"].tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("entry", [adopt, bind, snapshot, apply_to], ids=lambda entry: entry.__name__)
+def test_the_result_of_a_collective_is_no_target(arenas, entry):
+    """What is waited for is another tensor, and writing it would be lost."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    with pytest.raises(ValueError, match="under way.*wait"):
+        entry(arenas, all_reduce(torch.zeros(4), "sum", dist.group.WORLD))
+
+
+class Marked(torch.Tensor):
+    """A subclass over plain memory."""
+
+
+KINDS = {
+    "subclass": lambda: torch.arange(4.0).as_subclass(Marked),
+    "subclass parameter": lambda: nn.Parameter(torch.arange(4.0).as_subclass(Marked)),
+    "buffer": lambda: nn.Buffer(torch.arange(4.0)),
+    "expanded": lambda: torch.arange(4.0)[None].expand(3, 4)[1],
+    "strided": lambda: torch.arange(8.0)[::2] / 2,
+    "reversed copy": lambda: torch.arange(3.0, -1.0, -1.0).flip(0),
+    "part of a storage": lambda: torch.arange(-3.0, 9.0)[3:7],
+    "requires grad": lambda: torch.arange(4.0, requires_grad=True) * 1,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_memory_of_any_type_is_published(publisher, kind):
+    pub = publisher({"t": torch.zeros(4)})
+    pub.publish({"t": KINDS[kind]()})
+    assert pub.weights["t"].tolist() == [0, 1, 2, 3]
+    with torch.inference_mode():
+        made_in_inference_mode = KINDS[kind]()
+    pub.publish({"t": made_in_inference_mode + 1})
+    assert pub.weights["t"].tolist() == [1, 2, 3, 4]
+
+
+def test_scripted_children_are_published_and_followed(publisher):
+    module = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), nn.Linear(2, 2))
+    pub = publisher(module)
+    assert set(pub.weights.flatten_keys(".").keys()) == {*module.state_dict()}
+    for value in (3.0, 4.0):
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.fill_(value)
+        pub.publish()
+        assert all((leaf == value).all() for leaf in pub.weights.values(True, True))
+
+
+@tensorclass
+class Pair:
+    """Tensors with names, and a word that is no tensor."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_tensorclasses_and_lazy_stacks_inside_a_tensordict(publisher):
+    parts = [TensorDict({"x": torch.full((2,), float(i))}, batch_size=[]) for i in range(2)]
+    source = TensorDict({"lazy": LazyStackedTensorDict(*parts), "n": {"deep": torch.ones(1)}}, batch_size=[])
+    source["pair"] = Pair(left=torch.ones(2), right=torch.zeros(2), batch_size=[])
+    pub = publisher(source)
+    keys = {".".join(key) for key in pub.weights.keys(True, True) if isinstance(key, tuple)}
+    assert keys == {"lazy.x", "n.deep", "pair.left", "pair.right"}
+    parts[1]["x"].fill_(7.0)
+    source["pair"].right.fill_(8.0)
+    pub.publish()
+    assert pub.weights["lazy", "x"].tolist() == [[0, 0], [7, 7]]
+    assert pub.weights["pair", "right"].tolist() == [8, 8]
+
+
+def test_what_is_no_tensor_in_a_tensordict_is_named():
+    source = TensorDict({"t": torch.ones(2), "inner": {"name": NonTensorData("policy")}}, batch_size=[])
+    with pytest.raises(shmsync.ManifestMismatch, match=r"inner.name is a NonTensorData.*exclude="):
+        shmsync.Publisher(source)
+
+
+def test_weights_are_not_applied_to_a_lazy_stack():
+    parts = [TensorDict({"x": torch.zeros(2)}, batch_size=[]) for _ in range(2)]
+    into = TensorDict({"lazy": LazyStackedTensorDict(*parts)}, batch_size=[])
+    with pytest.raises(shmsync.ManifestMismatch, match="made anew at each look"):
+        WeightStrategy().apply_weights(into, {"lazy.x": torch.ones(2, 2)})
+
+
+def test_weights_are_not_applied_to_what_cannot_be_written(publisher, subscriber):
+    sub = subscriber(publisher({"t": torch.zeros(4)}))
+    for target, said in ((torch.zeros(1).expand(4), "expand"), (sub.weights["t"], "read-only")):
+        into = {"first": torch.zeros(2), "t": target}
+        with pytest.raises(shmsync.ManifestMismatch, match=said):
+            WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": torch.ones(4)})
+        assert into["first"].tolist() == [0, 0]
+
+
+def test_sharded_modules_are_refused_with_what_to_pass(publisher):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+    parallel = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+    pub = publisher(nn.Sequential(nn.Linear(2, 2)))
+    for module in (sharded, parallel):
+        with pytest.raises(shmsync.ManifestMismatch, match=r"0\.weight is a DTensor.*full_tensor\(\)"):
+            shmsync.Publisher(module)
+        with pytest.raises(shmsync.ManifestMismatch, match="full_tensor"):
+            pub.publish(module)
+        full = {name: tensor.full_tensor() for name, tensor in module.state_dict().items()}
+        pub.publish(full)
+        assert torch.equal(pub.weights["0", "weight"], full["0.weight"])

@@ -1,0 +1,291 @@
+"""torch.compile(), DataParallel, DDP and AveragedModel: the same keys as the module inside, on both sides."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictParams
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import shmsync
+from shmsync.engine.sources import unwrapped
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from shmsync.schemes.remote.parcel import Packer, unpack
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Its children have the names of what wrappers use, and it has extra state."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self._orig_mod = nn.BatchNorm1d(2)
+        self.told = value
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+
+    def forward(self, x):
+        return self._orig_mod(self.module(x))
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def compiled_inside(module):
+    module.module = compiled(module.module)
+    return module
+
+
+def averaged(module):
+    return AveragedModel(module)
+
+
+WRAPPERS = {
+    "plain": lambda module: module,
+    "compiled": compiled,
+    "compiled inside": compiled_inside,
+    "compiled twice": lambda module: compiled(compiled_inside(module)),
+    "DataParallel": nn.DataParallel,
+    "DDP": nn.parallel.DistributedDataParallel,
+    "compiled DDP": lambda module: compiled(nn.parallel.DistributedDataParallel(module)),
+    "AveragedModel": averaged,
+    "AveragedModel of compiled": lambda module: averaged(compiled(module)),
+}
+KEYS = set(Net().state_dict())
+BOTH = ["plain", "compiled", "compiled inside"]
+
+
+def inner(module):
+    """The Net in it, by the test's own means."""
+    return next(child for child in module.modules() if isinstance(child, Net))
+
+
+def numbers(weights):
+    """The values of every leaf, in order of names."""
+    items = weights.flatten_keys(".").items() if isinstance(weights, TensorDict) else weights.items()
+    return {name: leaf.unique().tolist() for name, leaf in items}
+
+
+def expected(value):
+    return {key: [int(value) if key.endswith("num_batches_tracked") else value] for key in KEYS}
+
+
+def values_of(net):
+    return numbers({name.replace(".module._orig_mod.", ".module."): t for name, t in plain_names(net).items()})
+
+
+def plain_names(net):
+    """state_dict() of a Net whose child may be compiled."""
+    state = net.state_dict()
+    return {key.replace("module._orig_mod.", "module.") if key not in KEYS else key: t for key, t in state.items()}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_publisher_has_the_keys_of_the_module_inside(publisher, wrapper):
+    module = WRAPPERS[wrapper](Net(1.0))
+    pub = publisher(module)
+    assert numbers(pub.weights) == expected(1.0)
+    with torch.no_grad():
+        for tensor in (*inner(module).parameters(), *inner(module).buffers()):
+            tensor.fill_(2.0)
+    pub.publish()
+    assert numbers(pub.weights) == expected(2.0)
+    pub.publish(Net(3.0))
+    assert numbers(pub.weights) == expected(3.0)
+
+
+@pytest.mark.parametrize("worker", BOTH)
+@pytest.mark.parametrize("trainer", WRAPPERS)
+def test_publisher_and_bound_module(publisher, subscriber, trainer, worker):
+    module = WRAPPERS[worker](Net(0.0))
+    pub = publisher(WRAPPERS[trainer](Net(1.0)))
+    sub = subscriber(pub)
+    sub.bind(module)
+    assert values_of(inner(module)) == expected(1.0)
+
+
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("worker", WRAPPERS)
+@pytest.mark.parametrize("trainer", WRAPPERS)
+def test_weight_strategies(trainer, worker, form):
+    strategy = WeightStrategy(form)
+    module = WRAPPERS[worker](Net(0.0))
+    strategy.apply_weights(module, strategy.extract_weights(WRAPPERS[trainer](Net(4.0))))
+    assert values_of(inner(module)) == expected(4.0)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrappers_own_state_dict_is_understood(publisher, wrapper):
+    """A user may send what torch calls the wrapped module's weights."""
+
+    def make(value):
+        net = Net(value)
+        net.first, net.second = net.module, net._orig_mod
+        net.module = net._orig_mod = None
+        return net
+
+    source = make(5.0)
+    if "inside" in wrapper or "twice" in wrapper:
+        source.first = compiled(source.first)
+    else:
+        source = WRAPPERS[wrapper](source)
+    given = {k: v for k, v in source.state_dict().items() if k != "n_averaged"}
+    into = make(0.0)
+    WeightStrategy().apply_weights(into, given)
+    pub = publisher(make(0.0))
+    pub.publish(given)
+    for weights in (into.state_dict(), pub.weights):
+        assert {value for leaf in numbers(weights).values() for value in leaf} == {5.0}
+
+
+def test_a_prefix_that_may_mean_two_leaves_is_not_guessed(publisher):
+    pub = publisher(Net(0.0))
+    with pytest.raises(shmsync.ManifestMismatch, match="module._orig_mod.weight is not in the arena"):
+        pub.publish({"module._orig_mod.weight": torch.ones(2)})
+
+
+def test_one_leaf_under_two_spellings_is_refused(publisher):
+    pub = publisher({"weight": torch.zeros(2)})
+    with pytest.raises(shmsync.ManifestMismatch, match="twice"):
+        pub.publish({"weight": torch.ones(2), "_orig_mod.weight": torch.ones(2)})
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("worker", BOTH)
+@pytest.mark.parametrize("trainer", ["compiled", "compiled inside", "DDP", "AveragedModel"])
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_schemes_over_pipes(scheme, trainer, worker, strategy):
+    ours, theirs = multiprocessing.Pipe()
+    sending, receiving = scheme(strategy=strategy), scheme(strategy=strategy)
+    module = WRAPPERS[worker](Net(0.0))
+    sending.init_on_sender("policy", pipes=[ours])
+    receiving.init_on_worker("policy", pipe=theirs, model=module)
+    receiver = receiving.get_receiver()
+    try:
+        source = WRAPPERS[trainer](Net(6.0))
+        for value in (6.0, 7.0):
+            with torch.no_grad():
+                for tensor in (*inner(source).parameters(), *inner(source).buffers()):
+                    tensor.fill_(value)
+            sending.get_sender().send_async(source)
+            while not receiver.receive(1.0):
+                pass
+            sending.get_sender().wait_async()
+            assert values_of(inner(module)) == expected(value)
+    finally:
+        receiver.close()
+        sending.shutdown()
+
+
+@pytest.mark.parametrize("form", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("worker", BOTH)
+@pytest.mark.parametrize("trainer", WRAPPERS)
+def test_parcels_for_other_machines(publisher, trainer, worker, form):
+    """What remote schemes send, to a worker itself and to a relay, which publishes it."""
+    parcel = Packer().pack(WeightStrategy(form).extract_weights(WRAPPERS[trainer](Net(8.0))), "policy", 1)
+    arrived = unpack(parcel.label, *parcel.pieces)
+    module = WRAPPERS[worker](Net(0.0))
+    WeightStrategy(form).apply_weights(module, arrived)
+    assert values_of(inner(module)) == expected(8.0)
+    assert numbers(publisher(arrived).weights) == expected(8.0)
+
+
+def test_a_wrapper_is_told_by_its_type():
+    net = Net(1.0)
+    assert unwrapped(net) is net
+    assert unwrapped(compiled(nn.DataParallel(net))) is net
+    tdm = TensorDictModule(nn.Linear(1, 1), in_keys=["a"], out_keys=["b"])
+    assert unwrapped(tdm) is tdm
+
+
+def test_fsdp_is_refused_with_what_to_pass_instead(publisher, subscriber):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
+    pub = publisher(nn.Linear(2, 2))
+    sub = subscriber(pub)
+    nested = nn.Sequential(module)
+    for call in (
+        lambda: shmsync.Publisher(module),
+        lambda: pub.publish(nested),
+        lambda: sub.bind(nested),
+        lambda: WeightStrategy().extract_weights(module),
+        lambda: WeightStrategy("state_dict").extract_weights(module),
+    ):
+        with pytest.raises(shmsync.ManifestMismatch, match="FullyShardedDataParallel.*full_state_dict"):
+            call()
+    assert pub.version == 1
+
+
+@pytest.mark.parametrize(
+    "callable_",
+    [
+        functools.partial(nn.Linear(1, 1)),
+        functools.wraps(nn.Linear(1, 1).forward)(lambda x: x),
+        nn.Linear(1, 1).forward,
+    ],
+    ids=["partial", "decorated", "method"],
+)
+def test_a_callable_around_a_module_is_a_type_error_that_names_it(callable_):
+    with pytest.raises(TypeError, match="pass the Linear inside it"):
+        shmsync.Publisher(callable_)
+
+
+def nested_params(value):
+    return TensorDictParams(TensorDict({"a": {"b": torch.full((2,), value)}, "c": torch.full((3,), value)}))
+
+
+def test_tensordict_params_have_their_nested_keys_everywhere(publisher, subscriber):
+    class Holder(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.params = nested_params(value)
+
+    for make, keys in ((nested_params, {("a", "b"), "c"}), (Holder, {("params", "a", "b"), ("params", "c")})):
+        pub = publisher(make(1.0))
+        assert set(pub.weights.keys(True, True)) == keys
+        pub.publish(WeightStrategy("tensordict").extract_weights(make(2.0)))
+        pub.publish(WeightStrategy("state_dict").extract_weights(make(3.0)))
+        worker = make(0.0)
+        subscriber(pub).bind(worker)
+        assert {value.unique().item() for value in worker.parameters()} == {3.0}
+        WeightStrategy().apply_weights(target := make(0.0), WeightStrategy().extract_weights(make(4.0)))
+        assert {value.unique().item() for value in target.parameters()} == {4.0}
+
+
+class Telling(nn.Linear):
+    """Has state that is no tensor."""
+
+    told = 0
+
+    def get_extra_state(self):
+        return self.told
+
+    def set_extra_state(self, state):
+        self.told = state
+
+
+def test_extra_state_finds_its_module_through_a_wrapper():
+    source = nn.Sequential(compiled(Telling(1, 1)))
+    source[0]._orig_mod.told = 7
+    for form in ("state_dict",):
+        into = nn.Sequential(Telling(1, 1))
+        WeightStrategy(form).apply_weights(into, WeightStrategy(form).extract_weights(source))
+        assert into[0].told == 7
