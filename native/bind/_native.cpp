@@ -4,6 +4,7 @@
 namespace nb = nanobind;
 
 namespace shmsync::bind {
+void bind_faults(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_writer(nb::module_&);
@@ -17,6 +18,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
+  shmsync::bind::bind_faults(m);
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_writer(m);
