@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from .. import _native
 from ..memory.manifest import Key
 from .pickling import dumps
 from .sources import EVERYTHING, collect
@@ -28,8 +29,16 @@ _SMALLEST = 1024  # bytes of room
 
 States = dict[str, Any]  # what get_extra_state() returned, by the module's path
 
-# Modules with extra state, found once: searching a large module costs more than publishing it.
-_owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
+
+class _Owners(NamedTuple):
+    """The modules with extra state in one module."""
+
+    found: list[tuple[str, weakref.ref[nn.Module]]]  # with their paths
+    seen: _native.Sources  # notices when submodules come, go or change hands
+
+
+# Searched for once: searching a large module costs more than publishing it.
+_owners: weakref.WeakKeyDictionary[nn.Module, _Owners] = weakref.WeakKeyDictionary()
 
 
 def separate(weights: Any) -> tuple[Any, States | None]:
@@ -105,11 +114,16 @@ def _plain(state: Any) -> Any:
 
 
 def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
-    found = _owners.get(module)
-    if found is None:
-        found = _owners[module] = [
-            (path, weakref.ref(child))
-            for path, child in module.named_modules()
-            if type(child).get_extra_state is not nn.Module.get_extra_state
-        ]
-    return found
+    owners = _owners.get(module)
+    if owners is None or not owners.seen.revalidate():
+        found, guards = [], []
+        for path, child in module.named_modules():
+            if type(child).get_extra_state is not nn.Module.get_extra_state:
+                found.append((path, weakref.ref(child)))
+            if isinstance(child, torch.jit.ScriptModule):
+                continue
+            store = child.__dict__["_modules"]
+            guards.append((child.__dict__, [("_modules", store)], False))
+            guards.append((store, list(store.items()), True))
+        owners = _owners[module] = _Owners(found, _native.Sources(guards, []))
+    return owners.found

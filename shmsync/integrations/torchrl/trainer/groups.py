@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -105,12 +105,16 @@ class Groups:
         """The name of the arena that each worker starts with."""
         return {worker: name for name, _, workers in self._planned for worker in workers}
 
-    def open(self) -> None:
-        """Make the arenas, with the values that the sources have now. Raises what Publisher() raises. Idempotent."""
+    def open(self, prepare: Callable[[Any], Any]) -> None:
+        """Make the arenas, with the tensors that the sources have now. Raises what Publisher() raises. Idempotent.
+
+        `prepare` gives what to publish of a source.
+        """
         if self._members:
             return
         members = []
         for name, source, workers in self._planned:
+            source = prepare(source)
             tensors, states = extra_state.separate(source)
             if self._alias and not isinstance(source, nn.Module):
                 raise ValueError(
