@@ -12,7 +12,7 @@ from torch import nn
 from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena, lies_in_a_slab
-from ..memory.manifest import Key, tie
+from ..memory.manifest import Key, Leaf, tie
 from .aliases import make_private, overlapping
 from .matching import direct, mismatches, same_bytes, untied
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
@@ -26,7 +26,8 @@ class _Private(NamedTuple):
 
     store: dict[str, Any]
     name: str
-    view: torch.Tensor
+    leaf: Leaf
+    view: torch.Tensor  # its place
 
     @property
     def buffer(self) -> Any:
@@ -76,6 +77,7 @@ class Adoption:
         self._private: list[_Private] = []
         self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
         self._seen: _native.Sources | None = None  # None: look at everything each time
+        self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
         self._pending: _Parts | None = None
         self._watch = OptimizerWatch(self._placed)
         self._refuse_shared(collect(module, filter).tensors)
@@ -120,9 +122,8 @@ class Adoption:
         away = self._away(parts.placed)
         if away:
             staying = [t for key, t in parts.placed.items() if key not in away]
-            keep = {id(t) for t in (*self._views.values(), *self._arena.views(0).values(), *staying)}
             known = [old for _, old in replaced] + [parts.placed[key] for key in away]
-            make_private(known, [self._views[key] for key in away], keep)
+            make_private(known, [self._views[key] for key in away], [*self._views.values(), *staying])
         self._pending = parts
 
     def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
@@ -136,15 +137,25 @@ class Adoption:
 
     def _unchanged(self) -> bool:
         seen = self._seen
-        return (
-            self._pending is None
-            and seen is not None
-            and seen.revalidate()
-            and not seen.moved
-            and all(tuple(store) == names for store, names, _ in self._stores)
-            and all(store[name] is value for store, _, fixed in self._stores for name, value in fixed)
-            and all(private.fits for private in self._private)
-        )
+        if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
+            return False
+        if self._copy is not None and self._copy.revalidate():
+            return True
+        # Buffers that were replaced by ones like them need no more than a new table.
+        for store, names, fixed in self._stores:
+            if tuple(store) != names or any(store[name] is not value for name, value in fixed):
+                return False
+        if not all(private.fits for private in self._private):
+            return False
+        self._copy = self._copy_table()
+        return True
+
+    def _copy_table(self) -> _native.Sources | None:
+        """Of the buffers; None if some have to be gathered first."""
+        rows = [(private.buffer, private.leaf.offset, private.leaf.nbytes) for private in self._private]
+        if not all(direct(private.buffer, private.leaf) for private in self._private):
+            return None
+        return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
 
     def _parts(self, optimizers: list[torch.optim.Optimizer] | None = None) -> _Parts:
         """The module as it is now. Raises ManifestMismatch if it does not fit."""
@@ -174,7 +185,7 @@ class Adoption:
             for key, tensor in placed.items()
             if (same := tie(tensor)) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
         ]
-        others = dict(_others(self.module, tensors))
+        others = dict(_others(self.module, tensors, left_out=self._filter.filters))
         for optimizer in self._optimizers() if optimizers is None else optimizers:
             others.update(state_tensors(optimizer))
             apart += stuck_states(optimizer, [t for t in placed.values() if not t.is_contiguous()])
@@ -259,6 +270,7 @@ class Adoption:
 
     def _remember(self, parts: _Parts) -> None:
         """Know all this again without looking at each tensor."""
+        leaves = self._arena.manifest.by_key
         guards, private, stores = [], [], []
         keys = {id(t): key for key, t in parts.collected.tensors.items() if key not in parts.placed}
         found: set[int] = set()
@@ -268,22 +280,25 @@ class Adoption:
                 guards.append((store, entries, whole))
                 continue
             found.update(id(store[name]) for name, _ in buffers)
-            private += [_Private(store, name, self._views[key]) for name, key in buffers]
+            private += [_Private(store, name, leaves[key], self._views[key]) for name, key in buffers]
             names = {name for name, _ in buffers}
             stores.append((store, tuple(store), [(name, value) for name, value in entries if name not in names]))
-        self._private, self._stores = private, stores
         tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
-        known = parts.collected.guards is not None and found == set(keys) and not parts.equal
-        self._seen = _native.Sources(guards, tensors) if known else None
-        if not known:
-            self._private = [
-                _Private({"": t}, "", self._views[key])
-                for key, t in parts.collected.tensors.items()
-                if key not in parts.placed
-            ]
+        if parts.collected.guards is not None and found == set(keys) and not parts.equal:
+            self._private, self._stores = private, stores
+            self._copy = self._copy_table()
+            self._seen = _native.Sources(guards, tensors)
+            return
+        self._private = [
+            _Private({"": parts.collected.tensors[key]}, "", leaves[key], self._views[key]) for key in keys.values()
+        ]
+        self._stores, self._copy = [], None
 
     def copy_buffers(self) -> int:
-        """Bring the slab's copies of the buffers up to date, after look(); the bytes copied."""
+        """Bring the slab's copies of the buffers up to date, just after look(); the bytes copied."""
+        if self._copy is not None:
+            self._copy.copy_to(self._arena.slot_address(0))
+            return int(self._copy.bytes)
         with torch.no_grad():
             for private in self._private:
                 private.view.copy_(private.buffer)
@@ -315,10 +330,14 @@ class _Parts(NamedTuple):
     equal: bool  # some leaves that are one in the arena are two here, of equal values
 
 
-def _others(module: nn.Module, leaves: dict[Key, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensors of the module that are no leaves: left out by include= and exclude=, or plain attributes."""
+def _others(
+    module: nn.Module, leaves: dict[Key, torch.Tensor], *, left_out: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Tensors of the module that are no leaves: `left_out` by include= and exclude=, or plain attributes."""
     known = {id(tensor) for tensor in leaves.values()}
-    found = [(".".join(key), value) for key, value in collect(module, EVERYTHING).tensors.items()]
+    found = []
+    if left_out:
+        found += [(".".join(key), value) for key, value in collect(module, EVERYTHING).tensors.items()]
     for prefix, child in module.named_modules():
         found += [
             (f"{prefix}.{name}" if prefix else name, value)

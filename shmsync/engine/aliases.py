@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -39,21 +40,33 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) ->
     return found
 
 
-def make_private(known: Sequence[torch.Tensor], places: Sequence[torch.Tensor], keep: Collection[int]) -> None:
-    """Give every tensor that shows one of these places of a slab memory of its own, but those to keep (ids).
+def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], keep: Collection[torch.Tensor]) -> None:
+    """Give every tensor that shows one of these places of a slab memory of its own, but those to keep.
 
-    Tensors of the user's are found among the objects of Python, 0.1 s for a million of them: this is for a rare event.
+    `known` ones are looked at first. Are there others, they are found among the objects of Python: 0.1 s for a million.
     """
-    ranges = [(place.data_ptr(), place.data_ptr() + place.nbytes) for place in places if place.nbytes]
-    for tensor in (*known, *_all_tensors()):
-        if id(tensor) not in keep and _address_in(tensor, ranges):
+    ranges = sorted((place.data_ptr(), place.data_ptr() + place.nbytes) for place in places if place.nbytes)
+    kept = {id(tensor) for tensor in keep}
+    for tensor in known:
+        if id(tensor) not in kept and _address_in(tensor, ranges):
             tensor.data = tensor.data.clone()
+    if ranges and _shown_by_others(keep, places[0]):
+        for each in gc.get_objects():
+            # isinstance() would ask proxies for their class.
+            if issubclass(type(each), torch.Tensor) and id(each) not in kept and _address_in(each, ranges):
+                each.data = each.data.clone()
 
 
-def _all_tensors() -> Iterator[torch.Tensor]:
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):  # isinstance() would ask proxies for their class
-            yield each
+def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> bool:
+    """Are there more tensors over the slab of this place than those to keep? True if torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    slab = place.untyped_storage()
+    lone = torch.empty(1)
+    own = count(lone.untyped_storage()._cdata) - 1  # of the storage object in Python
+    shown = {id(tensor) for tensor in keep if tensor.untyped_storage()._cdata == slab._cdata}
+    return bool(count(slab._cdata) > len(shown) + own)
 
 
 def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
@@ -61,4 +74,5 @@ def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
         address = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else 0
     except RuntimeError:  # a wrapper without memory
         return False
-    return any(begin <= address < end for begin, end in ranges)
+    at = bisect_right(ranges, address, key=lambda span: span[0])
+    return at > 0 and address < ranges[at - 1][1]

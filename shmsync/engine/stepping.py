@@ -77,7 +77,7 @@ class StepGate:
             self._hook.remove()
             self._hook = None
         optimizer = self.optimizer()
-        if refuse and self._hook is None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if refuse and self._hook is None and optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             self._hook = optimizer.register_step_pre_hook(_refuse)
 
     def leave(self, owner: object) -> None:
