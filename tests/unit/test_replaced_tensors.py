@@ -330,6 +330,23 @@ def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(publ
     assert torch.equal(pub.weights["lin", "weight"], value)
 
 
+def test_a_scripted_module_is_followed_without_dicts_to_watch(publisher, subscriber):
+    module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+    for value in (3.0, 4.0):
+        getattr(module, "0").weight = nn.Parameter(torch.full((2, 2), value))
+        module(torch.randn(4, 2))
+        with pub.update():
+            pass
+        assert_current(sub, module)
+        add_in_place(module)
+        with pub.update():
+            pass
+        assert_current(sub, module)
+
+
 # ---- TensorDicts
 
 

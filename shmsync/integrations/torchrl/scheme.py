@@ -132,7 +132,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._local:
             return
         sender = self._needed_sender()
-        sender.groups.open(self._prepared)
+        assert self._first is not None
+        now = self._first.again()
+        sender.groups.open(lambda worker: self._prepared(now[worker]))
         if weights is not None:
             sender.send(list(self._wanted(weights, None)), wait=False)
 
