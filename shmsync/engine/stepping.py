@@ -150,6 +150,7 @@ class OptimizerWatch:
                     watch.look(optimizer)
 
             self._hook = register_optimizer_step_pre_hook(before_step)
+            weakref.finalize(self, self._hook.remove).atexit = False  # of a Publisher that nobody closed
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step: let its state follow its parameters, and warn if it steps one that the module has no more."""
@@ -179,14 +180,12 @@ class OptimizerWatch:
 
 
 def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """What adopt() takes: none, one, or several."""
-    if optimizer is None:
-        return []
-    return (
-        [optimizer]
-        if isinstance(optimizer, torch.optim.Optimizer) or not isinstance(optimizer, Sequence)
-        else [*optimizer]
-    )
+    """What adopt() takes: none, one, or several. Raises TypeError for anything else."""
+    optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    for each in optimizers:
+        if not (hasattr(each, "param_groups") and callable(getattr(each, "step", None))):
+            raise TypeError(f"optimizer= takes a torch.optim.Optimizer, or a list of them, not a {type(each).__name__}")
+    return optimizers
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

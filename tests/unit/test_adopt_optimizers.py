@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 from torch.optim.lr_scheduler import CosineAnnealingLR, SequentialLR, StepLR
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import shmsync
 
@@ -296,6 +297,33 @@ def test_several_optimizers_of_one_module(publisher):
         assert pub.version == number
     with pytest.raises(ValueError, match="none of them"):
         pub.adopt(module, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("wrong", ["adam", [nn.Linear(2, 2)], iter(())])
+def test_what_is_no_optimizer_is_refused(publisher, wrong):
+    module = nn.Linear(2, 2)
+    pub = publisher(module)
+    address = module.weight.data_ptr()
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, or a list of them, not a"):
+        pub.adopt(module, wrong)
+    assert module.weight.data_ptr() == address
+
+
+def test_a_publisher_that_nobody_closed_leaves_no_hook():
+    hooks = _global_optimizer_pre_hooks
+    before = len(hooks)
+    module = nn.Linear(2, 2)
+    pub = shmsync.Publisher(module)
+    pub.adopt(module)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    with pub.update():
+        pass
+    assert len(hooks) == before + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del pub
+        gc.collect()
+    assert len(hooks) == before
 
 
 def test_gradient_scaling_joins_the_step(publisher, subscriber):
