@@ -256,8 +256,9 @@ class Adoption:
                 left.append(tensor.data)
                 restrided |= not tensor.is_contiguous()
                 tensor.data = view
-                if tensor.grad is not None and not tensor.grad.is_contiguous():
-                    tensor.grad.data = tensor.grad.data.contiguous()
+                grad = tensor.grad
+                if grad is not None and grad.layout is torch.strided and not grad.is_contiguous():
+                    grad.data = grad.data.contiguous()
         self._placed.clear()
         self._placed.update(parts.placed)
         self._beside = [tensor for tensor, _ in parts.beside]
@@ -272,26 +273,32 @@ class Adoption:
         """Know all this again without looking at each tensor."""
         leaves = self._arena.manifest.by_key
         guards, private, stores = [], [], []
-        keys = {id(t): key for key, t in parts.collected.tensors.items() if key not in parts.placed}
-        found: set[int] = set()
+        buffers = {key: t for key, t in parts.collected.tensors.items() if key not in parts.placed}
+        keys: dict[int, list[Key]] = {}
+        for key, tensor in buffers.items():
+            keys.setdefault(id(tensor), []).append(key)
+        missing = set(keys)
         for store, entries, whole in parts.collected.guards or ():
-            buffers = [(name, keys[id(value)]) for name, value in entries if whole and id(value) in keys]
-            if not buffers:
+            here = [(name, value) for name, value in entries if whole and id(value) in keys]
+            if not here:
                 guards.append((store, entries, whole))
                 continue
-            found.update(id(store[name]) for name, _ in buffers)
-            private += [_Private(store, name, leaves[key], self._views[key]) for name, key in buffers]
-            names = {name for name, _ in buffers}
-            stores.append((store, tuple(store), [(name, value) for name, value in entries if name not in names]))
+            for name, value in here:
+                if id(value) in missing:
+                    private += [_Private(store, name, leaves[key], self._views[key]) for key in keys[id(value)]]
+                    missing.discard(id(value))
+            # One that has several names may not be replaced under one of them without another look.
+            fixed = [(name, value) for name, value in entries if len(keys.get(id(value), ())) != 1]
+            stores.append((store, tuple(store), fixed))
         tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
-        if parts.collected.guards is not None and found == set(keys) and not parts.equal:
+        places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
+        shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
+        if parts.collected.guards is not None and not (missing or shared or parts.equal):
             self._private, self._stores = private, stores
             self._copy = self._copy_table()
             self._seen = _native.Sources(guards, tensors)
             return
-        self._private = [
-            _Private({"": parts.collected.tensors[key]}, "", leaves[key], self._views[key]) for key in keys.values()
-        ]
+        self._private = [_Private({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
         self._stores, self._copy = [], None
 
     def copy_buffers(self) -> int:

@@ -134,6 +134,18 @@ def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_
     assert pub.version == 1
 
 
+def test_sparse_gradients_that_are_there_already_are_kept(publisher):
+    module = nn.Embedding(4, 2, sparse=True)
+    module.weight.data = torch.zeros(2, 4).t()
+    optimizer = torch.optim.SparseAdam(module.parameters(), lr=1.0)
+    module(torch.tensor([1])).sum().backward()
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    optimizer.step()
+    assert pub.version == 2
+    torch.testing.assert_close(pub.weights["weight"], torch.tensor([[0.0, 0], [-1, -1], [0, 0], [0, 0]]))
+
+
 def test_state_that_is_the_parameters_own_memory_stays_so(publisher):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

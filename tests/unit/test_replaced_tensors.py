@@ -330,6 +330,64 @@ def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(publ
     assert torch.equal(pub.weights["lin", "weight"], value)
 
 
+class Twice(nn.Module):
+    """Has one buffer under two names, if `same`."""
+
+    def __init__(self, same):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.a.register_buffer("scale", torch.zeros(2))
+        self.b.register_buffer("scale", self.a.scale if same else torch.zeros(2))
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["two places", "one place"])
+def test_a_buffer_with_two_names_is_seen_under_both(publisher, subscriber, same):
+    module = Twice(same)
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+
+    def updated():
+        with pub.update():
+            pass
+        assert_current(sub, module)
+
+    module.a.scale = module.b.scale = torch.ones(2)
+    updated()
+    module.a.scale.add_(1)
+    updated()
+    module.a.scale = torch.full((2,), 7.0)  # under one name only
+    if same:
+        with pytest.raises(shmsync.ManifestMismatch, match="one tensor in the arena but two in the module"):
+            updated()
+        module.b.scale = torch.full((2,), 7.0)  # of equal values
+        updated()
+        module.b.scale.add_(1)
+        with pytest.raises(shmsync.ManifestMismatch, match="one tensor in the arena but two in the module"):
+            updated()
+    else:
+        updated()
+        module.b.scale.add_(1)
+        updated()
+
+
+def test_a_buffer_that_is_not_in_rows_is_gathered(publisher, subscriber):
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.arange(6.0).view(2, 3).t())
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+    for _ in range(2):
+        module.table.mul_(2)
+        with pub.update():
+            pass
+        assert_current(sub, module)
+    module.table = torch.ones(3, 2)
+    with pub.update():
+        pass
+    assert_current(sub, module)
+
+
 def test_a_scripted_module_is_followed_without_dicts_to_watch(publisher, subscriber):
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     pub = publisher(module)
