@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from .. import _native
-from ..errors import ManifestMismatch, ProtocolError
+from ..errors import ProtocolError
 from ..memory.arena import Arena, lies_in_a_slab
-from ..memory.manifest import Key, Leaf, tie
-from .aliases import make_private, overlapping
-from .matching import direct, mismatches, same_bytes, untied
-from .sources import EVERYTHING, Collected, Filter, collect, problem_with
-from .stepping import OptimizerWatch, StepGate, refuse_orphans, state_tensors, states_follow, stepped_by, stuck_states
+from ..memory.manifest import Key, Leaf
+from .adoptable import Parts, misfit, parts_of
+from .aliases import make_private
+from .matching import direct
+from .sources import Filter, collect
+from .stepping import OptimizerWatch, StepGate, refuse_orphans, states_follow, stepped_by, stuck_states
 
 _living: weakref.WeakSet[Adoption] = weakref.WeakSet()
 
@@ -78,10 +79,10 @@ class Adoption:
         self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
         self._seen: _native.Sources | None = None  # None: look at everything each time
         self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
-        self._pending: _Parts | None = None
+        self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
         self._refuse_shared(collect(module, filter).tensors)
-        self._pending = self._parts(list(optimizers))
+        self._pending = self._parts(optimizers)
 
     def move_in(self) -> None:
         """Let the parameters be the slab. Call it when the arena has their values."""
@@ -112,7 +113,7 @@ class Adoption:
             if optimizer is not None:
                 refuse_orphans(optimizer, self._watch.orphans, self._placed)
             return
-        parts = self._parts()
+        parts = self._parts(self._optimizers())
         replaced = [(key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old]
         self._watch.replaced(replaced)
         if optimizer is not None:
@@ -125,6 +126,9 @@ class Adoption:
             known = [old for _, old in replaced] + [parts.placed[key] for key in away]
             make_private(known, [self._views[key] for key in away], [*self._views.values(), *staying])
         self._pending = parts
+
+    def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
+        return parts_of(self.module, self._arena, self._name, self._filter, optimizers)
 
     def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
         """Those that are not at their place, as it is laid out."""
@@ -157,49 +161,6 @@ class Adoption:
             return None
         return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
 
-    def _parts(self, optimizers: list[torch.optim.Optimizer] | None = None) -> _Parts:
-        """The module as it is now. Raises ManifestMismatch if it does not fit."""
-        collected = collect(self.module, self._filter, self._arena.manifest)
-        tensors = collected.tensors
-        problems = mismatches(tensors, self._arena, partial=False, any_device=False, source_is="module")
-        if self._arena.manifest.casts:
-            problems += [
-                f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module: that casts it"
-                for leaf in self._arena.manifest.leaves
-                if leaf.key in tensors and tensors[leaf.key].dtype != leaf.dtype
-            ]
-        if problems:
-            raise self._misfit(problems)
-        by_key = self._arena.manifest.by_key
-        parameters = {tie(t): key for key, t in tensors.items() if isinstance(t, nn.Parameter)}
-        parameters.pop(None, None)
-        placed = {k: t for k, t in tensors.items() if isinstance(t, nn.Parameter) or tie(t) in parameters}
-        apart = [
-            f"{first.name} and {other.name} are one tensor in the arena but two in the module"
-            for first, other in untied(tensors, self._arena)
-            if first.key in placed or other.key in placed or not same_bytes(tensors[first.key], tensors[other.key])
-        ]
-        first: dict[Any, Key] = {}
-        apart += [
-            f"{'.'.join(first[same])} and {'.'.join(key)} are separate in the arena but one tensor in the module"
-            for key, tensor in placed.items()
-            if (same := tie(tensor)) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
-        ]
-        others = dict(_others(self.module, tensors, left_out=self._filter.filters))
-        for optimizer in self._optimizers() if optimizers is None else optimizers:
-            others.update(state_tensors(optimizer))
-            apart += stuck_states(optimizer, [t for t in placed.values() if not t.is_contiguous()])
-        apart += [
-            f"{a} and {b} share memory in part, and would not after adopt(): give one of them memory of its own"
-            for a, b in overlapping(
-                {".".join(k): t for k, t in tensors.items()} | others, {id(t) for t in placed.values()}
-            )
-        ]
-        if apart:
-            raise self._misfit(apart)
-        beside = [(t, parameters[same]) for t in others.values() if (same := tie(t)) in parameters]
-        return _Parts(collected, placed, beside, bool(untied(tensors, self._arena)))
-
     def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
         own = {id(tensor) for tensor in collect(self.module, self._filter).tensors.values()}
@@ -211,7 +172,7 @@ class Adoption:
                     "optimizer of this module"
                 )
             if stuck := stuck_states(optimizer, self._placed.values()):
-                raise self._misfit(stuck)
+                raise misfit(self._name, stuck)
 
     def step_through(self, gates: Iterable[StepGate]) -> None:
         """These gates, whose optimizers were checked, lead to this adoption."""
@@ -227,13 +188,6 @@ class Adoption:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for gate in self.gates if (optimizer := gate.optimizer()) is not None]
-
-    def _misfit(self, problems: list[str]) -> ManifestMismatch:
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        return ManifestMismatch(
-            f"the module to adopt, or adopted, does not fit arena {self._name!r}: {len(problems)} difference(s). "
-            f"Change the module back, or make a new Publisher for it:{lines}"
-        )
 
     def take_in(self, *, copy: bool = True) -> list[torch.Tensor]:
         """Bring what look() found into the slab; only while readers are kept out.
@@ -269,7 +223,7 @@ class Adoption:
         self._remember(parts)
         return left
 
-    def _remember(self, parts: _Parts) -> None:
+    def _remember(self, parts: Parts) -> None:
         """Know all this again without looking at each tensor."""
         leaves = self._arena.manifest.by_key
         guards, private, stores = [], [], []
@@ -326,29 +280,3 @@ class Adoption:
                 if copy is None:
                     copy = copies[view.data_ptr()] = view.clone()
                 tensor.data = copy
-
-
-class _Parts(NamedTuple):
-    """A module's tensors, checked."""
-
-    collected: Collected
-    placed: dict[Key, torch.Tensor]  # that are to be the slab
-    beside: list[tuple[torch.Tensor, Key]]  # no leaves, but the memory of this one
-    equal: bool  # some leaves that are one in the arena are two here, of equal values
-
-
-def _others(
-    module: nn.Module, leaves: dict[Key, torch.Tensor], *, left_out: bool
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """Tensors of the module that are no leaves: `left_out` by include= and exclude=, or plain attributes."""
-    known = {id(tensor) for tensor in leaves.values()}
-    found = []
-    if left_out:
-        found += [(".".join(key), value) for key, value in collect(module, EVERYTHING).tensors.items()]
-    for prefix, child in module.named_modules():
-        found += [
-            (f"{prefix}.{name}" if prefix else name, value)
-            for name, value in vars(child).items()
-            if isinstance(value, torch.Tensor)
-        ]
-    return [(name, value) for name, value in found if id(value) not in known and problem_with(value) is None]
