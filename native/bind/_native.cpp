@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 namespace shmsync::bind {
 void bind_cover(nb::module_&);
+void bind_faults(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_module_tree(nb::module_&);
 void bind_sources(nb::module_&);
@@ -19,6 +20,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
+  shmsync::bind::bind_faults(m);
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_sources(m);

@@ -15,6 +15,7 @@
 
 #include "control.hpp"
 #include "gil.hpp"
+#include "shmsync/faults.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,6 +39,7 @@ std::mutex g_writable_lock;
 
 void in_child() {
   g_forks.fetch_add(1, std::memory_order_relaxed);
+  faults_after_fork();
   for (auto& mapping : g_writable) {
     const auto address = mapping.address.load(std::memory_order_relaxed);
     if (address == 0) continue;

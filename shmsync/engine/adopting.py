@@ -1,80 +1,282 @@
-"""Adoption: a module's parameters become the slab itself."""
+"""Adoption: a module's parameters become the slab itself, and stay it whatever the trainer makes of the module."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from .. import _native
-from ..errors import ManifestMismatch
-from ..memory.arena import Arena
+from ..errors import ProtocolError
+from ..memory.arena import Arena, lies_in_a_slab
+from ..memory.manifest import Key, Leaf
+from .adoptable import Parts, misfit, parts_of
+from .aliases import make_private
+from .matching import direct
 from .sources import Filter, collect
+from .stepping import OptimizerWatch, StepGate, refuse_orphans, states_follow, stepped_by, stuck_states
+
+_living: weakref.WeakSet[Adoption] = weakref.WeakSet()
 
 
-def check(module: nn.Module, arena: Arena, filter: Filter, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise if adopting would change the module's dtypes, or if the optimizer is another module's."""
-    tensors = collect(module, filter).tensors
-    cast = [
-        f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
-        for leaf in arena.manifest.leaves
-        if tensors[leaf.key].dtype != leaf.dtype
-    ]
-    if cast:
-        raise ManifestMismatch(
-            "adopt() would cast the trainer's own parameters: " + "; ".join(cast) + ". Make the Publisher without "
-            "dtype=, or use publish() instead"
+class _Private(NamedTuple):
+    """A buffer of the module: found by its name in each update(), and copied to its place."""
+
+    store: dict[str, Any]
+    name: str
+    leaf: Leaf
+    view: torch.Tensor  # its place
+
+    @property
+    def buffer(self) -> Any:
+        return self.store.get(self.name)
+
+    @property
+    def fits(self) -> bool:
+        buffer, view = self.buffer, self.view
+        return (
+            isinstance(buffer, torch.Tensor)
+            and buffer.shape == view.shape
+            and buffer.dtype == view.dtype
+            and buffer.device == view.device
         )
-    if optimizer is not None:
-        own = {id(tensor) for tensor in tensors.values()}
-        stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        if not any(id(tensor) in own for tensor in stepped):
-            raise ValueError(
-                f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
-                "optimizer of this module"
-            )
 
 
 class Adoption:
-    """The module whose parameters are views of the slab."""
+    """The module whose parameters are views of the slab.
 
-    def __init__(self, module: nn.Module, arena: Arena, filter: Filter) -> None:
-        views = arena.views(0, writable=True)
-        tensors = collect(module, filter).tensors
-        self._placed_parameters = [(t, views[key]) for key, t in tensors.items() if isinstance(t, nn.Parameter)]
-        # Forward passes write buffers (BatchNorm), outside any update(): they stay private and are copied at its end.
-        self._private_buffers = [(t, views[key]) for key, t in tensors.items() if not isinstance(t, nn.Parameter)]
-        for parameter, view in self._placed_parameters:
-            parameter.data = view
-        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._placed_parameters])
+    Its tensors are followed by name. Forward passes write buffers (BatchNorm) and replace them, outside any update():
+    they stay private and are copied at its end. A buffer that shows a parameter's memory goes where the parameter goes.
 
-    def take_back(self) -> int:
-        """Put parameters back that `.data = x`, `.half().float()` or so took out of the slab; the bytes copied."""
-        if self._placed.revalidate() and not self._placed.moved:
-            return 0
-        away = [(t, view) for t, view in self._placed_parameters if t.data_ptr() != view.data_ptr()]
-        wrong = [t for t, view in away if t.shape != view.shape or t.dtype != view.dtype or t.device != view.device]
-        if wrong:
-            raise ManifestMismatch(
-                f"{len(wrong)} adopted parameter(s) were replaced by ones of another shape, dtype or device, such as "
-                f"{tuple(wrong[0].shape)} {wrong[0].dtype} on {wrong[0].device}; change the module back, or make a new "
-                "Publisher for it"
-            )
+    Args:
+        module: to adopt; nothing is changed before move_in().
+        arena, name: whose only slot becomes its memory.
+        filter: which of its leaves the arena has.
+        optimizers: that step it inside update().
+
+    Raises ManifestMismatch for a module, ValueError for an optimizer, ProtocolError for a use of them that does not
+    allow it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arena: Arena,
+        name: str,
+        filter: Filter,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+    ) -> None:
+        self.module = module
+        self.gates: list[StepGate] = []
+        self._arena, self._name, self._filter = arena, name, filter
+        self._views = arena.views(0, writable=True)
+        self._placed: dict[Key, torch.Tensor] = {}  # what was put at its place in the slab
+        self._beside: list[torch.Tensor] = []  # no leaves, but memory of a placed tensor
+        self._private: list[_Private] = []
+        self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
+        self._seen: _native.Sources | None = None  # None: look at everything each time
+        self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
+        self._pending: Parts | None = None
+        self._watch = OptimizerWatch(self._placed)
+        self._refuse_shared(collect(module, filter).tensors)
+        self._pending = self._parts(optimizers)
+
+    def move_in(self) -> None:
+        """Let the parameters be the slab. Call it when the arena has their values."""
+        self.take_in(copy=False)
+        _living.add(self)
+
+    def _refuse_shared(self, tensors: dict[Key, torch.Tensor]) -> None:
+        theirs = {id(t): other._name for other in _living for t in other._placed.values()}
+        for key, tensor in tensors.items():
+            if id(tensor) in theirs:
+                raise ProtocolError(
+                    f"{'.'.join(key)} is adopted by arena {theirs[id(tensor)]!r} already, and can be one arena's "
+                    f"memory only; close that Publisher first, or publish() the module to {self._name!r}"
+                )
+            if isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu" and lies_in_a_slab(tensor):
+                raise ProtocolError(
+                    f"{'.'.join(key)} shows weights of an arena: the module is bound to a Subscriber, whose weights "
+                    "are read-only; adopt the trainer's own module"
+                )
+
+    def look(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """See which tensors the module has now; take_in() brings new ones into the slab.
+
+        `optimizer`: is about to step. Raises ManifestMismatch for tensors that do not fit, ProtocolError for an
+        optimizer that would step one that the module has no more; nothing is changed then.
+        """
+        if self._unchanged():
+            if optimizer is not None:
+                refuse_orphans(optimizer, self._watch.orphans, self._placed)
+            return
+        parts = self._parts(self._optimizers())
+        replaced = [(key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old]
+        self._watch.replaced(replaced)
+        if optimizer is not None:
+            refuse_orphans(optimizer, self._watch.orphans, parts.placed)
+        # What goes in overwrites a place. Whoever else still shows that place gets memory of its own: the parameter
+        # that was there, what swap_tensors() swapped it with, a backup `p.data`, or another parameter of the module.
+        away = self._away(parts.placed)
+        if away:
+            staying = [t for key, t in parts.placed.items() if key not in away]
+            known = [old for _, old in replaced] + [parts.placed[key] for key in away]
+            make_private(known, [self._views[key] for key in away], [*self._views.values(), *staying])
+        self._pending = parts
+
+    def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
+        return parts_of(self.module, self._arena, self._name, self._filter, optimizers)
+
+    def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
+        """Those that are not at their place, as it is laid out."""
+        by_key = self._arena.manifest.by_key
+        return {
+            key
+            for key, tensor in placed.items()
+            if tensor.data_ptr() != self._views[key].data_ptr() or not direct(tensor, by_key[key])
+        }
+
+    def _unchanged(self) -> bool:
+        seen = self._seen
+        if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
+            return False
+        if self._copy is not None and self._copy.revalidate():
+            return True
+        # Buffers that were replaced by ones like them need no more than a new table.
+        for store, names, fixed in self._stores:
+            if tuple(store) != names or any(store[name] is not value for name, value in fixed):
+                return False
+        if not all(private.fits for private in self._private):
+            return False
+        self._copy = self._copy_table()
+        return True
+
+    def _copy_table(self) -> _native.Sources | None:
+        """Of the buffers; None if some have to be gathered first."""
+        rows = [(private.buffer, private.leaf.offset, private.leaf.nbytes) for private in self._private]
+        if not all(direct(private.buffer, private.leaf) for private in self._private):
+            return None
+        return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
+
+    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
+        own = {id(tensor) for tensor in collect(self.module, self._filter).tensors.values()}
+        for optimizer in optimizers:
+            stepped = stepped_by(optimizer)
+            if not any(id(tensor) in own for tensor in stepped):
+                raise ValueError(
+                    f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
+                    "optimizer of this module"
+                )
+            if stuck := stuck_states(optimizer, self._placed.values()):
+                raise misfit(self._name, stuck)
+
+    def step_through(self, gates: Iterable[StepGate]) -> None:
+        """These gates, whose optimizers were checked, lead to this adoption."""
+        self.gates += [gate for gate in gates if gate not in self.gates]
+        self.mind_steps()
+        for optimizer in self._optimizers():
+            states_follow(optimizer, self._placed.values())
+
+    def mind_steps(self) -> None:
+        """An update() has begun or ended: steps are right inside it only."""
+        for gate in self.gates:
+            gate.mind()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for gate in self.gates if (optimizer := gate.optimizer()) is not None]
+
+    def take_in(self, *, copy: bool = True) -> list[torch.Tensor]:
+        """Bring what look() found into the slab; only while readers are kept out.
+
+        Returns the memory that its tensors had: plans made before may still read it.
+        """
+        parts, self._pending = self._pending, None
+        if parts is None:
+            return []
+        self._seen = None  # an interrupt may land anywhere: look at everything again
+        left = []
+        restrided = False
         with torch.no_grad():
-            for parameter, view in away:
-                view.copy_(parameter)
-                parameter.data = view
-        self._placed = _native.Sources([], [(t, 0, 0) for t, _ in self._placed_parameters])
-        return sum(view.nbytes for _, view in away)
+            moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
+            for tensor, view in moving:
+                if copy:
+                    view.copy_(tensor)
+            moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
+            for tensor, view in moving:
+                left.append(tensor.data)
+                restrided |= not tensor.is_contiguous()
+                tensor.data = view
+                grad = tensor.grad
+                if grad is not None and grad.layout is torch.strided and not grad.is_contiguous():
+                    grad.data = grad.data.contiguous()
+        self._placed.clear()
+        self._placed.update(parts.placed)
+        self._beside = [tensor for tensor, _ in parts.beside]
+        if restrided:
+            self._watch.changed()
+            for optimizer in self._optimizers():
+                states_follow(optimizer, self._placed.values())
+        self._remember(parts)
+        return left
+
+    def _remember(self, parts: Parts) -> None:
+        """Know all this again without looking at each tensor."""
+        leaves = self._arena.manifest.by_key
+        guards, private, stores = [], [], []
+        buffers = {key: t for key, t in parts.collected.tensors.items() if key not in parts.placed}
+        keys: dict[int, list[Key]] = {}
+        for key, tensor in buffers.items():
+            keys.setdefault(id(tensor), []).append(key)
+        missing = set(keys)
+        for store, entries, whole in parts.collected.guards or ():
+            here = [(name, value) for name, value in entries if whole and id(value) in keys]
+            if not here:
+                guards.append((store, entries, whole))
+                continue
+            for name, value in here:
+                if id(value) in missing:
+                    private += [_Private(store, name, leaves[key], self._views[key]) for key in keys[id(value)]]
+                    missing.discard(id(value))
+            # One that has several names may not be replaced under one of them without another look.
+            fixed = [(name, value) for name, value in entries if len(keys.get(id(value), ())) != 1]
+            stores.append((store, tuple(store), fixed))
+        tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
+        places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
+        shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
+        if parts.collected.guards is not None and not (missing or shared or parts.equal):
+            self._private, self._stores = private, stores
+            self._copy = self._copy_table()
+            self._seen = _native.Sources(guards, tensors)
+            return
+        self._private = [_Private({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
+        self._stores, self._copy = [], None
 
     def copy_buffers(self) -> int:
-        """Bring the slab's copies of the buffers up to date; the bytes copied."""
+        """Bring the slab's copies of the buffers up to date, just after look(); the bytes copied."""
+        if self._copy is not None:
+            self._copy.copy_to(self._arena.slot_address(0))
+            return int(self._copy.bytes)
         with torch.no_grad():
-            for buffer, view in self._private_buffers:
-                view.copy_(buffer)
-        return sum(view.nbytes for _, view in self._private_buffers)
+            for private in self._private:
+                private.view.copy_(private.buffer)
+        return sum(private.view.nbytes for private in self._private)
 
     def give_back(self) -> None:
-        """Make the parameters private again, with the values they have."""
-        for parameter, view in self._placed_parameters:
-            if parameter.data_ptr() == view.data_ptr():
-                parameter.data = view.clone()
+        """Make the parameters private again, with the values they have; what was one memory stays one."""
+        _living.discard(self)
+        self._watch.close()
+        for gate in self.gates:
+            gate.leave(self)
+        copies: dict[int, torch.Tensor] = {}
+        views = {view.data_ptr(): view for view in self._views.values()}
+        for tensor in (*self._placed.values(), *self._beside):
+            view = views.get(tensor.data_ptr())
+            if view is not None and tensor.numel():
+                copy = copies.get(view.data_ptr())
+                if copy is None:
+                    copy = copies[view.data_ptr()] = view.clone()
+                tensor.data = copy

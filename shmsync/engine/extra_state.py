@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from .. import _native
 from ..memory.manifest import Key
 from ..memory.plainly import plainly
 from .pickling import dumps
@@ -30,8 +31,16 @@ _SMALLEST = 1024  # bytes of room
 
 States = dict[str, Any]  # what get_extra_state() returned, by the module's path
 
-# Modules with extra state, found once: searching a large module costs more than publishing it.
-_owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, weakref.ref[nn.Module]]]] = weakref.WeakKeyDictionary()
+
+class _Owners(NamedTuple):
+    """The modules with extra state in one module."""
+
+    found: list[tuple[str, weakref.ref[nn.Module]]]  # with their paths
+    seen: _native.Sources  # notices when submodules come, go or change hands
+
+
+# Searched for once: searching a large module costs more than publishing it.
+_owners: weakref.WeakKeyDictionary[nn.Module, _Owners] = weakref.WeakKeyDictionary()
 
 
 def separate(weights: Any) -> tuple[Any, States | None]:
@@ -112,12 +121,21 @@ def _plain(state: Any) -> Any:
 
 
 def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
-    found = _owners.get(module)
-    if found is None:
-        first = {child: path for path, child in reversed(submodules(module).items())}  # a shared one counts once
-        found = _owners[module] = [
-            (".".join(path), weakref.ref(child))
-            for child, path in reversed(first.items())
+    owners = _owners.get(module)
+    if owners is None or not owners.seen.revalidate():
+        guards = []
+        first: dict[nn.Module, str] = {}  # a shared one counts once
+        for path, child in submodules(module).items():
+            first.setdefault(child, ".".join(path))
+        for child in module.modules():  # wrappers too: what they wrap may be replaced
+            if not isinstance(child, torch.jit.ScriptModule):
+                store = child.__dict__["_modules"]
+                guards.append((child.__dict__, [("_modules", store)], False))
+                guards.append((store, list(store.items()), True))
+        found = [
+            (path, weakref.ref(child))
+            for child, path in first.items()
             if type(child).get_extra_state is not nn.Module.get_extra_state
         ]
-    return found
+        owners = _owners[module] = _Owners(found, _native.Sources(guards, []))
+    return owners.found

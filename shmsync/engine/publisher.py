@@ -22,13 +22,14 @@ from ..memory.plainly import plainly
 from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
-from . import adopting
+from .adopting import Adoption
 from .dtypes import Dtypes, cast_leaves, check_dtypes
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
 from .plans import CopyPlan, Plans
 from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
+from .stepping import as_list
 from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
 from .writing import NO_ACKS, Acks, WriteSide
@@ -147,6 +148,8 @@ class Publisher:
         """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
         self._side.check()  # close() may have come between
         source = self._source if weights is None else weights
+        if self._side.adopted is not None:
+            self._side.adopted.look()
         return self._side.checked(self._plans.find(source, default=source is self._source), optional)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
@@ -160,39 +163,54 @@ class Publisher:
         """
         return Update(self, self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
 
-    def adopt(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def adopt(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
         """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
 
-        From then on write parameters only inside update(); with an optimizer, its step() runs inside update() by
-        itself; a step inside your own `with pub.update(wait=...)` joins that one. Buffers stay private to the module,
-        since forward passes write them, and are copied when update() is left. The Parameter objects, and so the
-        optimizer's state, keep their identity. close() makes them private again.
+        From then on write parameters only inside update(); with an optimizer (or several), its step() runs inside
+        update() by itself; a step inside your own `with pub.update(wait=...)` joins that one. The Parameter objects,
+        and so the optimizer's state, keep their identity; in memory both lie in rows from now on. Buffers stay private
+        to the module, since forward passes write them, and are copied when update() is left. Tensors are followed by
+        name: one that the module has replaced goes into the arena with the next update() or publish(). close() makes
+        the parameters private again.
 
-        If the module's values differ from what is published they become a new version first.
+        If the module's values differ from what is published they become a new version first. Call it again with the
+        same module to add an optimizer, for example a new one after parameters were replaced.
 
         Raises ValueError (slots > 1: use publish(); the optimizer steps nothing of the module), ManifestMismatch,
-        ProtocolError (a module is adopted already), and for the new version what publish() raises.
+        ProtocolError (this arena, or another, has adopted already; the module is bound to a Subscriber), and for the
+        new version what publish() raises.
         """
         if self._arena.slots != 1:
             raise ValueError(
                 f"adopt() needs slots=1 but this arena has slots={self._arena.slots}; use publish() instead"
             )
         side = self._side
+        optimizers = as_list(optimizer)
         with side.lock:
-            self._side.check()
-            if side.adopted is not None:
+            side.check()
+            if side.adopted is None:
+                self._adopt(module, optimizers)
+            elif side.adopted.module is not module or not optimizers:
                 raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
-            plan = self._plans.make(module)
-            if not plan.whole:
-                raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.carried))
-            adopting.check(module, self._arena, self._filter, optimizer)
-            if self._differs(module):
-                side.publish(side.checked(plan), deadline_after(None, side.timeout))
-            side.adopted = adopting.Adoption(module, self._arena, self._filter)
-            self._source = module
-            self._plans.forget()
-        if optimizer is not None:
-            step_inside_update(optimizer, side, self.update)
+            else:
+                side.adopted.check_optimizers(optimizers)
+            step_inside_update(optimizers, self, side)
+
+    def _adopt(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        side = self._side
+        plan = self._plans.make(module)
+        if not plan.whole:
+            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.carried))
+        adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
+        adoption.check_optimizers(optimizers)
+        if self._differs(module):
+            side.publish(side.checked(plan), deadline_after(None, side.timeout))
+        side.adopted = adoption
+        adoption.move_in()
+        self._source = module
+        self._plans.forget()
 
     @plainly()
     def _differs(self, module: nn.Module) -> bool:

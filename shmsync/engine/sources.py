@@ -185,6 +185,8 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
     # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
     store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
     watch.add(store)
+    if watch.guards is not None:  # select(inplace=True) and others give the TensorDict another dict
+        watch.guards.append((vars(source), [("_tensordict", store)], False))
     for key, value in source.items() if type(store) is not dict else store.items():
         if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
             # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import MethodType
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from tensordict import TensorDictBase
 
 from .. import _native
 from ..errors import ForkedHandle
+from .stepping import Section, StepGate
 from .timing import deadline_after
-from .writing import Acks, WriteSide
+from .writing import NO_ACKS, Acks, WriteSide
 
 
 class Update(_native.Scope):
@@ -28,6 +26,7 @@ class Update(_native.Scope):
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
+        self._optimizer: torch.optim.Optimizer | None = None  # whose step it is for
 
     def _enter(self) -> TensorDictBase:
         side = self._side
@@ -38,13 +37,15 @@ class Update(_native.Scope):
         side.refuse_poisoned()
         if self._acks.wanted:
             side.refuse_own_section(self._acks)
+        if side.adopted is not None:
+            side.adopted.look(self._optimizer)
         side.begin(deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry_all()
         elif side.adopted is not None:
-            side.counts.bytes_copied += side.adopted.take_back()
+            side.take_in()
         weights = side.arena.weights(side.writer.slot, writable=True)
-        side.updating_thread = threading.get_ident()
+        side.set_updating(threading.get_ident())
         self._seconds = time.perf_counter() - started
         return weights
 
@@ -57,9 +58,11 @@ class Update(_native.Scope):
             return
         started = time.perf_counter()
         if side.adopted is not None:
+            side.adopted.look()  # the body may have replaced tensors too
+            side.take_in()
             side.counts.bytes_copied += side.adopted.copy_buffers()
         version = side.writer.commit()
-        side.updating_thread = None
+        side.set_updating(None)
         side.counts.updates += 1
         side.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
@@ -73,23 +76,45 @@ class Update(_native.Scope):
         """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
         side = self._side
         if side.lock.held_by(self) and not side.in_parent:
-            side.updating_thread = None
+            side.set_updating(None)
             side.undo()
             side.lock.release(self)
 
 
-def step_inside_update(
-    optimizer: torch.optim.Optimizer, side: WriteSide, update: Callable[[], AbstractContextManager[Any]]
-) -> None:
-    """Let optimizer.step() open an update() section from now on, unless its thread is in one already."""
-    step = optimizer.step
+class StepUpdate(Update):
+    """The section that an optimizer's step opens by itself. Not traced when the step is compiled: only the step is."""
 
-    def step_in_update(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if side.closed or side.updating_thread == threading.get_ident():
-            return step(*args, **kwargs)
-        with update():
-            return step(*args, **kwargs)
+    def __init__(self, publisher: object, side: WriteSide, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(publisher, side, NO_ACKS, None)
+        self._optimizer = optimizer
 
-    if hasattr(step, "_wrapped_by_lr_sched"):  # schedulers made later look for this attribute
-        step_in_update._wrapped_by_lr_sched = step._wrapped_by_lr_sched  # type: ignore[attr-defined]
-    optimizer.step = MethodType(step_in_update, optimizer)  # type: ignore[method-assign]  # schedulers wrap a method
+    _enter = torch.compiler.disable(Update._enter)
+    _exit = torch.compiler.disable(Update._exit)
+    _recover = torch.compiler.disable(Update._recover)
+
+
+def step_inside_update(optimizers: Iterable[torch.optim.Optimizer], publisher: object, side: WriteSide) -> None:
+    """Let the step() of each run in an update() section of the adopting publisher, unless its thread is in one."""
+    adopted = side.adopted
+    assert adopted is not None
+
+    @torch.compiler.disable
+    def joined(optimizer: torch.optim.Optimizer) -> bool:
+        if side.closed:
+            return True
+        if side.updating_thread != threading.get_ident():
+            return False
+        adopted.look(optimizer)
+        return True
+
+    @torch.compiler.disable
+    def update(optimizer: torch.optim.Optimizer) -> Update:
+        return StepUpdate(publisher, side, optimizer)
+
+    def under_way() -> bool:
+        return side.closed or side.updating_thread is not None
+
+    gates = [StepGate.of(optimizer) for optimizer in optimizers]
+    adopted.step_through(gates)
+    for gate in gates:
+        gate.join(Section(adopted, under_way, joined, update))

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from .. import _native
 from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
 from ..memory import reader_table
@@ -120,9 +122,25 @@ class WriteSide:
         """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
             self.carry(plan.carried + plan.in_place)
+        kept = self.take_in()  # until the copy is done: the plan may read from there
         plan.copy_to(self.address(), self.writer.slot)
+        del kept
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
+
+    def set_updating(self, thread: int | None) -> None:
+        """This thread is in update() from now on; None: no thread is."""
+        self.updating_thread = thread
+        if self.adopted is not None:
+            self.adopted.mind_steps()
+
+    def take_in(self) -> list[torch.Tensor]:
+        """Bring what the adopted module's look() found into the slab; the memory that it had."""
+        if self.adopted is None:
+            return []
+        kept = self.adopted.take_in()
+        self.counts.bytes_copied += sum(tensor.nbytes for tensor in kept)
+        return kept
 
     @property
     def next_version(self) -> int:

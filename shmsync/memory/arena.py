@@ -156,7 +156,7 @@ def _create(name: str, manifest: Manifest, slots: int, max_readers: int) -> tupl
     session = secrets.token_bytes(16)
     text = manifest.to_json()
     here = me()
-    memory = slab.create(slots, manifest.slot_bytes, session)
+    memory = slab.create(slots, manifest.slot_bytes, session, name)
     try:
         created = segment.create(
             name,

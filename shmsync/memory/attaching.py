@@ -38,7 +38,7 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     manifest = manifest_of(name, control, header)
     size = slab.slab_bytes(header.slots, header.slot_bytes)
-    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session)
+    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
     arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
     owner = me().owner
     row = _claim(control, peers, owner, -1 if worker is None else worker, name)

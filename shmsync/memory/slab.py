@@ -57,8 +57,11 @@ def slab_bytes(slots: int, slot_bytes: int) -> int:
     return slots * slot_bytes + STAMP_BYTES
 
 
-def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
-    """Make, fill and seal a slab. Raises NoSpace, before it allocates anything, when memory does not suffice."""
+def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
+    """Make, fill and seal a slab. Raises NoSpace, before it allocates anything, when memory does not suffice.
+
+    `name`: its arena's, for what is said of a fault in it.
+    """
     needed = slab_bytes(slots, slot_bytes)
     available = available_bytes()
     if needed > available:
@@ -80,6 +83,8 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
             slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
             _protect_in_children(slab, needed)
+            for storage in (slab.readonly, writable):  # the writable one is read-only in forked children
+                _explain_faults(storage, needed, name)
         except BaseException:
             if owns_fd:
                 close(kept_fd)
@@ -89,8 +94,11 @@ def create(slots: int, slot_bytes: int, session: bytes) -> Slab:
         close(fd)
 
 
-def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes) -> Slab:
-    """Map the slab of a live publisher read-only, after checking that it is the one its header describes."""
+def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:
+    """Map the slab of a live publisher read-only, after checking that it is the one its header describes.
+
+    `name`: its arena's, for what is said of a fault in it.
+    """
     path = f"/proc/{pid_of(owner)}/fd/{fd}"
     try:
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -117,7 +125,9 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes)
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
         if stamp != session:
             raise ArenaCorrupt(f"the slab carries session {stamp.hex()} but the header says {session.hex()}")
-        return Slab(map_readonly(opened, expected_bytes), None, -1, inode)
+        slab = Slab(map_readonly(opened, expected_bytes), None, -1, inode)
+        _explain_faults(slab.readonly, expected_bytes, name)
+        return slab
     finally:
         close(opened)
 
@@ -155,6 +165,13 @@ def _protect_in_children(slab: Slab, size: int) -> None:
     address = slab.writable.data_ptr()
     weakref.finalize(slab.writable, _native.unprotect_in_children, address).atexit = False
     _native.protect_in_children(address, size, slab.fd)
+
+
+def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None:
+    """Let a write where it may not be say so before the process dies of it, for as long as the mapping lives."""
+    address = storage.data_ptr()
+    weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
+    _native.watch_faults(address, size, name)
 
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:

@@ -114,9 +114,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             device_map_fn=device_map_fn,
             num_workers=num_workers,
         )
-        prepared = {id(source): self._prepared(source) for source in first.sources.values()}
         groups = Groups(
-            {worker: prepared[id(source)] for worker, source in first.sources.items()},
+            first.sources,
             apart=first.apart or self.per_worker_weights,
             slots=self.slots,
             timeout=self.timeout,
@@ -133,7 +132,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._local:
             return
         sender = self._needed_sender()
-        sender.groups.open()
+        assert self._first is not None
+        now = self._first.again()
+        sender.groups.open(lambda worker: self._prepared(now[worker]))
         if weights is not None:
             sender.send(list(self._wanted(weights, None)), wait=False)
 

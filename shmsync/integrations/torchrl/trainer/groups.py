@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -90,10 +90,10 @@ class Groups:
     ) -> None:
         self._slots, self._timeout, self._alias = slots, timeout, alias
         self._readers = max(64, 2 * len(sources))
-        planned: dict[int, tuple[str, Any, list[int]]] = {}  # name, source, workers
+        planned: dict[int, tuple[str, list[int]]] = {}  # name, workers
         for worker, source in sources.items():
             key = worker if apart else id(source)
-            planned.setdefault(key, (new_name(), source, []))[2].append(worker)
+            planned.setdefault(key, (new_name(), []))[1].append(worker)
         self._planned = list(planned.values())
         self.workers = set(sources)
         self._members: tuple[Membership, ...] = ()  # replaced as a whole: an interrupt may land anywhere
@@ -103,14 +103,18 @@ class Groups:
     @property
     def names(self) -> dict[int, str]:
         """The name of the arena that each worker starts with."""
-        return {worker: name for name, _, workers in self._planned for worker in workers}
+        return {worker: name for name, workers in self._planned for worker in workers}
 
-    def open(self) -> None:
-        """Make the arenas, with the values that the sources have now. Raises what Publisher() raises. Idempotent."""
+    def open(self, weights_of: Callable[[int], Any]) -> None:
+        """Make the arenas, each with the weights that one of its workers has now. Idempotent.
+
+        Raises what Publisher() raises.
+        """
         if self._members:
             return
         members = []
-        for name, source, workers in self._planned:
+        for name, workers in self._planned:
+            source = weights_of(workers[0])
             tensors, states = extra_state.separate(source)
             if self._alias and not isinstance(source, nn.Module):
                 raise ValueError(

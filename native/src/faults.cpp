@@ -1,0 +1,203 @@
+#include "shmsync/faults.hpp"
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <mutex>
+#include <new>
+
+namespace shmsync {
+namespace {
+
+// Everything that a handler uses is here, in fixed places: it may not take a lock, allocate or call the C library
+// beyond the functions that POSIX names async-signal-safe.
+struct Range {
+  std::atomic<std::uintptr_t> begin{0};  // 0: free. Written last, and first when the range goes
+  std::size_t bytes = 0;
+  std::array<char, 208> name{};  // arena names have at most 200 characters
+};
+constexpr std::size_t kRanges = 4096;
+Range g_ranges[kRanges];
+std::mutex g_lock;  // of those who add and remove ranges
+
+struct Signal {
+  int number;
+  struct sigaction before;      // whom to go on to
+  std::atomic<bool> installed;  // `before` is known
+};
+Signal g_signals[] = {{SIGSEGV, {}, false}, {SIGBUS, {}, false}};
+std::atomic<std::uintptr_t> g_said{0};  // the address of the last line: a handler that returns brings its fault again
+
+const Range* find(std::uintptr_t address) {
+  for (const Range& range : g_ranges) {
+    const auto begin = range.begin.load(std::memory_order_acquire);
+    if (begin != 0 && address >= begin && address - begin < range.bytes) return &range;
+  }
+  return nullptr;
+}
+
+// Where this thread's last real fault was. A handler that was put in front of ours, as faulthandler's may be, goes on
+// by raise(): that signal carries no address, but the kernel shows the registers of the last fault with every signal.
+std::uintptr_t last_fault(const void* context) {
+#if defined(__x86_64__)
+  constexpr int kPageFault = 14;
+  const auto& registers = static_cast<const ucontext_t*>(context)->uc_mcontext.gregs;
+  return registers[REG_TRAPNO] == kPageFault ? static_cast<std::uintptr_t>(registers[REG_CR2]) : 0;
+#elif defined(__aarch64__)
+  return static_cast<std::uintptr_t>(static_cast<const ucontext_t*>(context)->uc_mcontext.fault_address);
+#else
+  static_cast<void>(context);
+  return 0;
+#endif
+}
+
+std::uintptr_t address_of(const siginfo_t& info, const void* context) {
+  if (info.si_code > 0) return reinterpret_cast<std::uintptr_t>(info.si_addr);  // from the kernel
+  return info.si_code == SI_TKILL && info.si_pid == getpid() ? last_fault(context) : 0;
+}
+
+class Line {
+ public:
+  Line& operator<<(std::string_view text) {
+    const std::size_t n = std::min(text.size(), sizeof(text_) - length_);
+    std::memcpy(text_ + length_, text.data(), n);
+    length_ += n;
+    return *this;
+  }
+  void write_to(int fd) const {  // one write(): lines of several processes do not mix
+    std::size_t done = 0;
+    while (done < length_) {
+      const ssize_t n = ::write(fd, text_ + done, length_ - done);
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) return;
+      done += static_cast<std::size_t>(n);
+    }
+  }
+
+ private:
+  char text_[768];
+  std::size_t length_ = 0;
+};
+
+void say(int number, const Range& range) {
+  Line line;
+  const std::string_view name(range.name.data());
+  if (number == SIGBUS)
+    line << "shmsync: a page of the weights of arena '" << name
+         << "' could not be had (SIGBUS): the machine is out of memory, or its memory is faulty\n";
+  else
+    line << "shmsync: a write into the weights of arena '" << name
+         << "', which are read-only in this process, ends it (SIGSEGV). Change weights in the trainer, by publish() or "
+            "inside update(); or change a private copy: sub.snapshot(), tensor.clone(), copy.deepcopy(module)\n";
+  line.write_to(STDERR_FILENO);
+}
+
+Signal* signal_of(int number) {
+  for (Signal& signal : g_signals)
+    if (signal.number == number) return &signal;
+  return nullptr;
+}
+
+void set_default(int number) {
+  struct sigaction action = {};
+  action.sa_handler = SIG_DFL;
+  sigaction(number, &action, nullptr);
+}
+
+// As if the handler that was there before had been called by the kernel.
+void pass_on(int number, siginfo_t* info, void* context) {
+  const Signal* signal = signal_of(number);
+  struct sigaction before = {};
+  before.sa_handler = SIG_DFL;
+  if (signal != nullptr && signal->installed.load(std::memory_order_acquire)) before = signal->before;
+  const bool real = info->si_code > 0;
+  if (!(before.sa_flags & SA_SIGINFO) && (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN)) {
+    if (before.sa_handler == SIG_IGN && !real) return;
+    set_default(number);
+    // A real fault comes again when the instruction is repeated, and ends the process as it would have: the kernel
+    // does not let anybody ignore it. A signal that was sent does not come again by itself.
+    if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), number, info);
+    return;
+  }
+  sigset_t mask = static_cast<ucontext_t*>(context)->uc_sigmask;  // and our return gives this one back
+  for (int each = 1; each < NSIG; ++each)
+    if (sigismember(&before.sa_mask, each) == 1) sigaddset(&mask, each);
+  if (!(before.sa_flags & SA_NODEFER)) sigaddset(&mask, number);
+  pthread_sigmask(SIG_SETMASK, &mask, nullptr);
+  if (before.sa_flags & SA_RESETHAND) set_default(number);
+  if (before.sa_flags & SA_SIGINFO)
+    before.sa_sigaction(number, info, context);
+  else
+    before.sa_handler(number);
+}
+
+void on_fault(int number, siginfo_t* info, void* context) {
+  const int error = errno;
+  const auto address = address_of(*info, context);
+  if (address != 0 && g_said.load(std::memory_order_relaxed) != address)
+    if (const Range* range = find(address))
+      if (g_said.exchange(address, std::memory_order_relaxed) != address) say(number, *range);
+  errno = error;
+  pass_on(number, info, context);
+}
+
+// Nobody but the default may be replaced later: a handler that came after ours may go on to ours, and a circle of
+// handlers would never end.
+void install(Signal& signal) {
+  struct sigaction now = {};
+  if (sigaction(signal.number, nullptr, &now) != 0) return;
+  const bool ours = (now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_fault;
+  const bool none = !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL;
+  if (ours || (signal.installed.load(std::memory_order_relaxed) && !none)) return;
+  signal.installed.store(false, std::memory_order_release);
+  signal.before = now;
+  signal.installed.store(true, std::memory_order_release);
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  sigemptyset(&action.sa_mask);
+  // On the stack on which the handler before would have run. Without one, on the alternative stack if there is one:
+  // the stack may be what has overflowed.
+  action.sa_flags = SA_SIGINFO | SA_NODEFER | (none ? SA_ONSTACK : now.sa_flags & (SA_ONSTACK | SA_RESTART));
+  sigaction(signal.number, &action, nullptr);
+}
+
+}  // namespace
+
+bool watch_faults(std::uintptr_t begin, std::size_t bytes, std::string_view name) {
+  const std::lock_guard lock(g_lock);
+  for (Range& range : g_ranges) {
+    if (range.begin.load(std::memory_order_relaxed) != 0) continue;
+    range.bytes = bytes;
+    const std::size_t length = std::min(name.size(), range.name.size() - 1);
+    std::memcpy(range.name.data(), name.data(), length);
+    range.name[length] = '\0';
+    range.begin.store(begin, std::memory_order_release);
+    for (Signal& signal : g_signals) install(signal);
+    return true;
+  }
+  return false;
+}
+
+void unwatch_faults(std::uintptr_t begin) {
+  const std::lock_guard lock(g_lock);
+  for (Range& range : g_ranges)
+    if (range.begin.load(std::memory_order_relaxed) == begin) {
+      range.begin.store(0, std::memory_order_release);
+      return;
+    }
+}
+
+void faults_after_fork() {
+  new (&g_lock) std::mutex;
+  g_said.store(0, std::memory_order_relaxed);
+}
+
+}  // namespace shmsync

@@ -1,0 +1,78 @@
+"""Tensors that share memory: which of a module's do so in part, and who else shows a place of the slab."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from ..memory.manifest import tie
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.dtype.itemsize
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) -> list[tuple[str, str]]:
+    """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.device.type == "cpu" and tensor.numel()
+    )
+    found = []
+    open_until: list[tuple[int, str]] = []  # (end, name) of those that may reach into the next ones
+    for begin, end, name in spans:
+        open_until = [(until, other) for until, other in open_until if until > begin]
+        found += [
+            (other, name)
+            for _, other in open_until
+            if (id(tensors[name]) in moving or id(tensors[other]) in moving)
+            and tie(tensors[name]) != tie(tensors[other])
+        ]
+        open_until.append((end, name))
+    return found
+
+
+def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], keep: Collection[torch.Tensor]) -> None:
+    """Give every tensor that shows one of these places of a slab memory of its own, but those to keep.
+
+    `known` ones are looked at first. Are there others, they are found among the objects of Python: 0.1 s for a million.
+    """
+    ranges = sorted((place.data_ptr(), place.data_ptr() + place.nbytes) for place in places if place.nbytes)
+    kept = {id(tensor) for tensor in keep}
+    for tensor in known:
+        if id(tensor) not in kept and _address_in(tensor, ranges):
+            tensor.data = tensor.data.clone()
+    if ranges and _shown_by_others(keep, places[0]):
+        for each in gc.get_objects():
+            # isinstance() would ask proxies for their class.
+            if issubclass(type(each), torch.Tensor) and id(each) not in kept and _address_in(each, ranges):
+                each.data = each.data.clone()
+
+
+def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> bool:
+    """Are there more tensors over the slab of this place than those to keep? True if torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return True
+    slab = place.untyped_storage()
+    lone = torch.empty(1)
+    own = count(lone.untyped_storage()._cdata) - 1  # of the storage object in Python
+    shown = {id(tensor) for tensor in keep if tensor.untyped_storage()._cdata == slab._cdata}
+    return bool(count(slab._cdata) > len(shown) + own)
+
+
+def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
+    try:
+        address = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else 0
+    except RuntimeError:  # a wrapper without memory
+        return False
+    at = bisect_right(ranges, address, key=lambda span: span[0])
+    return at > 0 and address < ranges[at - 1][1]

@@ -1,0 +1,249 @@
+"""An optimizer of an adopted module does what it does to a module of its own, and its steps reach the workers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD, fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "SGD, foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+    "Adam": (torch.optim.Adam, {}),
+    "Adam, fused": (torch.optim.Adam, {"fused": True}),
+    "Adam, fused, amsgrad": (torch.optim.Adam, {"fused": True, "amsgrad": True}),
+    "Adam, foreach": (torch.optim.Adam, {"foreach": True}),
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "Adagrad, fused": (torch.optim.Adagrad, {"fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "NAdam": (torch.optim.NAdam, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+
+
+def convolution(memory_format=torch.contiguous_format):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)).to(memory_format=memory_format)
+
+
+def learn(module, optimizer, seed, step=None, set_to_none=True):
+    torch.manual_seed(seed)
+    module(torch.randn(2, 3, 5, 5)).sigmoid().square().mean().backward()
+    (step or optimizer.step)()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def assert_equal(module, other):
+    for (key, a), b in zip(module.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Twins:
+    """A module to adopt and one to compare it with, both with an optimizer that has a state already."""
+
+    def __init__(self, make, optimizer, steps=3, **options):
+        self.module, self.other = make(), make()
+        self.optimizer = optimizer(self.module.parameters(), **options)
+        self.others = optimizer(self.other.parameters(), **options)
+        self.seed = 0
+        self.learn(steps)
+
+    def learn(self, steps=1, **options):
+        for _ in range(steps):
+            self.seed += 1
+            learn(self.module, self.optimizer, self.seed, **options)
+            learn(self.other, self.others, self.seed)
+
+    def check(self, pub, sub):
+        assert_equal(self.module, self.other)
+        weights = sub.snapshot().weights
+        for key, tensor in self.module.state_dict().items():
+            assert torch.equal(weights[tuple(key.split("."))], tensor), key
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("known", [True, False], ids=["given to adopt()", "not given"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_as_it_would_without(publisher, subscriber, kind, known, set_to_none, memory_format):
+    optimizer, options = OPTIMIZERS[kind]
+    twins = Twins(lambda: convolution(memory_format), optimizer, lr=0.001, **options)
+    twins.learn(set_to_none=set_to_none)
+    pub = publisher(twins.module)
+    sub = subscriber(pub)
+    pub.adopt(twins.module, twins.optimizer if known else None)
+    for _ in range(5):
+        if known:
+            twins.learn(set_to_none=set_to_none)
+        else:
+            with pub.update():
+                twins.learn(set_to_none=set_to_none)
+        twins.check(pub, sub)
+    # A checkpoint whose state lies in memory as it did before adopt().
+    twins.optimizer.load_state_dict(copy.deepcopy(twins.others.state_dict()))
+    for _ in range(2):
+        with pub.update():
+            twins.learn()
+        twins.check(pub, sub)
+    pub.close()
+    twins.learn(2)
+    assert_equal(twins.module, twins.other)
+
+
+def test_weights_that_come_in_another_order_take_the_state_with_them(publisher, subscriber):
+    twins = Twins(convolution, torch.optim.Adam, lr=0.001, fused=True)
+    pub = publisher(twins.module)
+    sub = subscriber(pub)
+    pub.adopt(twins.module, twins.optimizer)
+    twins.learn()
+    for each in (twins.module, twins.other):
+        each.to(memory_format=torch.channels_last)
+    for state in (*twins.optimizer.state.values(), *twins.others.state.values()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if state[name].dim() == 4:
+                state[name] = state[name].contiguous(memory_format=torch.channels_last)
+    twins.learn(3)
+    twins.check(pub, sub)
+
+
+def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_is_refused(publisher):
+    module = convolution(torch.channels_last)
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
+    learn(module, optimizer, 1)
+    state = optimizer.state[module[0].weight]
+    flat = torch.zeros(2 * state["exp_avg"].numel())
+    place = torch.as_strided(flat, state["exp_avg"].shape, state["exp_avg"].stride())
+    place.copy_(state["exp_avg"])
+    state["exp_avg"] = place
+    before = module[0].weight.data_ptr()
+    pub = publisher(module)
+    with pytest.raises(shmsync.ManifestMismatch, match=r"exp_avg \(4, 3, 3, 3\) is a view of a larger tensor"):
+        pub.adopt(module, optimizer)
+    assert module[0].weight.data_ptr() == before and pub.version == 1
+    learn(module, optimizer, 2)
+    assert pub.version == 1
+
+
+def test_sparse_gradients_that_are_there_already_are_kept(publisher):
+    module = nn.Embedding(4, 2, sparse=True)
+    module.weight.data = torch.zeros(2, 4).t()
+    optimizer = torch.optim.SparseAdam(module.parameters(), lr=1.0)
+    module(torch.tensor([1])).sum().backward()
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    optimizer.step()
+    assert pub.version == 2
+    torch.testing.assert_close(pub.weights["weight"], torch.tensor([[0.0, 0], [-1, -1], [0, 0], [0, 0]]))
+
+
+def test_state_that_is_the_parameters_own_memory_stays_so(publisher):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    optimizer.state[module.weight]["slow"] = module.weight.data
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(optimizer.state[module.weight]["slow"], module.weight)
+    pub.close()
+    module.weight.data.add_(1)
+    assert torch.equal(optimizer.state[module.weight]["slow"], module.weight)
+    other = publisher(module)
+    optimizer.state[module.weight]["slow"] = module.weight.data[0]
+    with pytest.raises(shmsync.ManifestMismatch, match="slow of parameter 0 in the SGD's state"):
+        other.adopt(module, optimizer)
+
+
+# ---- memory that tensors of the module share
+
+
+class Sharing(nn.Module):
+    def __init__(self, view=lambda weight: weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 3))
+        self.register_buffer("shown", view(self.weight.data))
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = nn.Parameter(self.weight.data)  # another Parameter over the same memory
+        self.plain = self.weight.data
+
+
+def test_what_shares_a_parameters_memory_goes_where_it_goes(publisher, subscriber):
+    module = Sharing()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module, optimizer)
+    for value in (-1, -2):
+        module.weight.grad = torch.ones(3, 3)
+        optimizer.step()
+        for tensor in (module.weight, module.shown, module.head.weight, module.plain):
+            assert (tensor == value).all()
+        weights = sub.snapshot().weights
+        assert all((weights[key] == value).all() for key in ("weight", "shown", ("head", "weight")))
+    assert pub.publish() == 4
+    pub.close()
+    module.weight.data.fill_(7)
+    for tensor in (module.shown, module.head.weight, module.plain):
+        assert (tensor == 7).all()
+
+
+def test_what_shares_memory_and_is_left_out_of_the_arena_goes_with_it_too(publisher):
+    module = Sharing()
+    pub = publisher(module, exclude=["shown", "head.*"])
+    pub.adopt(module)
+    with pub.update() as weights:
+        weights["weight"].fill_(5)
+    for tensor in (module.shown, module.head.weight, module.plain):
+        assert (tensor == 5).all()
+
+
+@pytest.mark.parametrize("view", [lambda w: w[0], lambda w: w.t(), lambda w: w.view(9), lambda w: w[1:]])
+def test_memory_that_is_shared_in_part_is_refused(publisher, view):
+    module = Sharing(view)
+    pub = publisher(module)
+    with pytest.raises(shmsync.ManifestMismatch, match="share memory in part"):
+        pub.adopt(module)
+    assert module.plain.data_ptr() == module.weight.data_ptr()
+
+
+def test_parameters_side_by_side_in_one_storage_are_no_trouble(publisher):
+    module = nn.Linear(2, 2)
+    flat = torch.arange(6.0)
+    module.weight.data, module.bias.data = flat[:4].view(2, 2), flat[4:]
+    pub = publisher(module)
+    pub.adopt(module)
+    assert pub.weights["weight"].tolist() == [[0, 1], [2, 3]] and pub.weights["bias"].tolist() == [4, 5]
+
+
+def test_one_module_has_one_arena(publisher, subscriber):
+    module = nn.Linear(2, 2)
+    pub, other = publisher(module), publisher(module)
+    pub.adopt(module)
+    with pytest.raises(shmsync.ProtocolError, match=f"adopted by arena '{pub.name}' already"):
+        other.adopt(module)
+    pub.close()
+    other.adopt(module)
+    worker = subscriber(other).bind(nn.Linear(2, 2))
+    with pytest.raises(shmsync.ProtocolError, match="bound to a Subscriber"):
+        publisher({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}).adopt(worker)
+
+
+def test_gradient_scaling_joins_the_step(publisher, subscriber):
+    twins = Twins(convolution, torch.optim.SGD, lr=0.01)
+    pub = publisher(twins.module)
+    sub = subscriber(pub)
+    pub.adopt(twins.module, twins.optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for version in (2, 3):
+        twins.learn(step=lambda: (scaler.scale(torch.ones(1)), scaler.step(twins.optimizer), scaler.update()))
+        assert pub.version == version
+        twins.check(pub, sub)
+    twins.module[0].weight.grad = torch.full_like(twins.module[0].weight, float("inf"))
+    scaler.scale(torch.ones(1))
+    scaler.step(twins.optimizer)
+    assert pub.version == 3  # the scaler left this step out

@@ -1,0 +1,303 @@
+"""step() of an optimizer of an adopted module: it comes, goes, is wrapped, compiled, and steps what the module has."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import swa_utils
+from torch.optim.lr_scheduler import CosineAnnealingLR, SequentialLR, StepLR
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import shmsync
+
+# ---- optimizers that come, go and are wrapped
+
+
+def test_adopting_and_closing_leaves_the_optimizer_as_it_was():
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = dict(vars(optimizer))
+    for cycle in range(1200):
+        with shmsync.Publisher(module) as pub:
+            pub.adopt(module, optimizer)
+            if cycle % 400 == 0:
+                module.weight.grad = torch.ones(2, 2)
+                optimizer.step()
+                assert pub.version == 2
+    assert vars(optimizer) == before and not optimizer._optimizer_step_pre_hooks
+    assert optimizer.step.__func__ is type(optimizer).step
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("made", ["before", "after"])
+def test_schedulers_and_many_cycles(made):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def schedule():
+        return SequentialLR(optimizer, [StepLR(optimizer, 1), CosineAnnealingLR(optimizer, 5)], milestones=[3])
+
+    scheduler = schedule() if made == "before" else None
+    for _ in range(1200):
+        with shmsync.Publisher(module) as pub:
+            pub.adopt(module, optimizer)
+            scheduler = scheduler or schedule()
+    for number in range(3):
+        with shmsync.Publisher(module) as pub:
+            pub.adopt(module, optimizer)
+            for version in (2, 3):
+                module.weight.grad = torch.ones(2, 2)
+                optimizer.step()
+                scheduler.step()
+                assert pub.version == version, number
+    module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+
+
+def test_two_modules_with_one_optimizer_step_in_both_arenas(publisher, subscriber):
+    generator, judge = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*generator.parameters(), *judge.parameters()], lr=1.0)
+    pubs = [publisher(generator), publisher(judge)]
+    for pub, module in zip(pubs, (generator, judge), strict=True):
+        pub.adopt(module, optimizer)
+    for parameter in (*generator.parameters(), *judge.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [pub.version for pub in pubs] == [2, 2]
+    pubs[0].close()
+    optimizer.step()
+    assert pubs[1].version == 3
+    pubs[1].close()
+    optimizer.step()
+
+
+def test_several_optimizers_of_one_module(publisher):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=1.0) for layer in module)
+    pub = publisher(module)
+    pub.adopt(module, [first, second])
+    for number, optimizer in enumerate([first, second, first], 2):
+        optimizer.step()
+        assert pub.version == number
+    with pytest.raises(ValueError, match="none of them"):
+        pub.adopt(module, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("wrong", ["adam", [nn.Linear(2, 2)], iter(())])
+def test_what_is_no_optimizer_is_refused(publisher, wrong):
+    module = nn.Linear(2, 2)
+    pub = publisher(module)
+    address = module.weight.data_ptr()
+    with pytest.raises(TypeError, match=r"takes a torch\.optim\.Optimizer, or a list of them, not a"):
+        pub.adopt(module, wrong)
+    assert module.weight.data_ptr() == address
+
+
+def test_a_publisher_that_nobody_closed_leaves_no_hook():
+    hooks = _global_optimizer_pre_hooks
+    before = len(hooks)
+    module = nn.Linear(2, 2)
+    pub = shmsync.Publisher(module)
+    pub.adopt(module)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    with pub.update():
+        pass
+    assert len(hooks) == before + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del pub
+        gc.collect()
+    assert len(hooks) == before
+
+
+def test_averages_of_the_weights(publisher):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    average = swa_utils.AveragedModel(module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    handle = optimizer.register_step_post_hook(lambda *_: average.update_parameters(module))
+    expected = None
+    for _ in range(3):
+        module.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        now = module.weight.detach().clone()
+        expected = now if expected is None else expected * 0.5 + now * 0.5
+        torch.testing.assert_close(average.module.weight, expected)
+    handle.remove()
+
+
+def test_a_closure_runs_inside_the_section(publisher):
+    module = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1)
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    x = torch.ones(4, 2)
+
+    def loss():
+        optimizer.zero_grad()
+        value = module(x).square().mean()
+        value.backward()
+        return value
+
+    first = optimizer.step(loss)
+    assert pub.version == 2 and loss() < first
+    assert torch.equal(pub.weights["weight"], module.weight)
+
+
+def test_a_copy_of_an_optimizer_is_nobodys(publisher):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    twin_module, twin = copy.deepcopy((module, optimizer))
+    for parameter in twin_module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    twin.step()
+    assert pub.version == 1 and not torch.equal(twin_module.weight, module.weight)
+
+
+# ---- parameters that were replaced
+
+
+def test_an_optimizer_that_would_step_what_is_gone_is_refused(publisher, subscriber):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module, optimizer)
+    module.load_state_dict({key: torch.ones_like(t) for key, t in module.state_dict().items()}, assign=True)
+    for _ in range(2):
+        with pytest.raises(shmsync.ProtocolError, match="0.weight, 0.bias, 1.weight, 1.bias of the adopt"):
+            optimizer.step()
+    assert pub.version == 1
+    with pub.update():  # who steps nothing may go on
+        pass
+    with pytest.raises(shmsync.ProtocolError, match="would reach nobody"):
+        optimizer.step()
+    del optimizer
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub.adopt(module, optimizer)
+    module[0].weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert pub.version == 3 and (sub.snapshot().weights["0", "weight"] == 0).all()
+
+
+def test_an_optimizer_that_was_given_the_new_parameter_goes_on(publisher):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    pub.adopt(module, optimizer)
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    optimizer.param_groups[0]["params"][0] = module.weight
+    module.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert (pub.weights["weight"] == 0).all()
+
+
+@pytest.mark.parametrize("when", ["before update()", "inside update()"])
+def test_an_optimizer_that_adopt_does_not_know_is_warned(publisher, when):
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    pub = publisher(module)
+    pub.adopt(module)
+    if when == "inside update()":
+        with pub.update():
+            module.weight = nn.Parameter(torch.ones(2, 2))
+    else:
+        module.weight = nn.Parameter(torch.ones(2, 2))
+    with pub.update(), pytest.warns(UserWarning, match="steps weight, but the adopted module has another"):
+        optimizer.step()
+    with warnings.catch_warnings(), pub.update():
+        warnings.simplefilter("error")
+        optimizer.step()  # once
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.step()
+    pub.close()
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+
+
+# ---- compiled steps
+
+
+@pytest.fixture
+def compiled():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    yield lambda function: torch.compile(function, backend=backend), graphs
+    torch._dynamo.reset()
+
+
+def with_gradients(module):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return module
+
+
+def test_a_step_that_is_compiled_after_adopt_is_a_version(publisher, subscriber, compiled):
+    compile, graphs = compiled
+    module, other = with_gradients(nn.Linear(2, 2)), with_gradients(nn.Linear(2, 2))
+    other.load_state_dict(module.state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, foreach=True)
+    others = torch.optim.SGD(other.parameters(), lr=1.0)
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module, optimizer)
+    step = compile(optimizer.step)
+    for version in range(2, 6):
+        if version % 2:
+            with pub.update():
+                step()
+        else:
+            step()
+        others.step()
+        assert pub.version == version
+        torch.testing.assert_close(sub.snapshot().weights["weight"], other.weight.detach())
+    assert len(graphs) == 1
+    pub.close()
+    step()
+    others.step()
+    assert torch.equal(module.weight, other.weight)
+
+
+@pytest.mark.parametrize("how", ["taken", "compiled"])
+def test_a_step_that_was_taken_before_adopt_is_refused_outside_update(publisher, subscriber, compiled, how):
+    compile, graphs = compiled
+    module = with_gradients(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0, foreach=True)
+    step = compile(optimizer.step) if how == "compiled" else optimizer.step
+    step()
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module, optimizer)
+    before = module.weight.detach().clone()
+    with pytest.raises(shmsync.ProtocolError, match=r"SGD\.step was taken or compiled before adopt\(\)"):
+        step()
+    assert torch.equal(module.weight, before) and pub.version == 1
+    for version in (2, 3):
+        with pub.update():
+            step()
+        assert pub.version == version
+        torch.testing.assert_close(sub.snapshot().weights["weight"], before - (version - 1))
+    assert len(graphs) == (how == "compiled")
+    with pytest.raises(ZeroDivisionError), pub.update():
+        raise ZeroDivisionError
+    with pytest.raises(shmsync.ProtocolError):
+        step()
+    pub.close()
+    step()
