@@ -1,8 +1,8 @@
 """Which tests of a parallel run stay together in one process, and which of these groups begin first.
 
 Starting what tests need takes seconds: a fork server imports torch, a Ray cluster starts ten processes. So all tests
-that need the same one run in the same worker of pytest-xdist, one after the other; programs, which share nothing, run
-one by one; all others stay together by file.
+that need the same one run in the same worker of pytest-xdist, one after the other; programs and the zoo, which share nothing,
+run one by one; all others stay together by file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def group_of(nodeid):
         return "ray"
     if path in TWO_NODES_OF_RAY:
         return "ray on two nodes"
-    return f"{path}::{test}" if folder == "programs" else path
+    return f"{path}::{test}" if folder in ("programs", "zoo") else path
 
 
 def rank(nodeid):
