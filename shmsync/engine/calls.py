@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from ..errors import ProtocolError
@@ -43,6 +44,11 @@ def calls_of(module: nn.Module, guard: GuardNames) -> list[GuardedCall]:
     if not guard:
         raise ValueError("guard=[] names nothing to guard; pass guard=False if that is meant")
     return [call for name in guard for call in _named(module, name)]
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Has it a call that can be guarded? Not so a module that only holds parameters."""
+    return any(_has_forward(child) or own_methods(child) for child in module.modules())
 
 
 def _all(module: nn.Module) -> list[GuardedCall]:
@@ -106,6 +112,8 @@ def own_methods(module: nn.Module) -> list[str]:
     What nn.Module has too (train(), state_dict(), ...) does not count, nor do class methods, static methods and
     properties. A bound method that was stored under another name does.
     """
+    if isinstance(module, TensorDictBase):  # data: TensorDictParams
+        return []
     names: dict[str, None] = {}
     for kind in reversed(type(module).__mro__):
         if not _of_torch(kind):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..engine.calls import can_be_called
 from ..engine.strategy import WeightStrategy
 from ..engine.subscriber import Consistency, Subscriber
 from ..errors import ProtocolError
@@ -48,7 +49,7 @@ class Subscriptions:
         try:
             with contextlib.nullcontext() if earlier is None else earlier._exclusive():
                 if isinstance(model, nn.Module):
-                    subscriber.bind(model)
+                    subscriber.bind(model, guard=can_be_called(model))
                     self._bound[model_id] = weakref.ref(model)
         except BaseException:
             subscriber.close()
@@ -83,7 +84,7 @@ class Subscriptions:
             with subscriber.read() as section:
                 _STRATEGY.apply_weights(model, section.weights)
         elif (bound := self._bound.get(model_id)) is None or bound() is not model:
-            subscriber.bind(model)
+            subscriber.bind(model, guard=can_be_called(model))
             self._bound[model_id] = weakref.ref(model)
 
     def use(self, model_id: str, version: int, model: Any) -> None:

@@ -1,8 +1,8 @@
 """Which tests of a parallel run stay together in one process, and which of these groups begin first.
 
 Starting what tests need takes seconds: a fork server imports torch, a Ray cluster starts ten processes. So all tests
-that need the same one run in the same worker of pytest-xdist, one after the other; programs and the zoo, which share nothing,
-run one by one; all others stay together by file.
+that need the same one run in the same worker of pytest-xdist, one after the other; programs and the zoo, which share
+nothing, run one by one; all others stay together by file.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class Meanwhile:
     def __call__(self):
         action, self.action = self.action, None
         if action is not None:
-            action()
+            with torch.inference_mode(False):  # the trainer is another process
+                action()
 
 
 _meanwhile = Meanwhile()

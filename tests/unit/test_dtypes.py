@@ -109,10 +109,6 @@ WRONG = [
     ({"dtype": torch.int8}, ValueError, "must be floating itself, not torch.int8"),
     ({"dtype": {"*": torch.int8}}, ValueError, "must be floating itself, not torch.int8"),
     ({"dtype": torch.complex64}, ValueError, "not torch.complex64"),
-    ({"slots": "2"}, TypeError, "slots is a number from 1 to 127, not '2' of type str"),
-    ({"slots": 1.0}, TypeError, "slots is a number"),
-    ({"slots": True}, TypeError, "slots is a number"),
-    ({"max_readers": None}, TypeError, "max_readers is a number"),
     ({"include": 3}, TypeError, "include= is a glob pattern or a list of them, not 3"),
     ({"exclude": ["a", 3]}, TypeError, "exclude= is a glob pattern or a list of them, but it has"),
 ]
