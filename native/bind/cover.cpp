@@ -30,6 +30,7 @@ class Cover {
     if (readers_->empty()) return call(inner, args, kwargs);
     if (inside()) {
       for (const Covered& each : *readers_) each.reader->check();
+      const Running running(*this, inner);
       return call(inner, args, kwargs);  // the outermost call looks at what comes out
     }
     if (!plain_)
@@ -39,15 +40,20 @@ class Cover {
       const std::uint64_t generation = generation_;
       Entered entered(*this);
       if (generation != generation_) continue;  // bound elsewhere while this thread waited
-      return finished(self, call(inner, args, kwargs));
+      const Running running(*this, inner);
+      return finished(self, call(inner, args, kwargs), args, kwargs);
     }
   }
 
   // Run inner inside sections that the caller has entered.
   nb::object run_inside(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
     const Mark mark(*this);
-    return finished(self, call(inner, args, kwargs));
+    const Running running(*this, inner);
+    return finished(self, call(inner, args, kwargs), args, kwargs);
   }
+
+  // What the innermost guard of this thread calls; None outside of a call.
+  nb::object running() const { return inside() && running_ != nullptr ? nb::borrow(running_) : nb::object(nb::none()); }
 
   bool inside() const { return thread_.load(std::memory_order_relaxed) == this_thread(); }
 
@@ -72,10 +78,11 @@ class Cover {
   };
   using Readers = std::shared_ptr<const std::vector<Covered>>;
 
-  nb::object finished(nb::handle self, nb::object out) {
+  nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
     if (out.is_none() || PyBool_Check(out.ptr())) return out;
     if (out.type().is(tensor_type())) return clones_ && aliases(out) ? nb::object(out.attr("clone")()) : out;
-    return call_method(self, "_finish", out);
+    return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
+                             : call_method(self, "_finish", out, args);
   }
 
   static nb::handle tensor_type() {
@@ -106,7 +113,14 @@ class Cover {
     const bool nested;
   };
 
-  // Sections of all readers, entered in the order of binding and left in the opposite one.
+  struct Running {
+    Running(Cover& cover, nb::handle inner) : cover(cover), before(cover.running_) { cover.running_ = inner.ptr(); }
+    ~Running() { cover.running_ = before; }
+    Cover& cover;
+    PyObject* const before;
+  };
+
+  // Sections of all readers, entered in their order and left in the opposite one.
   struct Entered {
     explicit Entered(Cover& cover) : readers(cover.readers_) {
       try {
@@ -135,6 +149,7 @@ class Cover {
   bool clones_ = true;  // outputs that are views of the weights are cloned
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
+  PyObject* running_ = nullptr;  // borrowed from the call
 };
 
 // The native half of a guard: an object that is called in place of a method.
@@ -204,6 +219,8 @@ void bind_cover(nb::module_& m) {
           },
           "inner"_a, "args"_a, "kwargs"_a,
           nb::sig("def _run_inside(self, inner: typing.Any, args: tuple, kwargs: dict) -> typing.Any"))
+      .def_prop_ro("running", &Cover::running, nb::sig("def running(self) -> typing.Any"),
+                   "What the innermost guard of this thread calls.")
       .def_prop_ro("inside", &Cover::inside, "Does the calling thread run a covered call?")
       .def("aliases", &Cover::aliases, "tensor"_a, "Does the tensor start in a slab of these readers?")
       .def_rw("_looked", &Cover::looked);

@@ -68,6 +68,12 @@ class Section {
     torn = reader_->leave();
     --entered_;
   }
+  // For the holder of a generator that will not go on: leave it in whatever thread this is.
+  void give_up() {
+    if (entered_ == 0) return;
+    --entered_;
+    reader_->leave(true);
+  }
   nb::object weights() const { return owner_.attr("weights"); }
 
   std::uint64_t version = 0;
@@ -151,6 +157,7 @@ void bind_reader(nb::module_& m) {
       .def(
           "__exit__", [](Section& s, nb::handle, nb::handle, nb::handle) { s.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none())
+      .def("_give_up", &Section::give_up)
       .def_ro("version", &Section::version, "The version used inside.")
       .def_ro("torn", &Section::torn, "After exit: did the weights change meanwhile? Always False when pinned.")
       .def_prop_ro("weights", &Section::weights, nb::sig("def weights(self) -> tensordict.TensorDictBase"),

@@ -92,10 +92,11 @@ class Reader {
     }
   }
 
-  bool leave() {
+  // `anywhere`: from any thread, for somebody who knows that nobody is inside any more.
+  bool leave(bool anywhere = false) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
     if (closed) return false;                            // close() has given this section up
-    if (depth == 0 || !mutex.mine())
+    if (depth == 0 || !(anywhere || mutex.mine()))
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     bool torn = false;
     if (--depth == 0) {

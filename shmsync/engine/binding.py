@@ -1,28 +1,31 @@
 """Binding: the parameters of a module become views of an arena.
 
 Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
-weights, hooks and parameter lists stay right. A tensor that replaces another one in the module takes its place.
+weights, hooks and parameter lists stay right. A buffer that was replaced is put back with the next version.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _native
-from ..errors import ProtocolError
+from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
-from ..memory.plainly import plainly
+from ..memory.plainly import modes_are_on, plainly
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
-_bound_to: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Binding]]] = weakref.WeakKeyDictionary()
+_bound_to: MutableMapping[nn.Module, list[weakref.ref[Binding]]] = WeakIdKeyDictionary()
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -40,8 +43,10 @@ class Binding:
         self._arena: Arena = path.arena
         self._root = weakref.ref(module)
         self._places: list[tuple[Key, weakref.ref[nn.Module]]] = []
+        self._tensors: dict[Key, torch.Tensor] = {}
         self._viewed: list[torch.Tensor] = []
         self.copied: list[tuple[Key, torch.Tensor]] = []
+        self.ended = False
         self._private: set[int] = set()  # ids of the copied tensors that have memory of their own
 
     @property
@@ -49,6 +54,10 @@ class Binding:
         """False when another binding has taken over, or the Subscriber is closed or gone."""
         path = self.path()
         return path is not None and self in path.followers
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Was it made for this very module?"""
+        return self._root() is module
 
     def modules(self) -> list[nn.Module]:
         """The living modules below the bound one, itself included."""
@@ -75,6 +84,7 @@ class Binding:
 
     def take(self, tensors: dict[Key, torch.Tensor], modules: Iterator[tuple[Key, nn.Module]]) -> None:
         """From now on move these tensors; `modules`: all that may own some, with their key paths."""
+        self._tensors = dict(tensors)
         unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
         viewed = [(key, tensor) for key, tensor in unique.values() if self._fitting.viewed(tensor)]
         shown = {id(tensor) for _, tensor in viewed}
@@ -92,9 +102,8 @@ class Binding:
         self._viewed = [tensor for _, tensor in viewed]
         self.copied = copied
         self._sets: dict[int, list[torch.Tensor]] = {}
-        # With one slot nothing moves, unless `.to()` or `.data =` has taken a parameter away meanwhile.
         self._one_slot = self._arena.slots == 1
-        self._placed = False
+        self._placed = False  # with one slot: nothing has to move
         self._watched = watched
         self._dicts = _native.Sources(watched, [])
         path = self.path()
@@ -111,31 +120,38 @@ class Binding:
         self._sets.clear()
         self._placed = False
 
-    def move(self, slot: int) -> bool:
-        """Let the tensors show this slot; False when every owner is gone. Call it inside a section.
+    def prepare(self) -> None:
+        """Put back what was replaced, before anything moves.
 
-        Raises ManifestMismatch when the module was changed so that it does not fit the arena any more.
+        Raises ManifestMismatch when the module was changed so that it does not show the arena any more.
         """
+        if not (self._tree.unchanged() and self._dicts.revalidate()):
+            self._follow()
+        elif self._dicts.moved:  # `.to()` or `.data =` has taken a parameter away
+            self._placed = False
+
+    def move(self, slot: int) -> bool:
+        """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
         if not any(ref() is not None for _, ref in self._places):
             return False
-        unchanged = self._tree.unchanged() and self._dicts.revalidate()
-        if not unchanged:
-            self._follow()
-        if not (unchanged and self._placed and not self._dicts.moved):
-            views = self._sets.get(slot)
-            if views is None:
-                made = self._arena.views(slot)
-                views = self._sets[slot] = [made[key] for key in self._viewed_keys]
-            deque(map(_set_data, self._viewed, views), 0)  # 0.12 to 0.25 µs a tensor
-            if self._one_slot:
-                self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
-                self._placed = True
+        with plainly() if modes_are_on() else nullcontext():
+            if not self._placed:
+                views = self._sets.get(slot)
+                if views is None:
+                    made = self._arena.views(slot)
+                    views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+                deque(map(_set_data, self._viewed, views), 0)  # 0.12 to 0.25 µs a tensor
+                if self._one_slot:
+                    self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
+                    self._placed = True
         if self.copied:
             made = self._arena.views(slot)
             with plainly():
                 for key, buffer in self.copied:
                     buffer.copy_(made[key])
-        torch.clear_autocast_cache()  # casts of the version before
+        torch.clear_autocast_cache()  # what was computed from the version before
+        if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
+            parametrize._cache.clear()
         return True
 
     def copies(self) -> list[tuple[int, int]]:
@@ -144,19 +160,37 @@ class Binding:
         return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
 
     def _follow(self) -> None:
-        """Take the tensors that the module has now under the bound names."""
+        """Put the bound buffers back where others have taken their place, and look at the module anew.
+
+        The tensor that took the place may be somebody's: an input, or another module's. So it is left as it is. A
+        parameter in a bound one's place may be there for a moment only (torch.func.functional_call), which nobody can
+        see from here.
+        """
+        bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
+        for path, module in [(path, module) for path, ref in self._places if (module := ref()) is not None]:
+            for name in module._buffers:
+                if (tensor := bound.get((*path, name))) is not None:
+                    module._buffers[name] = tensor
         root = self._root()
-        if root is not None:
-            self.take(self._fitting.tensors(root), placed_modules(root))
-            return
-        living = [(path, module) for path, ref in self._places if (module := ref()) is not None]
-        tensors: dict[Key, torch.Tensor] = {}
-        for path, module in living:
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and (*path, name) in self._arena.manifest.by_key:
-                    tensors[(*path, name)] = tensor
-        self._fitting.check(tensors, partial=True)
-        self.take(tensors, iter(living))
+        if root is None:  # only parts of the module live on
+            living = [(path, module) for path, ref in self._places if (module := ref()) is not None]
+            found = {
+                (*path, name): tensor
+                for path, module in living
+                for name, tensor in (*module._parameters.items(), *module._buffers.items())
+                if tensor is not None and (*path, name) in self._tensors
+            }
+        else:
+            living = list(placed_modules(root))
+            found = self._fitting.tensors(root)
+        replaced = [".".join(key) for key, tensor in found.items() if self._tensors.get(key) is not tensor]
+        if replaced:
+            raise ManifestMismatch(
+                f"{len(replaced)} parameter(s) of a bound module were replaced, such as {replaced[0]}, so it does not "
+                "show the arena's weights. Bind the module again; or put the bound parameters back. For "
+                "torch.func.functional_call() and the like use copy.deepcopy(module), or a `with sub.read():` around it"
+            )
+        self.take(found, iter(living))
 
     @plainly()
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
@@ -168,10 +202,18 @@ class Binding:
         self._placed = False
 
     def drop(self) -> None:
-        """Move nothing any more."""
+        """Move nothing any more: another binding takes over."""
+        self.ended = True
         path = self.path()
         if path is not None and self in path.followers:
             path.followers.remove(self)
+
+    def restore(self) -> None:
+        """Undo drop(): the other one failed."""
+        path = self.path()
+        if self.ended and path is not None:
+            self.ended = False
+            path.followers.append(self)
 
 
 @plainly()
@@ -181,7 +223,7 @@ def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
     A binding whose tensors are all taken over ends. One that has other tensors of the module goes on beside this one.
     """
     tensors = fitting.tensors(module)
-    replaced = _taken_over(module, {id(tensor) for tensor in tensors.values()})
+    replaced = taken_over(module, tensors)
     for tensor in tensors.values():
         if tensor.device.type == "meta":
             materialise(tensor)
@@ -190,6 +232,18 @@ def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
     binding = Binding(path, module, fitting)
     binding.take(tensors, placed_modules(module))
     return binding
+
+
+def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
+    """The other Subscribers that move tensors of this module. Raises ProtocolError inside a section of one of them."""
+    others = {other.number: other for each in companions(module) if (other := each.path()) not in (None, path)}
+    inside = [other.name for other in others.values() if other._mine]
+    if inside:
+        raise ProtocolError(
+            f"this thread is inside a read section of arena {inside[0]!r}, which the module shows; leave the section "
+            "first"
+        )
+    return [other for _, other in sorted(others.items())]
 
 
 def companions(module: nn.Module) -> list[Binding]:
@@ -203,14 +257,15 @@ def bound_to(module: nn.Module) -> list[Binding]:
     return [each for each in found if each is not None and each.serves]
 
 
-def _taken_over(module: nn.Module, tensors: set[int]) -> list[Binding]:
-    """The bindings that end. Two subscribers would take turns in moving the same tensors."""
+def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[Binding]:
+    """The bindings that end if these are bound. Two subscribers would take turns in moving the same tensors."""
+    mine = {id(tensor) for tensor in tensors.values()}
     replaced = []
     for old in companions(module):
-        common = old.tensors() & tensors
+        common = old.tensors() & mine
         if not common:
             continue
-        if old.tensors() - tensors:
+        if old.tensors() - mine and not old.is_of(module):
             raise ProtocolError(
                 f"{len(common)} tensor(s) of this module are bound already, as part of a larger binding; bind the "
                 "larger one again, or a fresh copy of this module"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partialmethod, singledispatchmethod
-from types import MethodType
+from types import MethodType, NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -39,7 +39,7 @@ def calls_of(module: nn.Module, guard: GuardNames) -> list[GuardedCall]:
                 "method of its own. Use bind(module, guard=False), and put what uses it in `with sub.read():`"
             )
         return found
-    if isinstance(guard, str) or not isinstance(guard, Iterable):
+    if not isinstance(guard, (list, tuple)):
         raise TypeError(f'guard is True, False or a list of names such as ["act", "actor"], not {guard!r}')
     if not guard:
         raise ValueError("guard=[] names nothing to guard; pass guard=False if that is meant")
@@ -88,10 +88,17 @@ def _named(module: nn.Module, name: str) -> list[GuardedCall]:
         _refuse_own_call(found)
         calls = [GuardedCall(found, CALL), GuardedCall(found, "forward")] if _has_forward(found) else []
         return calls + [GuardedCall(found, method) for method in own_methods(found)]
-    if last == "forward":
+    if last in ("forward", "__call__") and _has_forward(owner):
+        if last == "__call__":
+            _refuse_own_call(owner)
         return [GuardedCall(owner, CALL), GuardedCall(owner, "forward")]
-    method = inspect.getattr_static(owner, last)
-    if isinstance(method, (staticmethod, classmethod, property)) or not callable(getattr(owner, last)):
+    method = inspect.getattr_static(owner, last, None)
+    if last.startswith("__") or (method is not None and method is getattr(nn.Module, last, None)):
+        raise ValueError(
+            f"guard names {name!r}, which Python or torch looks up elsewhere than on one object; name a method of "
+            "yours, or 'forward' for calls of the module"
+        )
+    if isinstance(method, (NoneType, staticmethod, classmethod, property)) or not callable(getattr(owner, last)):
         raise ValueError(
             f"guard names {name!r}, a {type(method).__name__}, which cannot be replaced on one object. Name the method "
             "that uses it, or put it in `with sub.read():`"

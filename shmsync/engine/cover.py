@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import ExitStack
-from types import CodeType, GeneratorType, TracebackType
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from types import GeneratorType, MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch._dynamo.decorators import skip
@@ -19,45 +18,63 @@ from .outputs import Held, refuse_awaitable, unalias
 from .reading import Pinned, ReadPath
 
 
+class Member(NamedTuple):
+    """One binding, as its cover knows it."""
+
+    path: ReadPath
+    binding: weakref.ref[Binding]
+    tensors: set[int]  # ids of those that it moves
+    clones: bool  # are outputs that are views cloned?
+
+    def ended(self, taken: set[int]) -> bool:
+        """Is there nothing left that a section of it would cover? `taken`: what is bound now."""
+        binding = self.binding()
+        if binding is not None and binding.serves:
+            return False
+        if binding is not None and binding.ended:
+            return True
+        self.tensors.difference_update(taken)  # its Subscriber is closed: calls raise until all of it is bound again
+        return not self.tensors
+
+
 class Cover(_native.Cover):
     """Shared by all guards of a module and of whatever is bound together with it.
 
-    `run()` is native. It enters a section of each path in the order in which they were bound, calls, looks at what
-    comes out, and leaves. A call inside such a call is nested, and costs next to nothing.
+    `run()` is native. It enters a section of each path, calls, looks at what comes out, and leaves. A call inside such
+    a call is nested, and costs next to nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = weakref.ref(module)
-        # In the order of binding; the value: are outputs cloned?
-        self.members: weakref.WeakKeyDictionary[Binding, bool] = weakref.WeakKeyDictionary()
+        self.members: list[Member] = []
         self.paths: list[ReadPath] = []
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.codes: set[CodeType | None] = set()  # of the methods that its guards call
+        self.codes: dict[int, set[Any]] = {}  # of the frames that Dynamo compiles first, by what a guard calls
         self._use()
 
-    def add(self, binding: Binding, clones: bool) -> None:
+    def add(self, path: ReadPath, binding: Binding, clones: bool) -> None:
         """Enter sections of this binding's arena too, from now on. A call that waits to enter does so too."""
-        self.members[binding] = clones
+        self.members.append(Member(path, weakref.ref(binding), binding.tensors(), clones))
         self._use()
 
-    def drop_ended(self) -> None:
-        """Enter no sections for bindings that have ended."""
-        for each in [each for each in self.members if not each.serves]:
-            del self.members[each]
+    def drop_ended(self, taken: set[int]) -> None:
+        """Enter no sections for bindings that have ended. `taken`: ids of the tensors that are bound now."""
+        self.members = [each for each in self.members if not each.ended(taken)]
         self._use()
 
     def absorb(self, other: Cover) -> None:
         """Take over the members and guards of another cover."""
-        self.members.update(other.members)
+        self.members += other.members
         for guard in list(other.guards):
             guard.use(self)
             self.guards.add(guard)
         self._use()
 
     def _use(self) -> None:
-        paths = list(dict.fromkeys(path for each in self.members if (path := each.path()) is not None))
-        self.enter(paths, plain=not any(path.optimistic for path in paths), clones=any(self.members.values()))
+        paths = sorted({each.path.number: each.path for each in self.members}.items())
+        clones = any(each.clones for each in self.members)
+        self.enter([path for _, path in paths], plain=not any(path.optimistic for _, path in paths), clones=clones)
 
     def enter(self, paths: list[ReadPath], *, plain: bool, clones: bool) -> None:
         """Enter sections of these. `plain`: no call is ever repeated, so all of it can be native."""
@@ -78,14 +95,14 @@ class Cover(_native.Cover):
         return Held(generator, Sections(self.paths), self._finish)
 
     @skip
-    def _finish(self, out: Any) -> Any:
-        """What a call returned, made fit to outlive its sections. Called inside them."""
+    def _finish(self, out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """What a call of these arguments returned, made fit to outlive its sections. Called inside them."""
         if isinstance(out, GeneratorType):
             held = self._held(out)
             held.hold()  # what it was made of is of this version
             return held
         refuse_awaitable(out)
-        return unalias(out, self.aliases) if self._clones else out
+        return unalias(out, self.aliases, (*args, *kwargs.values())) if self._clones else out
 
     @disable
     def _look(self) -> None:
@@ -115,18 +132,21 @@ class Sections:
 
     def __init__(self, paths: list[ReadPath]) -> None:
         self._paths = paths
-        self._open = ExitStack()
+        self._open: list[_native.ReadSection] = []
 
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
+    def enter(self) -> None:
+        """Enter all, or none."""
+        try:
             for path in self._paths:
                 with path._exclusive():
                     if path.optimistic and not path._mine:
                         path._forget()  # so that entering takes the slow path, which knows about Pinned
-                    stack.enter_context(path.read(timeout=Pinned(path.timeout)))
-            self._open = stack.pop_all()
+                    self._open.append(path.read(timeout=Pinned(path.timeout)).__enter__())
+        except BaseException:
+            self.leave()
+            raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, traceback)
+    def leave(self) -> None:
+        """Leave all, in whatever thread this is. Nobody may be inside any more."""
+        while self._open:
+            self._open.pop()._give_up()

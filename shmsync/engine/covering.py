@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .binding import Binding, companions
 from .calls import GuardedCall
 from .cover import Cover
 from .guard import CALL, Guard, StandIn
 from .loading import Loading
+from .reading import ReadPath
 
-_covers: weakref.WeakKeyDictionary[nn.Module, Cover] = weakref.WeakKeyDictionary()
+_covers: MutableMapping[nn.Module, Cover] = WeakIdKeyDictionary()
 
 
 def guard_calls(
-    module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool
+    path: ReadPath, module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool
 ) -> None:
     """Let sections of the binding's arena cover these calls of a module, those of its other bindings too.
 
     Args:
-        module: what was passed to bind(); `bound` is the module behind torch.compile's wrapper, or the same.
+        path: whose sections they are.
+        module: what was passed to bind(); `bound` is the module inside its wrapper, or the same.
         calls: what to guard. Guards that are there already, for another binding, stay.
         clones: outputs that are views of the weights are cloned.
     """
     cover = _cover_of(module, bound)
-    cover.drop_ended()
+    cover.drop_ended(binding.tensors())
     if not cover.members:
         _remove(cover)
     if calls:
-        cover.add(binding, clones)
+        cover.add(path, binding, clones)
     for each in calls:
         _install(each, cover)
     for child in bound.modules():
@@ -43,15 +45,13 @@ def guard_calls(
 
 def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
     """One cover for all that shares tensors or submodules with the module: their covers, made one."""
-    modules = dict.fromkeys((module, *bound.modules()))
-    modules |= dict.fromkeys(child for each in companions(bound) for child in each.modules())
+    modules = [module, *bound.modules(), *(child for each in companions(bound) for child in each.modules())]
     covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
     first, *others = covers or [Cover(module)]
     for other in others:
         first.absorb(other)
-        for child in modules:
-            if _covers.get(child) is other:
-                _covers[child] = first
+        for guard in list(other.guards):
+            _covers[guard.module] = first
     return first
 
 

@@ -66,7 +66,8 @@ class Guard(StandIn, _native.Guard):
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
         super().__init__(module, name)
-        of_torch = name == "forward" and _of_torch(getattr(self.inner, "__module__", None))
+        self._whole = isinstance(module, OptimizedModule) or (name == CALL and self._own is not None)  # is it compiled?
+        of_torch = name == "forward" and not self._whole and _of_torch(getattr(self.inner, "__module__", None))
         self.entered = functools.partial(call, self.inner) if of_torch else self.inner
         self.use(cover)
 
@@ -75,10 +76,16 @@ class Guard(StandIn, _native.Guard):
         self.cover = cover
         self.number = id(cover)  # which Dynamo can compare
         self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner))
-        cover.codes.add(getattr(getattr(self.inner, "__func__", self.inner), "__code__", None))
-        if isinstance(self.module, OptimizedModule) or (self.method == CALL and self._own is not None):
-            cover.codes.add(_COMPILED)  # what the guard calls is compiled as a whole
+        self.cover.codes[id(self.entered)] = self._compiled_frames()
         _covers[self.number] = cover
+
+    def _compiled_frames(self) -> set[Any]:
+        """The code of the frames that Dynamo may compile first when it compiles what the guard calls."""
+        if self.entered is not self.inner:
+            return {call.__code__}
+        if self._whole:
+            return {_COMPILED}
+        return {getattr(getattr(self.inner, "__func__", self.inner), "__code__", None)}
 
 
 # The frame in which Dynamo compiles what is no function of the user's, such as a module of torch.nn.
@@ -112,7 +119,7 @@ def _covered(number: int) -> bool:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:  # another version of torch
         return False
-    return cover is not None and cover.inside and (code is call.__code__ or code in cover.codes)
+    return cover is not None and code in cover.codes.get(id(cover.running), ())
 
 
 def _of_torch(module: str | None) -> bool:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import operator
+import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
+from torch import nn
 from torch._dynamo.decorators import skip
 
 from ..errors import ProtocolError
@@ -17,32 +21,68 @@ Test = Callable[[Any], bool]
 
 
 @skip
-def unalias(out: Any, aliases: Test) -> Any:
-    """Clone every tensor in the output that lies in the slab."""
+def unalias(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
+    """The output with a clone in place of every tensor that lies in the slab; itself if there is none.
+
+    What holds such a tensor is made anew, since it may be the module's own list or dict; a TensorDict that was among
+    the arguments is written into.
+    """
     if isinstance(out, torch.Tensor):
         return out.clone() if aliases(out) else out
-    if type(out) is tuple:
-        return tuple(map(functools.partial(unalias, aliases=aliases), out))
-    if type(out) is list:
-        out[:] = map(functools.partial(unalias, aliases=aliases), out)
+    if out is None or isinstance(out, (bool, int, float, str, nn.Module)):
         return out
-    if out is None or isinstance(out, (bool, int, float, str)):
-        return out
-    if is_tensorclass(out):
-        unalias(out._tensordict, aliases)
-        return out
-    if isinstance(out, TensorDictBase):
-        if _any_leaf(out, aliases):
-            for key, value in list(out.items(True, True)):
-                if isinstance(value, torch.Tensor) and aliases(value):
-                    out.set(key, value.clone())
-        return out
+    kind = type(out)
+    if kind is tuple or kind is list:
+        made = list(map(functools.partial(unalias, aliases=aliases), out))
+        return out if all(map(operator.is_, made, out)) else kind(made)
+    if kind is dict:
+        made = list(map(functools.partial(unalias, aliases=aliases), out.values()))
+        return out if all(map(operator.is_, made, out.values())) else dict(zip(out, made, strict=True))
+    if is_tensorclass(out) or isinstance(out, TensorDictBase):
+        return _unalias_tensordict(out, aliases, given)
     if isinstance(out, torch.distributions.Distribution):
-        for name, value in list(vars(out).items()):  # the parameters it was made of
-            if isinstance(value, (torch.Tensor, torch.distributions.Distribution)):
-                vars(out)[name] = unalias(value, aliases)
+        return _with(out, vars(out), aliases)
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        return _with(out, {each.name: getattr(out, each.name, None) for each in dataclasses.fields(out)}, aliases)
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and out.size:
+        return out.copy() if aliases(_seen(out)) else out
+    if not any(isinstance(leaf, torch.Tensor) and aliases(leaf) for leaf in torch.utils._pytree.tree_leaves(out)):
         return out
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if aliases(t) else t, out)
+
+
+@skip
+def _with(out: Any, fields: dict[str, Any], aliases: Test) -> Any:
+    """A copy of the object in which these fields hold clones; itself if there is nothing to clone."""
+    made = {name: unalias(value, aliases) for name, value in fields.items()}
+    changed = {name: value for name, value in made.items() if value is not fields[name]}
+    if not changed:
+        return out
+    twin = copy.copy(out)
+    for name, value in changed.items():
+        object.__setattr__(twin, name, value)
+    return twin
+
+
+@skip
+def _seen(array: Any) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "the array is not writable", which is not tried
+        return torch.as_tensor(array)
+
+
+@skip
+def _unalias_tensordict(out: Any, aliases: Test, given: tuple[Any, ...]) -> Any:
+    td = out if isinstance(out, TensorDictBase) else out._tensordict
+    if not _any_leaf(td, aliases):
+        return out
+    if not any(out is each for each in given):
+        out = out.copy()
+        td = out if isinstance(out, TensorDictBase) else out._tensordict
+    for key, value in list(td.items(True, True)):
+        if isinstance(value, torch.Tensor) and aliases(value):
+            td.set(key, value.clone())
+    return out
 
 
 @skip
@@ -70,20 +110,28 @@ def refuse_awaitable(out: Any) -> None:
         )
 
 
+class HeldSections(Protocol):
+    """Sections that are held beyond one call."""
+
+    def enter(self) -> None:
+        """Enter all, or none."""
+
+    def leave(self) -> None:
+        """Leave all, in whatever thread this is."""
+
+
 class Held(Generator[Any, Any, Any]):
     """A generator that holds a section from its first step until it ends, is closed or is collected.
 
     Args:
         inner: the generator of the module's method.
-        section: is entered at the first step.
+        sections: are entered at the first step.
         finish: what each yielded value passes through.
     """
 
-    def __init__(
-        self, inner: Generator[Any, Any, Any], section: AbstractContextManager[Any], finish: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, inner: Generator[Any, Any, Any], sections: HeldSections, finish: Callable[[Any], Any]) -> None:
         self._inner = inner
-        self._section = section
+        self._sections = sections
         self._finish = finish
         self._holds = False
         self._ended = False
@@ -106,7 +154,7 @@ class Held(Generator[Any, Any, Any]):
     def hold(self) -> None:
         """Enter the section now."""
         if not self._holds:
-            self._section.__enter__()
+            self._sections.enter()
             self._holds = True
 
     def _step(self, step: Callable[[], Any]) -> Any:
@@ -122,7 +170,7 @@ class Held(Generator[Any, Any, Any]):
         self._ended = True
         if self._holds:
             self._holds = False
-            self._section.__exit__(None, None, None)
+            self._sections.leave()
 
     def __del__(self) -> None:
         if self._holds:

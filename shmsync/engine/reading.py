@@ -32,6 +32,9 @@ _TEARS_BEFORE_PIN = 3
 class Follower(Protocol):
     """Something that shows the weights and moves to each new version: a bound module, for example."""
 
+    def prepare(self) -> None:
+        """Called for all followers before any moves. What cannot show the next version raises."""
+
     def move(self, slot: int) -> bool:
         """Show this slot, whose version the open section holds. False: drop this follower."""
 
@@ -214,6 +217,8 @@ class ReadPath(WaitPath):
         if self._shown is not self.arena:
             for follower in self.followers:
                 follower.rebase(self.arena)
+        for follower in self.followers:
+            follower.prepare()
         for follower in [each for each in self.followers if not each.move(slot)]:
             self.followers.remove(follower)  # its module is gone
         self._slot = slot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -17,7 +17,7 @@ from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
 from ..memory.process import Peers
 from ..memory.segment import Handle
-from .binding import bind_module
+from .binding import bind_module, bound_elsewhere, taken_over
 from .calls import GuardNames, calls_of
 from .covering import guard_calls
 from .fitting import Fitting, bindable
@@ -140,13 +140,28 @@ class Subscriber(ReadPath):
         fitting = Fitting(self.arena, self.name, buffers=buffers)
         bound = bindable(module)
         calls = calls_of(module, guard)
-        with self._exclusive():
-            with self.read() if self._version else nullcontext():
-                binding = bind_module(self, bound, fitting)
-                if self._version:
-                    binding.move(self._held_slot)
-                self.followers.append(binding)
-            guard_calls(module, bound, binding, calls, clones=clone_outputs)
+        with ExitStack() as stack:
+            for path in (self, *bound_elsewhere(bound, self)):  # no call is under way while the tensors change hands
+                stack.enter_context(path._exclusive())
+            replaced = taken_over(bound, fitting.tensors(bound))
+            for old in replaced:
+                old.drop()  # it may fit no more, which would be an error at the entry of the section
+            try:
+                with self.read() if self._version else nullcontext():
+                    binding = bind_module(self, bound, fitting)
+                    if self._version:
+                        binding.move(self._held_slot)
+                    self.followers.append(binding)
+            except BaseException:
+                for old in replaced:
+                    old.restore()
+                raise
+            try:
+                guard_calls(self, module, bound, binding, calls, clones=clone_outputs)
+            except BaseException:
+                binding.drop()
+                binding.give_back()
+                raise
         return module
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:

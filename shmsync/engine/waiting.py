@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peers, pid_of
 from .following import Successor
 from .timing import check_version, deadline_after, slice_until
+
+_numbers = itertools.count()
 
 
 class WaitPath(_native.Reader):
@@ -41,6 +44,7 @@ class WaitPath(_native.Reader):
         self._successor = successor
         self._follows = successor is not None
         self._restarts = 0
+        self.number = next(_numbers)  # sections of several are entered in this order, so that no two threads cross
 
     @property
     def session(self) -> bytes:

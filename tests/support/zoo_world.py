@@ -106,10 +106,15 @@ class World:
                     weights.get(tuple(name.split("."))).copy_(tensor)
 
     def _replace(self, module):
-        """Put another tensor, of the same value, in the place of one of the module's."""
-        owners = [child for child in module.modules() if child._parameters or child._buffers]
-        owner = self.rng.choice(owners)
-        name = self.rng.choice([*owner._parameters, *owner._buffers])
+        """Put another tensor, of the same value, in the place of one of the module's; of a worker's, of a buffer."""
+        owners = [
+            (owner, name)
+            for owner in module.modules()
+            for name in (*(owner._parameters if module is self.trainer else ()), *owner._buffers)
+        ]
+        if not owners:
+            return
+        owner, name = self.rng.choice(owners)
         tensor = getattr(owner, name)
         if tensor is None or sum(tensor is other for other in _tensors(module)) > 1:
             return  # a tied one: replacing it unties it

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import inspect
+import threading
 import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 import shmsync
@@ -44,6 +48,12 @@ def test_a_list_guards_what_it_names_and_no_more(bound):
         (["actt"], ValueError, "has no 'actt' there; it has forward, predict, evaluate_actions, encoder, head"),
         (["encoder.nothing"], ValueError, "no 'nothing' there; it has forward, encode, net"),
         (["head.weight.data"], ValueError, "'weight' is no submodule"),
+        (["head.weight"], ValueError, "a NoneType|cannot be replaced"),
+        (["__getitem__"], ValueError, "no '__getitem__'"),
+        (["__str__"], ValueError, "looks up elsewhere"),
+        (["compile"], ValueError, "looks up elsewhere"),
+        (["_wrapped_call_impl"], ValueError, "looks up elsewhere"),
+        (iter(["forward"]), TypeError, "a list of names"),
         (["training"], ValueError, "a bool, which cannot be replaced"),
         ("predict", TypeError, r'a list of names such as \["act", "actor"\], not \'predict\''),
         (7, TypeError, "not 7"),
@@ -235,31 +245,223 @@ def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
 def test_tensors_that_replace_others_are_bound_with_the_next_version(bound, slots):
     trainer, worker, pub, _ = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), slots)
     x = torch.randn(3, 4)
-    worker[0].weight = nn.Parameter(torch.zeros(4, 4))
-    worker[1].running_mean = torch.full((4,), 9.0)
-    worker[0]._parameters["bias"] = nn.Parameter(torch.full((4,), 9.0))
+    mine = torch.full((4,), 9.0)
+    worker[1].running_mean = mine
+    worker[1]._buffers["running_var"] = torch.full((7,), 9.0)
     step(trainer)
     trainer[1].running_mean = torch.full((4,), 5.0)
     pub.publish()
     assert torch.equal(worker(x), trainer(x))
-    worker[0] = nn.Linear(4, 4)  # a whole submodule
+    assert mine.eq(9).all(), "the tensor that took the place is somebody's"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("what", ["parameter", "submodule", "shape"])
+@torch.no_grad()
+def test_a_replaced_parameter_is_an_error_until_it_is_back_or_bound_again(bound, slots, what):
+    trainer, worker, pub, sub = bound(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), slots)
+    x = torch.randn(3, 4)
+    first, weight = worker[0], worker[0].weight
+    other = nn.Parameter(torch.zeros(4, 5 if what == "shape" else 4))
+    if what == "submodule":
+        worker[0] = nn.Linear(4, 4)
+    else:
+        worker[0].weight = other
     step(trainer)
     pub.publish()
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch, match=r"0.weight|\(4, 5\)"):
+            worker(x)
+        assert sub.version == 1
+    assert other.eq(0).all()
+    if what == "submodule":
+        sub.bind(worker)
+    else:
+        worker[0].weight = weight
     assert torch.equal(worker(x), trainer(x))
+    assert torch.equal(worker(x), trainer(x))
+    assert (worker[0] is first) == (what != "submodule")
 
 
 @torch.no_grad()
-def test_a_module_that_does_not_fit_any_more_is_an_error_and_fits_again(bound):
-    trainer, worker, pub, _ = bound(lambda: nn.Linear(4, 4))
-    weight = worker.weight
-    worker.weight = nn.Parameter(torch.zeros(4, 5))
+def test_a_functional_call_uses_its_own_tensors_or_raises(bound):
+    trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 4), 2)
+    x, mine = torch.ones(1, 4), {"weight": torch.eye(4), "bias": torch.zeros(4)}
+    assert torch.equal(torch.func.functional_call(worker, mine, x), x)
     pub.publish()
-    for _ in range(2):
-        with pytest.raises(shmsync.ManifestMismatch, match=r"weight is \(4, 4\) in the arena but \(4, 5\)"):
-            worker(torch.ones(1, 4))
-    worker.weight = weight
-    x = torch.ones(1, 4)
+    with pytest.raises(shmsync.ManifestMismatch, match="functional_call"):
+        torch.func.functional_call(worker, mine, x)
+    with sub.read():
+        assert torch.equal(torch.func.functional_call(worker, mine, x), x)
     assert torch.equal(worker(x), trainer(x))
+    assert torch.equal(mine["weight"], torch.eye(4))
+
+
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "vmap", "jvp"])
+def test_a_version_that_comes_below_a_transform(bound, transform):
+    trainer, worker, pub, _ = bound(lambda: nn.Linear(3, 1), 2)
+    x = torch.randn(3)
+    run = {
+        "grad": lambda net: torch.func.grad(lambda x: net(x).sum())(x),
+        "jacrev": lambda net: torch.func.jacrev(net)(x),
+        "vmap": lambda net: torch.vmap(net)(torch.stack([x, x])),
+        "jvp": lambda net: torch.func.jvp(net, (x,), (x,))[1],
+    }[transform]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            step(trainer)
+            pub.publish()
+            assert torch.allclose(run(worker), run(trainer))
+    step(worker_free := copy.deepcopy(worker))
+    assert worker_free.weight.shape == (1, 3)
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "clear"])
+@torch.no_grad()
+def test_a_generator_that_ends_in_another_thread_gives_its_section_back(bound, how):
+    _, worker, pub, sub = bound(Decoder, 2)
+    box = [worker.stream(torch.randn(2, 4))]
+    next(box[0])
+    ends = {"close": lambda: box[0].close(), "drop": lambda: box.pop(), "clear": box.clear}[how]
+    thread = threading.Thread(target=lambda: (ends(), gc.collect()))
+    thread.start()
+    thread.join()
+    for _ in range(3):
+        pub.publish()
+        list(worker.stream(torch.randn(2, 4)))
+        assert sub.version == pub.version
+
+
+@torch.no_grad()
+def test_what_a_method_returns_of_the_modules_own_is_left_as_it_is(bound):
+    class Keeps(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.kept = [self.weight, self.bias]
+            self.memory = {"steps": 0}
+
+        def parameters_of_mine(self):
+            return self.kept
+
+        def notes(self):
+            return self.memory
+
+    _, worker, _, _ = bound(Keeps)
+    assert worker.parameters_of_mine()[0] is not worker.weight
+    assert worker.kept[0] is worker.weight
+    worker.notes()["steps"] = 3
+    assert worker.memory == {"steps": 3}
+
+
+@dataclasses.dataclass
+class Output:
+    weight: torch.Tensor
+    name: str = "w"
+
+
+@torch.no_grad()
+def test_outputs_of_many_kinds_do_not_change_later(bound):
+    class Shows(nn.Linear):
+        def array(self):
+            return self.weight.detach().numpy()
+
+        def dataclass(self):
+            return Output(self.weight)
+
+        def ordered(self):
+            return OrderedDict(w=self.weight)
+
+        def tensordict(self):
+            return TensorDict({"w": self.weight.data}, [])
+
+    trainer, worker, pub, _ = bound(lambda: Shows(2, 2))
+    found = [worker.array(), worker.dataclass().weight, worker.ordered()["w"], worker.tensordict()["w"]]
+    before = [torch.as_tensor(each).clone() for each in found]
+    step(trainer)
+    pub.publish()
+    worker.array()
+    assert all(torch.equal(torch.as_tensor(a), b) for a, b in zip(found, before, strict=True))
+
+
+def test_two_modules_of_two_arenas_are_called_by_two_threads(publisher, subscriber):
+    trainers = Policy(), Policy()
+    pubs = [publisher(each, include=part) for each, part in zip(trainers, ("encoder.*", "head.*"), strict=True)]
+    subs = [subscriber(pub, timeout=60.0) for pub in pubs]
+    workers = Policy(), Policy()
+    for worker, order in zip(workers, (subs, subs[::-1]), strict=True):
+        for sub in order:
+            sub.bind(worker)
+    calls = [0, 0]
+
+    def call(index):
+        with torch.no_grad():
+            for _ in range(300):
+                workers[index](torch.ones(1, 4))
+                calls[index] += 1
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [300, 300]
+
+
+@torch.no_grad()
+def test_a_closed_binding_is_not_forgotten_by_another_one(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    encoder, head = publisher(trainer, include="encoder.*"), publisher(trainer, include="head.*")
+    first, second = subscriber(encoder), subscriber(head)
+    first.bind(worker)
+    second.bind(worker)
+    first.close()
+    subscriber(head).bind(worker)
+    with pytest.raises(shmsync.ClosedError):
+        worker(torch.ones(1, 4))
+    subscriber(encoder).bind(worker)
+    assert torch.equal(worker(torch.ones(1, 4)), trainer(torch.ones(1, 4)))
+
+
+def test_a_module_is_not_bound_elsewhere_in_the_middle_of_its_call(publisher, subscriber):
+    trainer, worker = Policy(), Policy()
+    first, second = subscriber(publisher(trainer)), subscriber(publisher(Policy()))
+    first.bind(worker)
+    with torch.no_grad(), first.read(), pytest.raises(shmsync.ProtocolError, match="leave the section first"):
+        second.bind(worker)
+
+
+def test_a_module_with_a_tensordict_of_parameters_is_bound(publisher, subscriber):
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.params = TensorDictParams(TensorDict({"w": torch.randn(3), "n": {"b": torch.randn(2)}}, []))
+
+        def forward(self, x):
+            return x * self.params["w"].sum() + self.params["n", "b"].sum()
+
+    trainer, worker = Ensemble(), Ensemble()
+    pub = publisher(trainer, slots=2)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    sub.bind(worker)
+    with torch.no_grad():
+        for _ in range(3):
+            step(trainer)
+            pub.publish()
+            assert torch.equal(worker(torch.ones(2)), trainer(torch.ones(2)))
+
+
+def test_what_a_cache_of_parametrizations_kept_is_gone_with_the_version(bound):
+    trainer, worker, pub, _ = bound(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), 2)
+    x = torch.ones(1, 3)
+    with torch.no_grad(), nn.utils.parametrize.cached():
+        worker(x)
+        step(trainer)
+        pub.publish()
+        found = worker(x)
+    with torch.no_grad():
+        assert torch.equal(found, trainer(x))
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def bypass(patch):
 
 def last_binding_alone(patch):
     """The second of two bindings of a module ends the first."""
-    patch.setattr(binding, "_taken_over", lambda module, tensors: binding.companions(module))
+    patch.setattr(subscriber, "taken_over", lambda module, tensors: binding.companions(module))
 
 
 def generators_let_go(patch):
@@ -56,7 +56,7 @@ def nobody_together(patch):
     """Calls of a module that two arenas feed are sections of the last one alone."""
     patch.setattr(covering, "companions", lambda module: [])
     patch.setattr(Cover, "absorb", lambda self, other: None)
-    patch.setattr(Cover, "drop_ended", lambda self: self.members.clear())
+    patch.setattr(Cover, "drop_ended", lambda self, taken: self.members.clear())
 
 
 @pytest.mark.parametrize(

@@ -252,6 +252,9 @@ class _After:
     def rebase(self, arena: Arena) -> None:
         """Nothing to do: the arena is looked up in each move."""
 
+    def prepare(self) -> None:
+        """Nothing can be in the way."""
+
     def move(self, slot: int) -> bool:
         """Do what goes with the tensors of this slot, which have moved already."""
         receiver = self._receiver()
