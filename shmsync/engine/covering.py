@@ -43,6 +43,14 @@ def guard_calls(
                 Loading(child, name, _names_below)
 
 
+def withdraw_guards(module: nn.Module, bound: nn.Module) -> None:
+    """Remove the guards that nothing needs: the binding they were for has failed."""
+    cover = _cover_of(module, bound)
+    cover.drop_ended(set())
+    if not cover.members:
+        _remove(cover)
+
+
 def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
     """One cover for all that shares tensors or submodules with the module: their covers, made one."""
     modules = [module, *bound.modules(), *(child for each in companions(bound) for child in each.modules())]

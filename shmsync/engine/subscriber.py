@@ -17,9 +17,9 @@ from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
 from ..memory.process import Peers
 from ..memory.segment import Handle
-from .binding import bind_module, bound_elsewhere, taken_over
+from .binding import Binding, bind_module, bound_elsewhere, taken_over
 from .calls import GuardNames, calls_of
-from .covering import guard_calls
+from .covering import guard_calls, withdraw_guards
 from .fitting import Fitting, bindable
 from .following import Successor
 from .reading import ReadPath
@@ -143,6 +143,7 @@ class Subscriber(ReadPath):
         with ExitStack() as stack:
             for path in (self, *bound_elsewhere(bound, self)):  # no call is under way while the tensors change hands
                 stack.enter_context(path._exclusive())
+            self.followers[:] = [each for each in self.followers if each.owners() or not isinstance(each, Binding)]
             replaced = taken_over(bound, fitting.tensors(bound))
             for old in replaced:
                 old.drop()  # it may fit no more, which would be an error at the entry of the section
@@ -161,6 +162,7 @@ class Subscriber(ReadPath):
             except BaseException:
                 binding.drop()
                 binding.give_back()
+                withdraw_guards(module, bound)
                 raise
         return module
 

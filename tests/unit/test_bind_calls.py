@@ -221,6 +221,32 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
         worker.head.weight.fill_(1.0)  # private, and writable
 
 
+def test_a_bind_that_fails_at_its_guards_leaves_none(publisher, subscriber, monkeypatch):
+    def refuse(self, module, name, *_):
+        raise RuntimeError("no more stand-ins")
+
+    trainer, worker = Policy(), Policy()
+    sub = subscriber(publisher(trainer))
+    before = set(vars(worker))
+    with monkeypatch.context() as patch:
+        patch.setattr("shmsync.engine.covering.Loading.__init__", refuse)
+        with pytest.raises(RuntimeError, match="no more"):
+            sub.bind(worker)
+    assert set(vars(worker)) == before
+    assert sub.followers == []
+    with torch.no_grad():
+        worker.head.weight.fill_(1.0)  # private, and writable
+    sub.bind(worker)
+
+
+def test_modules_that_are_gone_keep_nothing_alive_once_another_is_bound(publisher, subscriber):
+    sub = subscriber(publisher(nn.BatchNorm1d(4)))
+    for _ in range(5):
+        sub.bind(nn.BatchNorm1d(4))
+        gc.collect()
+    assert len(sub.followers) <= 2
+
+
 @pytest.mark.parametrize("guard", [True, False])
 def test_load_state_dict_into_a_bound_module_is_a_typed_error(bound, guard):
     trainer, worker, _, _ = bound(Policy, guard=guard)
