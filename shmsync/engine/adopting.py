@@ -13,6 +13,7 @@ from .. import _native
 from ..errors import ProtocolError
 from ..memory.arena import Arena, lies_in_a_slab
 from ..memory.manifest import Key, Leaf
+from ..memory.plainly import plainly
 from .adoptable import Parts, misfit, parts_of
 from .aliases import make_private
 from .matching import direct
@@ -200,7 +201,7 @@ class Adoption:
         self._seen = None  # an interrupt may land anywhere: look at everything again
         left = []
         restrided = False
-        with torch.no_grad():
+        with plainly():
             moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
             for tensor, view in moving:
                 if copy:
@@ -260,7 +261,7 @@ class Adoption:
         if self._copy is not None:
             self._copy.copy_to(self._arena.slot_address(0))
             return int(self._copy.bytes)
-        with torch.no_grad():
+        with plainly():
             for private in self._private:
                 private.view.copy_(private.buffer)
         return sum(private.view.nbytes for private in self._private)

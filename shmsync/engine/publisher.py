@@ -163,6 +163,7 @@ class Publisher:
         """
         return Update(self, self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
 
+    @plainly()
     def adopt(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:

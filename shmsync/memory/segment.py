@@ -89,8 +89,11 @@ def create(name: str, size: int, **header: Any) -> Created:
 
 def _whose(name: str, owner: int) -> str:
     """Whose it is, and what to do about it; of a name that is taken."""
-    with opened(name) as fd:
-        header = None if fd is None else read(fd)
+    try:
+        with opened(name) as fd:
+            header = None if fd is None else read(fd)
+    except (ArenaNotFound, OSError):  # it is taken all the same
+        header = None
     here = me()
     if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
         return "belongs to a Publisher of this process; close() that one first"
