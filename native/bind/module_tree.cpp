@@ -1,4 +1,4 @@
-// Whether a torch module still has the submodules, and the dicts of parameters and buffers, that it had.
+// Whether torch modules still have the submodules, and the dicts of parameters and buffers, that they had.
 //
 // A binding lives in a Subscriber that the module's guard holds, so it may hold no module: a cycle through native
 // objects is never collected. A `_modules` dict holds modules, and so does a module's `__dict__`; both are looked up
@@ -58,14 +58,17 @@ class ModuleTree {
     if (!module.is_valid()) return true;
     const nb::object attributes = nb::steal(PyObject_GenericGetDict(module.ptr(), nullptr));
     if (!attributes.is_valid()) throw nb::python_error();
-    const auto attribute = [&](const char* name) { return PyDict_GetItemString(attributes.ptr(), name); };
-    if (attribute("_parameters") != node.parameters.ptr() || attribute("_buffers") != node.buffers.ptr()) return false;
-    PyObject* const children = attribute("_modules");
+    static PyObject* const names[] = {PyUnicode_InternFromString("_parameters"), PyUnicode_InternFromString("_buffers"),
+                                      PyUnicode_InternFromString("_modules")};
+    const auto attribute = [&](int name) { return PyDict_GetItem(attributes.ptr(), names[name]); };
+    if (attribute(0) != node.parameters.ptr() || attribute(1) != node.buffers.ptr()) return false;
+    PyObject* const children = attribute(2);
     if (children == nullptr || !PyDict_Check(children)) return false;
     PyObject *name, *child;
     Py_ssize_t at = 0;
     for (const Child& expected : node.children)
-      if (!PyDict_Next(children, &at, &name, &child) || !nb::handle(name).equal(expected.name) ||
+      if (!PyDict_Next(children, &at, &name, &child) ||
+          (name != expected.name.ptr() && !nb::handle(name).equal(expected.name)) ||
           !referent(expected.reference).is(child))
         return false;
     return !PyDict_Next(children, &at, &name, &child);

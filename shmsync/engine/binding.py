@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 
@@ -26,7 +25,6 @@ from .reading import ReadPath
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
 _bound_to: MutableMapping[nn.Module, list[weakref.ref[Binding]]] = WeakIdKeyDictionary()
-_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Binding:
@@ -90,10 +88,11 @@ class Binding:
         shown = {id(tensor) for _, tensor in viewed}
         copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
         places = list(modules)
-        dicts = [store for _, module in places for store in (module._parameters, module._buffers)]
+        stores = [store for _, module in places for store in (module._parameters, module._buffers)]
+        dicts = [store for store in stores if any(id(tensor) in unique for tensor in store.values())]
         watched = [(store, list(store.items()), True) for store in dicts]
         self._places = [(path, weakref.ref(module)) for path, module in places]
-        self._tree = _native.ModuleTree([_node(module) for _, module in places])
+        self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
         for _, tensor in copied:
             if id(tensor) not in self._private:
                 make_private(tensor)  # forward passes write buffers
@@ -140,7 +139,7 @@ class Binding:
                 if views is None:
                     made = self._arena.views(slot)
                     views = self._sets[slot] = [made[key] for key in self._viewed_keys]
-                deque(map(_set_data, self._viewed, views), 0)  # 0.12 to 0.25 µs a tensor
+                _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
                 if self._one_slot:
                     self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
                     self._placed = True

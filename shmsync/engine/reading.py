@@ -142,8 +142,7 @@ class ReadPath(WaitPath):
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
     # below compiled code, and Dynamo must not compile them.
 
-    @disable
-    def _enter_slow(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
+    def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
         """Enter a section, or raise; waits while the gate is closed."""
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
@@ -229,16 +228,18 @@ class ReadPath(WaitPath):
             self._shown = self.arena
             self._release.keep_last()
 
+    _enter_slow = disable(_enter_slowly)
+
     @disable
     def _refresh_slow(self) -> bool:
         self._follow()
         before = self._moves
         outcome = self._try_enter(False)
         if outcome != Enter.SAME:
-            self._enter_slow(outcome, None, None)
+            self._enter_slowly(outcome, None, None)
         while self._abandon() and self.optimistic:  # torn while buffers were copied
             self._forget()
-            self._enter_slow(Enter.GATED, None, Pinned(self.timeout))
+            self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
 
     @disable
