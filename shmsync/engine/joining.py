@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from numbers import Integral
 from typing import Any
 
@@ -98,48 +99,35 @@ def wait_for_readers(
 
     Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline.
     """
-    peers = Peers()
-    try:
-        _wait(control, peers, workers, procs, deadline, version, check)
-    finally:
-        peers.close()
+    with ExitStack() as stack:
+        peers = Peers()
+        stack.callback(peers.close)
         for peer in procs.values():
-            peer.close()
-
-
-def _wait(
-    control: _native.Control,
-    peers: Peers,
-    workers: list[int],
-    procs: dict[int, Peer],
-    deadline: float,
-    version: int,
-    check: Callable[[], None],
-) -> None:
-    poller = select.poll()
-    while True:
-        # Deaths first: a worker that attached and then died would else be missing in vain.
-        dead = {worker: peer for worker, peer in procs.items() if peer.dead}
-        rows = [row for row in reader_table.claimed(control) if row.worker in workers]
-        attached = {row.worker for row in rows if peers.alive(row.owner)}
-        missing = [worker for worker in workers if worker not in attached]
-        lost = [worker for worker in missing if worker in dead]
-        if lost:
-            named = ", ".join(f"worker {worker} ({dead[worker]})" for worker in lost)
-            raise WorkerDied(
-                f"{named} died before attaching; start it again, and look for its own error", version=version,
-                missing=lost,
-            )  # fmt: skip
-        if not missing:
-            return
-        check()
-        if time.monotonic() >= deadline:
-            raise _late(missing, procs, peers, version)
-        for worker in missing:
-            fd = procs[worker].fd if worker in procs else None
-            if fd is not None:
-                poller.register(fd, select.POLLIN)
-        poller.poll(_NAP)
+            stack.callback(peer.close)
+        poller = select.poll()
+        while True:
+            # Deaths first: a worker that attached and then died would else be missing in vain.
+            dead = {worker: peer for worker, peer in procs.items() if peer.dead}
+            rows = [row for row in reader_table.claimed(control) if row.worker in workers]
+            attached = {row.worker for row in rows if peers.alive(row.owner)}
+            missing = [worker for worker in workers if worker not in attached]
+            lost = [worker for worker in missing if worker in dead]
+            if lost:
+                named = ", ".join(f"worker {worker} ({dead[worker]})" for worker in lost)
+                raise WorkerDied(
+                    f"{named} died before attaching; start it again, and look for its own error", version=version,
+                    missing=lost,
+                )  # fmt: skip
+            if not missing:
+                return
+            check()
+            if time.monotonic() >= deadline:
+                raise _late(missing, procs, peers, version)
+            for worker in missing:
+                fd = procs[worker].fd if worker in procs else None
+                if fd is not None:
+                    poller.register(fd, select.POLLIN)
+            poller.poll(_NAP)
 
 
 def _late(missing: list[int], procs: dict[int, Peer], peers: Peers, version: int) -> AckTimeout:

@@ -115,8 +115,9 @@ class Subscriber(ReadPath):
     ) -> M:
         """Make the module's parameters views of the arena, which move with the version, and return the module.
 
-        Its Parameter objects keep their identity. A tensor that replaces another one in the module is bound with the
-        next version. Bind one module to several arenas if each has other tensors of it; its calls are sections of all.
+        Its Parameter objects keep their identity. With the next version a buffer that was replaced is put back, and a
+        parameter that was replaced is ManifestMismatch. Bind one module to several arenas if each has other tensors of
+        it; its calls are sections of all.
 
         Args:
             guard: which calls are read sections, so that each uses one version, the newest. True: each call of the
