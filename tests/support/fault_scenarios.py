@@ -536,7 +536,7 @@ class ReceiveFromAnArena(Receive):
 
 
 class List(Scenario):
-    """There are a living arena and a dead one."""
+    """There are a living arena and a dead one, which any other new publisher of this machine may remove."""
 
     command = "list"
 
@@ -559,8 +559,9 @@ class List(Scenario):
         self.said = said.getvalue()
         need(status in (0, 1), f"status {status}")
         if status == 0:
-            for name in (NAME, f"{NAME}-dead"):
-                need(name in self.said, f"{name} is left out of\n{self.said}")
+            need(f"{NAME}\t" in self.said or f"kept {NAME}:" in self.said, f"{NAME} is left out of\n{self.said}")
+            dead = f"{NAME}-dead"
+            need(dead in self.said or not segment_path(dead).exists(), f"{dead} is left out of\n{self.said}")
 
     def check(self, error):
         need(segment_path(NAME).exists(), "a living arena lost its name")
