@@ -304,6 +304,11 @@ class Publisher:
         """The leaves of the arena."""
         return self._arena.manifest
 
+    def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
+        """Raise what publishing these would raise before anything is written. `optional`: as in Publication."""
+        with self._side.lock:
+            self._checked(weights, optional)
+
     def forget_source(self) -> None:
         """Let go of the constructor's weights: from now on publish() must be given some."""
         self._source = None

@@ -15,6 +15,8 @@ from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
 from ..memory.plainly import copy_into, plainly
 from . import extra_state
+from .casting import cast_tensors, cast_weights
+from .dtypes import Dtypes, check_dtypes
 from .matching import plain, same_bytes
 from .sources import EVERYTHING, check_keys, collect, not_saved, problem_with
 from .targets import made_anew, problem_with_target
@@ -29,25 +31,41 @@ class WeightStrategy:
 
     Args:
         extract_as: "tensordict": nested, zero-copy views of the source. "state_dict": a flat dict of dotted keys.
+        partial: weights to apply may lack leaves; only those that are given change.
+        dtype: floating leaves are cast to it when they are extracted, and before they are checked and applied. A
+            mapping of glob patterns on dotted keys to dtypes casts those that match, as Publisher(dtype=) does.
 
-    Raises ValueError for another name.
+    Raises ValueError for another name, TypeError and ValueError for what the others cannot be.
     """
 
-    def __init__(self, extract_as: Form = "tensordict") -> None:
+    def __init__(self, extract_as: Form = "tensordict", *, partial: bool = False, dtype: Dtypes = None) -> None:
         if extract_as not in _FORMS:
             raise ValueError(f"extract_as is {' or '.join(map(repr, _FORMS))}, not {extract_as!r}")
+        if not isinstance(partial, bool):
+            raise TypeError(f"partial is True or False, not {partial!r}")
+        check_dtypes(dtype)
         self.extract_as = extract_as
+        self.partial = partial
+        self.dtype = dtype
 
     def __repr__(self) -> str:
-        return f"WeightStrategy({self.extract_as!r})"
+        options = ", partial=True" * self.partial + (f", dtype={self.dtype!r}" if self.dtype is not None else "")
+        return f"WeightStrategy({self.extract_as!r}{options})"
+
+    def cast(self, weights: Any) -> Any:
+        """Weights in the form that they have, cast to dtype=. Raises ManifestMismatch as Publisher(dtype=) does."""
+        return cast_weights(weights, self.dtype, partial=self.partial)
 
     @plainly()
     def extract_weights(self, source: Any) -> Any:
-        """The weights of a module, a TensorDict or a dict, in the configured form; they share the source's memory.
+        """The weights of a module, a TensorDict or a dict, in the configured form.
 
-        A module that torch.compile(), DataParallel, DDP or AveragedModel wraps gives the keys that it has by itself.
-        Raises ValueError for a source of another type.
+        They share the source's memory, but for leaves that dtype= casts. A module that torch.compile(), DataParallel,
+        DDP or AveragedModel wraps gives the keys that it has by itself. Raises ValueError for a source of another type.
         """
+        return self.cast(self._extracted(source))
+
+    def _extracted(self, source: Any) -> Any:
         if self.extract_as == "state_dict":
             if isinstance(source, nn.Module):
                 _refuse_odd_module(source)
@@ -72,7 +90,8 @@ class WeightStrategy:
     def apply_weights(self, destination: Any, weights: Any) -> None:
         """Copy weights, of either form, into a module, a TensorDict or a dict, in place; None does nothing.
 
-        All keys, shapes and dtypes are checked first. Buffers that the weights lack because they are never saved keep
+        All keys, shapes and dtypes are checked first, after the cast to dtype=. With partial=True weights may lack
+        leaves, which keep their values. Buffers that the weights lack because they are never saved keep
         their values; tensors tied in the destination stay tied. Devices may differ.
 
         Raises:
@@ -103,6 +122,7 @@ class WeightStrategy:
                 f"{type(destination).__name__}"
             )
         given, extra = leaves_of(weights)
+        given = cast_tensors(given, self.dtype, partial=self.partial)
         targets, _ = leaves_of(destination, to_write=True)
         again = leaves_of(destination, to_write=True)[0] if isinstance(destination, TensorDictBase) else targets
         optional: set[Key] = set()
@@ -114,7 +134,9 @@ class WeightStrategy:
             given = spelled if len(spelled) == len(given) else given
             ends = {(*path, ""): path for path in modules}  # a path is all prefix
             extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
-        problems = _differences(targets, given, optional)
+        problems = _differences(targets, given, None if self.partial else optional)
+        if self.partial and targets and not (given or extra):
+            problems.append("missing: they give no leaf at all")
         problems += [
             f"mismatched: {'.'.join(key)} {reason}"
             for key, target in targets.items()
@@ -220,8 +242,8 @@ def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
-def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key]) -> list[str]:
-    """Why the given leaves cannot be copied into the targets, one line for each key."""
+def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None) -> list[str]:
+    """Why the given leaves cannot be copied into the targets, one line for each key. `optional`: None is all."""
     aliases: dict[Any, list[Key]] = {}
     odd = {key: reason for key, tensor in targets.items() if (reason := problem_with_target(tensor))}
     for key, tensor in targets.items():
@@ -230,7 +252,10 @@ def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional:
     problems = [
         f"missing: {'.'.join(key)}"
         for key in targets
-        if key not in given and key not in optional and not any(other in given for other in tied.get(key, ()))
+        if optional is not None
+        and key not in given
+        and key not in optional
+        and not any(other in given for other in tied.get(key, ()))
     ]
     problems += [f"unexpected: {'.'.join(key)}" for key in given if key not in targets]
     for key in given.keys() & targets.keys():

@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
+from ..engine.dtypes import Dtypes
 from ..engine.strategy import Form, WeightStrategy
-from .lookup import Arguments, chosen_workers, find_model, process_of, referenced_model, resolve_model
+from ..engine.timing import check_worker
+from ..errors import ClosedError
+from .lookup import (
+    Arguments,
+    check_names,
+    chosen_workers,
+    find_model,
+    model_in,
+    named_content,
+    process_of,
+    referenced_model,
+)
+
+S = TypeVar("S", bound="WeightSyncScheme")
 
 
 @runtime_checkable
 class TransportBackend(Protocol):
     """How weights get to one worker.
 
-    Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`, `check_ack(message="updated")`.
+    These two methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
+    `check_ack(message="updated")`, `check_connection()`.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -30,23 +46,34 @@ class TransportBackend(Protocol):
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
         """In the worker: (model_id, weights), or None when nothing came within `timeout` seconds."""
 
-    def check_connection(self) -> bool:
-        """Can the other side still be reached?"""
-
 
 class WeightSyncScheme(ABC):
     """How one model is synchronised between a sender and its workers.
 
     Args:
         strategy: the form in which weights are extracted, "state_dict" or "tensordict".
+        partial: weights may lack leaves; only those that are given change. Others are refused by name.
+        dtype: floating leaves are cast to it before they travel; a mapping of glob patterns on dotted keys to dtypes
+            casts those that match. As in Publisher.
 
     A scheme is made once, and given to both sides: `init_on_sender` in the trainer, `init_on_worker` in each worker.
-    Pickling keeps its configuration alone.
+    Pickling keeps its configuration alone. `with scheme:` ends with shutdown(), and so the scheme's use.
+
+    `sender_takes` and `worker_takes` are the keyword arguments of init_on_sender() and init_on_worker(). A subclass
+    that reads more of them extends these sets, or else what it has not read is refused afterwards.
     """
 
-    def __init__(self, strategy: Form = "state_dict") -> None:
-        WeightStrategy(strategy)  # refuses another name now, not at the first send
+    sender_takes: ClassVar[frozenset[str]] = frozenset({"pipes", "num_workers", "model"})
+    worker_takes: ClassVar[frozenset[str]] = frozenset({"pipe", "model", "worker_idx"})
+
+    _depth = 0  # of `with` blocks
+    _over = False
+
+    def __init__(self, strategy: Form = "state_dict", *, partial: bool = False, dtype: Dtypes = None) -> None:
         self.strategy = strategy
+        self.partial = partial
+        self.dtype = dtype
+        self.make_strategy()  # refuses wrong arguments now, not at the first send
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._initialized_on_sender = False
@@ -60,13 +87,18 @@ class WeightSyncScheme(ABC):
             context: over pipes it gives `.pipes` (one end of a Pipe for each worker), `.num_workers`,
                 `.get_model(model_id)`, `.get_cached_weights(model_id)` and `.procs` (the workers' processes, perhaps
                 filled later). Held weakly. For what other schemes take and raise see their classes.
-            **kwargs: the same names (`model`, `cached_weights`), instead of a context or beside it.
+            **kwargs: the same names, instead of a context or beside it, and `model`, which wins over what the context
+                has under the id.
 
-        Raises ValueError for missing or contradictory ones.
+        Raises ValueError for missing or contradictory ones, TypeError for unknown ones, ClosedError after shutdown().
         """
+        self.check_open("init_on_sender")
+        arguments = Arguments(model_id, context, kwargs)
+        late = check_names(self, "sender_takes", arguments)
         sender = self.create_sender()
-        sender.set_context(context, model_id)
-        sender.set_up(Arguments(model_id, context, kwargs))
+        sender._set_context(context, model_id)
+        sender.set_up(arguments)
+        late()
         self._sender = sender
         self._initialized_on_sender = True
 
@@ -75,24 +107,31 @@ class WeightSyncScheme(ABC):
 
         Args:
             context: over pipes it gives `.pipe` (the worker's end) and `.get_model(model_id)`. Held weakly.
-            **kwargs: `pipe`, `model` instead, or beside it; for other schemes see their classes.
+            **kwargs: `pipe`, `model` instead, or beside it; for other schemes see their classes. `worker_idx`: the
+                index by which errors name this worker where its sender has given it none.
 
-        Raises ValueError for missing ones.
+        Raises ValueError for missing ones, TypeError for unknown ones, ClosedError after shutdown().
         """
+        self.check_open("init_on_worker")
+        arguments = Arguments(model_id, context, kwargs)
+        late = check_names(self, "worker_takes", arguments)
         receiver = self.create_receiver()
-        receiver.set_context(context)
-        receiver.set_up(Arguments(model_id, context, kwargs))
+        receiver._set_context(context)
+        receiver.set_up(arguments)
+        late()
         self._receiver = receiver
         self._initialized_on_worker = True
 
     def get_sender(self) -> WeightSender:
-        """The sender; RuntimeError before init_on_sender()."""
+        """The sender; RuntimeError before init_on_sender(), ClosedError after shutdown()."""
+        self.check_open("get_sender")
         if self._sender is None or not self._initialized_on_sender:
             raise RuntimeError(f"call init_on_sender() before get_sender() on this {type(self).__name__}")
         return self._sender
 
     def get_receiver(self) -> WeightReceiver:
-        """The receiver; RuntimeError before init_on_worker()."""
+        """The receiver; RuntimeError before init_on_worker(), ClosedError after shutdown()."""
+        self.check_open("get_receiver")
         if self._receiver is None or not self._initialized_on_worker:
             raise RuntimeError(f"call init_on_worker() before get_receiver() on this {type(self).__name__}")
         return self._receiver
@@ -112,32 +151,77 @@ class WeightSyncScheme(ABC):
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
         """What a send of `weights` transports.
 
-        None: extracted from the context's model of this id, for "policy" else from its `_fallback_policy`; None when
-        there is neither. A module: extracted. A string: a model id, resolved in the context. Anything else: as it is.
+        None: extracted from the model that init_on_sender(model=) got, else from the context's model of this id, for
+        "policy" else from its `_fallback_policy`; None when there is none of these. A module: extracted. A string: a
+        model id, resolved in the context. Anything else: as it is.
 
-        Raises ValueError for a string without a context.
+        A subclass may supply the weights itself: it gets what was passed to send(), None and strings too, and what it
+        returns is what travels, in every scheme.
+
+        Raises ValueError for a string without a context, and for one under which the context has no model.
         """
         source = self.find_source(weights, model_id, context)
         return strategy.extract_weights(source) if isinstance(source, nn.Module) else source
 
     def find_source(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """What prepare_weights() extracts from: a module, weights, or None."""
+        sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
+        if sender is not None and sender._model is not None and weights is None:
+            return sender._model
         if isinstance(weights, str):
+            if sender is not None and sender._model is not None and weights == model_id:
+                return sender._model
             if context is None:
                 raise ValueError(f"{weights!r} names a model of a context, and there is none; pass the model itself")
-            return resolve_model(context, weights)
-        if weights is not None or context is None:
+            return model_in(context, weights)
+        if weights is not None:
             return weights
-        model = find_model(context, model_id)
-        fallback = getattr(context, "_fallback_policy", None) if model_id == "policy" else None
-        return fallback if model is None else model
+        found = None if context is None else find_model(context, model_id)
+        if found is None and context is not None and model_id == "policy":
+            found = find_model(context, "_fallback_policy")
+        return sender._context_model if found is None and sender is not None else found
 
-    def shutdown(self) -> None:  # noqa: B027  # most schemes hold nothing
-        """Give back what the scheme holds. Idempotent; it also happens when the scheme is collected, and at exit."""
+    def make_strategy(self) -> WeightStrategy:
+        """A strategy with this scheme's options, for either side."""
+        return WeightStrategy(self.strategy, partial=self.partial, dtype=self.dtype)
+
+    def check_open(self, call: str) -> None:
+        """Raise ClosedError after shutdown()."""
+        if self._over:
+            kind = type(self).__name__
+            raise ClosedError(f"{call}: this {kind} was shut down, and what it held is gone; make a new one")
+
+    def shutdown(self) -> None:
+        """Give back what the scheme holds. Idempotent; it also happens when the scheme is collected, and at exit.
+
+        Every later use of the scheme is a ClosedError.
+        """
+        self._over = True
+
+    def __enter__(self: S) -> S:
+        self.check_open("with")
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            self.shutdown()
+        except Exception:
+            if error is None:
+                raise
+            # The caller's own error tells more.
+        finally:
+            self._over = True  # a subclass may have a shutdown() of its own
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.update(_sender=None, _receiver=None, _initialized_on_sender=False, _initialized_on_worker=False)
+        state.update(_depth=0, _over=False)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,12 +232,15 @@ class WeightSender:
     """Sends the weights of one model to its workers, over any transport, one after the other. Made by a scheme."""
 
     sends = True  # False: its workers keep the weights they came with
+    takes_process = False  # can it see the death of a worker's process?
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
-        self._strategy = WeightStrategy(scheme.strategy)
+        self._strategy = scheme.make_strategy()
         self._model_id = "policy"
-        self._model: Any = None
+        self._model: Any = None  # that init_on_sender() was given
+        self._context_model: Any = None  # of the context's `.model`, where it has nothing under the id
+        self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._context_ref: weakref.ref[Any] | None = None
         self._transports: dict[int, Any] = {}
         self._version = 0
@@ -178,24 +265,71 @@ class WeightSender:
         """Has a WorkerDied named this worker, so that sends leave it out?"""
         return False
 
-    def set_context(self, context: Any, model_id: str | None = None) -> None:
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
+
+        Args:
+            worker_idx: 0 or more.
+            process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
+                answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
+
+        Raises ValueError for another index, TypeError for a process that nobody would look at.
+        """
+        worker_idx = check_worker(worker_idx)
+        if process is not None:
+            if not self.takes_process:
+                raise TypeError(
+                    f"a {type(self).__name__} cannot watch process={process!r}; leave it out for worker {worker_idx}"
+                )
+            self._processes[worker_idx] = process
+        try:
+            self._register_worker(worker_idx, pipe_or_context)
+        finally:
+            self._processes.pop(worker_idx, None)
+
+    # Hooks: a subclass may override these, in every scheme.
+
+    def _set_context(self, context: Any, model_id: str | None = None) -> None:
         """Look for the model here when send() gets none. Held weakly."""
         self._context_ref = None if context is None else weakref.ref(context)
         if model_id is not None:
             self._model_id = model_id
 
-    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
-
-        Args:
-            process: the worker's Process, so that its death is seen at once; else it is known from its first answer,
-                and before that only the end of its pipe tells.
-        """
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Reach this worker from now on."""
         self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
+
+    def _iterate_transports(self, worker_ids: int | Sequence[int] | None = None) -> Iterator[Any]:
+        """The transports of these workers. A send goes to the workers whose transports this yields."""
+        for index in chosen_workers(worker_ids, self.worker_ids):
+            yield self._transport_of(index)
+
+    def _transport_of(self, index: int) -> Any:
+        return self._transports[index]
+
+    def _reached(self, workers: list[int]) -> list[int]:
+        """Those of these workers whose transports _iterate_transports() yields."""
+        if not self._picks:
+            return workers
+        own = {id(self._transport_of(index)): index for index in workers}
+        reached = []
+        for transport in self._iterate_transports(workers):
+            if id(transport) not in own:
+                raise ValueError(
+                    f"_iterate_transports() yields {transport!r}, which is the transport of none of the workers "
+                    f"{workers}; yield what super()._iterate_transports() gives"
+                )
+            reached.append(own[id(transport)])
+        return sorted(reached)
+
+    @property
+    def _picks(self) -> bool:
+        """Does a subclass choose who is sent to?"""
+        return type(self)._iterate_transports is not WeightSender._iterate_transports
 
     def set_up(self, arguments: Arguments) -> None:
         """Take in what init_on_sender() got. Called by the scheme."""
-        self._model = arguments.get("model")
+        self._take_model(arguments, "model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
         count = arguments.get("num_workers")
         if pipes is not None:
@@ -204,7 +338,12 @@ class WeightSender:
                     f"num_workers is {count} but there are {len(pipes)} pipes; give one pipe for each worker"
                 )
             for index, pipe in enumerate(pipes):
-                self.register_worker(index, pipe, process_of(arguments, index))
+                self.register_worker(index, pipe, process_of(arguments, index) if self.takes_process else None)
+
+    def _take_model(self, arguments: Arguments, *names: str) -> None:
+        """The model that was given under the first of these names; else what the context has there."""
+        self._model = next((m for name in names if (m := arguments.given(name)) is not None), None)
+        self._context_model = next((m for name in names if (m := arguments.model_at(name)) is not None), None)
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
@@ -263,7 +402,7 @@ class WeightSender:
         """Start sending; what _collect() needs."""
         prepared = self._prepared(weights)
         self._version += 1
-        transports = [self._transports[index] for index in workers]
+        transports = list(self._iterate_transports(workers))
         for transport in transports:
             getattr(transport, "send_weights_async", transport.send_weights)(self._model_id, prepared)
         return transports
@@ -279,8 +418,13 @@ class WeightSender:
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
+        if weights is None and self._model is not None:
+            return self._model
         found = self._scheme.find_source(weights, self._model_id, self._context)
-        found = self._model if found is None else found
+        found = self._context_model if found is None else found
+        return self._needed_source(found)
+
+    def _needed_source(self, found: Any) -> Any:
         if found is None:
             raise ValueError(
                 f"there are no weights to send: pass them, or give init_on_sender() a context or a model= for "
@@ -288,14 +432,28 @@ class WeightSender:
             )
         return found
 
+    @property
+    def _prepares(self) -> bool:
+        """Does the user's scheme prepare weights in its own way?"""
+        return getattr(self._scheme.prepare_weights, "__func__", None) is not WeightSyncScheme.prepare_weights
+
     def _prepared(self, weights: Any) -> Any:
-        return self._scheme.prepare_weights(self._source(weights), self._model_id, self._strategy, self._context)
+        """The weights that travel."""
+        if self._prepares:
+            found = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
+        else:
+            found = self._source(weights)
+        found = self._needed_source(found)
+        if isinstance(found, nn.Module):
+            return self._strategy.extract_weights(found)
+        return self._strategy.cast(found)
 
     @property
     def _context(self) -> Any:
         return None if self._context_ref is None else self._context_ref()
 
     def _refuse_pending(self, call: str) -> None:
+        self._scheme.check_open(call)
         if self._pending is not None:
             raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
 
@@ -312,8 +470,9 @@ class WeightReceiver:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
-        self._strategy = WeightStrategy(scheme.strategy)
+        self._strategy = scheme.make_strategy()
         self._model_id = "policy"
+        self._worker_idx: int | None = None
         self._model_ref: Any = None
         self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
@@ -323,6 +482,11 @@ class WeightReceiver:
     def model_id(self) -> str:
         """Which model it receives."""
         return self._model_id
+
+    @property
+    def worker_idx(self) -> int | None:
+        """The index that init_on_worker() was given for this worker."""
+        return self._worker_idx
 
     @property
     def transport(self) -> Any:
@@ -341,24 +505,36 @@ class WeightReceiver:
         """
         return self._version
 
-    def set_context(self, context: Any) -> None:
+    # Hooks: a subclass may override these, in every scheme.
+
+    def _set_context(self, context: Any) -> None:
         """Look for the model here. Held weakly."""
         self._context_ref = None if context is None else weakref.ref(context)
 
-    def register_model(self, model_ref: Any) -> None:
+    def _register_model(self, model_ref: Any) -> None:
         """The model itself, or its id in the context."""
         self._model_ref = model_ref
 
-    def register_worker_transport(self, pipe: Any) -> None:
+    def _register_worker_transport(self, pipe: Any) -> None:
         """Hear from the sender over this pipe."""
         self._transport = self._scheme.create_transport(pipe)
 
+    def _resolve_model_ref(self) -> Any:
+        """The model that weights are applied to. Raises ValueError when there is none."""
+        return referenced_model(self._model_ref, self._context_ref)
+
     def set_up(self, arguments: Arguments) -> None:
         """Take in what init_on_worker() got. Called by the scheme."""
-        self._model_id = arguments.model_id
+        self._take_worker(arguments)
         model = arguments.model()
-        self.register_worker_transport(arguments.needed("pipe"))
-        self.register_model(arguments.model_id if model is None else model)
+        self._register_worker_transport(arguments.needed("pipe"))
+        self._register_model(arguments.model_id if model is None else model)
+
+    def _take_worker(self, arguments: Arguments) -> None:
+        """Which model it is, and which worker."""
+        self._model_id = arguments.model_id
+        worker = arguments.get("worker_idx")
+        self._worker_idx = None if worker is None else check_worker(worker)
 
     def receive(self, timeout: float = 0.001) -> bool:
         """Apply what has arrived, and say so to the sender.
@@ -373,25 +549,28 @@ class WeightReceiver:
             ValueError: no model is registered, or the context that had it is gone. WriterDied: the sender is gone.
             An exception while applying is raised here and, with its traceback, in the sender.
         """
+        self._scheme.check_open("receive")
         if self._transport is None:
             return False
         received = self._transport.receive_weights(timeout=timeout)
         if received is None:
             return False
+        named_content(received, self._model_id)  # or raise
         self.apply_weights(received[1])
         return True
 
     def apply_weights(self, weights: Any) -> None:
-        """Apply weights that the worker's own loop has read from the pipe, and say so to the sender."""
-        self._strategy.apply_weights(self._resolve_model(), weights)
+        """Apply weights that the worker's own loop has read, alone or as (model_id, weights), and tell the sender.
+
+        Raises ValueError for weights of another model, and what applying raises.
+        """
+        weights = named_content(weights, self._model_id)
+        self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
-
-    def _resolve_model(self) -> Any:
-        return referenced_model(self._model_ref, self._context_ref)
 
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
 
 
 class Arguments:
@@ -18,15 +22,36 @@ class Arguments:
         self.model_id = model_id
         self.context = context
         self._kwargs = kwargs
+        self._read: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """The keyword arguments that were given."""
+        return set(self._kwargs)
+
+    @property
+    def unread(self) -> set[str]:
+        """Those that nobody has asked for."""
+        return self._kwargs.keys() - self._read
+
+    def given(self, name: str) -> Any:
+        """The keyword argument, else None."""
+        self._read.add(name)
+        return self._kwargs.get(name)
+
+    def model_at(self, name: str) -> Any:
+        """The model that the context has as this attribute, else None."""
+        found = getattr(self.context, name, None)
+        return found if is_model(found) else None
 
     def get(self, name: str) -> Any:
         """The keyword argument, else the context's attribute, else None."""
-        value = self._kwargs.get(name)
+        value = self.given(name)
         return getattr(self.context, name, None) if value is None else value
 
     def reader(self, name: str) -> Callable[[], Any]:
         """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""
-        value = self._kwargs.get(name)
+        value = self.given(name)
         if value is not None or self.context is None:
             return lambda: value
         context = weakref.ref(self.context)
@@ -34,8 +59,8 @@ class Arguments:
 
     def model(self) -> Any:
         """The model itself: `model=`, or what the context gives for the id; None if neither does."""
-        if self._kwargs.get("model") is not None:
-            return self._kwargs["model"]
+        if (model := self.given("model")) is not None:
+            return model
         return None if self.context is None else find_model(self.context, self.model_id)
 
     def needed(self, name: str) -> Any:
@@ -60,12 +85,78 @@ def resolve_model(context: Any, model_id: str) -> Any:
     return found
 
 
-def find_model(context: Any, model_id: str) -> Any:
-    """The context's model of this id; None when it is not there."""
+def find_object(context: Any, model_id: str) -> Any:
+    """What the context has under this id, whatever it is; None when it is not there."""
     try:
         return resolve_model(context, model_id)
     except (AttributeError, KeyError, IndexError):
         return None
+
+
+def find_model(context: Any, model_id: str) -> Any:
+    """The context's model of this id; None when it is not there, or when what is there has no weights."""
+    found = find_object(context, model_id)
+    return found if is_model(found) else None
+
+
+def model_in(context: Any, model_id: str) -> Any:
+    """The context's model of this id. Raises as resolve_model(), and ValueError for what has no weights."""
+    found = resolve_model(context, model_id)
+    if not is_model(found):
+        raise ValueError(
+            f"what the context has under {model_id!r} is a {type(found).__name__}, which has no weights; a model is a "
+            "torch.nn.Module, a TensorDict or a dict of tensors. Give model= instead"
+        )
+    return found
+
+
+def is_model(found: Any) -> bool:
+    """Does it have weights? A context may have something else under the name of a model."""
+    if isinstance(found, (nn.Module, TensorDictBase)):
+        return True
+    return isinstance(found, Mapping) and any(
+        isinstance(value, torch.Tensor) or is_model(value) for value in found.values()
+    )
+
+
+def named_content(content: Any, model_id: str) -> Any:
+    """Weights, without the id of the model that they are for. Raises ValueError when that is another model."""
+    if type(content) is not tuple or len(content) != 2 or not isinstance(content[0], str):
+        return content
+    if content[0] != model_id:
+        raise ValueError(
+            f"weights of {content[0]!r} came to the receiver of {model_id!r}; make a receiver for {content[0]!r} too"
+        )
+    return content[1]
+
+
+def check_names(scheme: Any, attribute: str, arguments: Arguments) -> Callable[[], None]:
+    """Raise TypeError for keyword arguments that this side of the scheme does not take; gives a check for later.
+
+    A class that reads arguments in its own way, without saying which, is believed first: what it has not read by then
+    is refused by the later check.
+    """
+    takes, call = getattr(scheme, attribute), "init_on_sender" if attribute == "sender_takes" else "init_on_worker"
+
+    def refuse(unknown: set[str]) -> None:
+        if unknown:
+            names = ", ".join(f"{name}=" for name in sorted(unknown))
+            raise TypeError(
+                f"{type(scheme).__name__}.{call}() takes no {names}; it takes model_id, context, "
+                f"{', '.join(sorted(takes))}"
+            )
+
+    if _says_what_it_takes(type(scheme), attribute):
+        refuse(arguments.names - takes)
+        return lambda: None
+    return lambda: refuse(arguments.unread - takes)
+
+
+def _says_what_it_takes(kind: type, attribute: str) -> bool:
+    """Does no subclass of the class that has the attribute read arguments in its own way?"""
+    reading = {"create_sender", "create_receiver", "roster"}
+    base = next(each for each in kind.__mro__ if attribute in vars(each))
+    return not any(reading & vars(each).keys() for each in kind.__mro__[: kind.__mro__.index(base)])
 
 
 def process_of(arguments: Arguments, index: int) -> Any:
@@ -90,15 +181,19 @@ def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> An
     context = context_ref()
     if context is None:
         raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
-    return resolve_model(context, reference)
+    return model_in(context, reference)
 
 
 def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:
     """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
     if worker_ids is None:
         return list(known)
-    chosen = [worker_ids] if isinstance(worker_ids, Integral) else list(worker_ids)  # type: ignore[arg-type]
+    one = isinstance(worker_ids, Integral) or not hasattr(worker_ids, "__iter__")
+    chosen = [worker_ids] if one else list(worker_ids)  # type: ignore[arg-type]
+    odd = [index for index in chosen if isinstance(index, bool) or not isinstance(index, Integral)]
+    if odd:
+        raise ValueError(f"worker_ids are indices such as 0 or [0, 1], not {odd[0]!r}; the registered ones are {known}")
     unknown = [index for index in chosen if index not in known]
     if unknown:
         raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
-    return sorted({int(index) for index in chosen})
+    return sorted({int(index) for index in chosen})  # type: ignore[arg-type]

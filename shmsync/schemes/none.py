@@ -12,6 +12,8 @@ from .api import WeightReceiver, WeightSender, WeightSyncScheme
 class NoWeightSyncScheme(WeightSyncScheme):
     """Every call does nothing, and answers as if there were no news."""
 
+    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}  # of the scheme that it stands in for
+
     def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
         """A transport to nowhere."""
         return NoTransport()
@@ -56,6 +58,11 @@ class NoSender(WeightSender):
     """Leaves the workers' weights, and so its version, as they are."""
 
     sends = False
+    takes_process = True
+
+    @override
+    def _chosen(self, worker_ids: Any) -> list[int]:
+        return []
 
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> list[Any]:
@@ -67,8 +74,14 @@ class NoReceiver(WeightReceiver):
 
     @override
     def set_up(self, arguments: Any) -> None:
-        self._model_id = arguments.model_id
+        self._take_worker(arguments)
         self._transport = self._scheme.create_transport(None)
+
+    @override
+    def receive(self, timeout: float = 0.001) -> bool:
+        """False: there is no news."""
+        self._scheme.check_open("receive")
+        return False
 
     @override
     def apply_weights(self, weights: Any) -> None:

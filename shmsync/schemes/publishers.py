@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing import util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..engine.casting import matching_dtypes
+from ..engine.dtypes import Dtypes
 from ..engine.publisher import Publication, Publisher, publish_all
-from ..engine.sources import Weights, not_saved
+from ..engine.sources import EVERYTHING, Weights, collect, not_saved
+from ..engine.strategy import WeightStrategy
 from ..memory.manifest import Key
 
 ALL = 0  # the group of every worker, where no groups= were given
@@ -38,9 +41,25 @@ def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
 
 
 class Publishers:
-    """Publishers by model and group. A model's groups share version numbers, and skip what a send to others used."""
+    """Publishers by model and group. A model's groups share version numbers, and skip what a send to others used.
 
-    def __init__(self, *, slots: int, groups: Sequence[Sequence[int]] | None, timeout: float, alias: bool) -> None:
+    With `partial` the first weights of a model say which leaves its arenas have; later ones may lack any of them. A
+    group whose arena is made later begins with what the others have.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        groups: Sequence[Sequence[int]] | None,
+        timeout: float,
+        alias: bool,
+        partial: bool = False,
+        dtype: Dtypes = None,
+    ) -> None:
+        self.partial = partial
+        self.dtype = dtype
+        self._strategy = WeightStrategy()
         self._slots = slots
         self._timeout = timeout
         self._alias = alias
@@ -116,9 +135,15 @@ class Publishers:
 
         Raises what Publisher() raises; publishing refuses weights that lack a leaf.
         """
-        if model_id not in self._optional and isinstance(source, nn.Module):
+        if not self.partial and model_id not in self._optional and isinstance(source, nn.Module):
             self._optional[model_id] = not_saved(source)
         made = self._publishers.setdefault(model_id, {})
+        first = source
+        if self.partial and made:
+            source = self._strategy.extract_weights(source) if isinstance(source, nn.Module) else source
+            known = max(made.values(), key=lambda publisher: publisher.version)
+            known.check(source)
+            first = {**_named(known.weights), **_named(source)}
         fresh: dict[int, Publisher] = {}
 
         def discard() -> None:
@@ -128,11 +153,12 @@ class Publishers:
         try:
             for group in groups:
                 if group not in made:
-                    fresh[group] = self._make(source, readers, version)
+                    fresh[group] = self._make(first, readers, version)
         except BaseException:
             discard()
             raise
-        old = [Publication(made[group], source, self.optional(model_id)) for group in groups if group in made]
+        optional = None if self.partial else self.optional(model_id)
+        old = [Publication(made[group], source, optional) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
     def _make(self, source: Weights, readers: int, version: int) -> Publisher:
@@ -146,6 +172,8 @@ class Publishers:
             slots=self._slots,
             max_readers=max(64, 2 * readers),
             device=None if self._alias else "cpu",  # a trainer on a GPU sends too
+            dtype=self._dtype_for(source),
+            include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,
         )
         try:
@@ -160,9 +188,16 @@ class Publishers:
             raise
         return publisher
 
+    def _dtype_for(self, source: Weights) -> Dtypes:
+        return matching_dtypes(collect(source, EVERYTHING).tensors, self.dtype) if self.partial else self.dtype
+
     def close(self) -> None:
         """End every arena. Idempotent."""
         self._finalizer()
+
+
+def _named(weights: Weights) -> dict[str, Any]:
+    return {".".join(key): tensor for key, tensor in collect(weights, EVERYTHING).tensors.items()}
 
 
 def _close_all(publishers: dict[str, dict[int, Publisher]]) -> None:

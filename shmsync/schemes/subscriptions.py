@@ -14,13 +14,12 @@ from ..engine.subscriber import Consistency, Subscriber
 from ..errors import ProtocolError
 from ..memory.segment import Handle
 
-_STRATEGY = WeightStrategy()
-
 
 class Subscriptions:
     """Subscribers by model id, and the models that they are bound to."""
 
-    def __init__(self, *, consistency: Consistency, timeout: float) -> None:
+    def __init__(self, *, consistency: Consistency, timeout: float, partial: bool = False) -> None:
+        self._strategy = WeightStrategy(partial=partial)
         self._consistency = consistency
         self._timeout = timeout
         self._handles: dict[str, tuple[Handle, int | None]] = {}
@@ -82,7 +81,7 @@ class Subscriptions:
         subscriber = self.needed(model_id)
         if not isinstance(model, nn.Module):
             with subscriber.read() as section:
-                _STRATEGY.apply_weights(model, section.weights)
+                self._strategy.apply_weights(model, section.weights)
         elif (bound := self._bound.get(model_id)) is None or bound() is not model:
             subscriber.bind(model, guard=can_be_called(model))
             self._bound[model_id] = weakref.ref(model)

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ...memory.segment import Handle
+
 UPDATE = "update_weights"
 REGISTER = "register_shared_weights"
 PREPARE = "prepare_weights"
@@ -77,6 +79,19 @@ class Message(NamedTuple):
         if tag is None and isinstance(content, int):
             tag = Tag(model_id, content)
         return cls(kind, model_id, content, tag)
+
+
+def given_message(content: Any, model_id: str, worker: int | None) -> Message:
+    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone."""
+    if is_message(content):
+        message = Message.of(content)
+        return message._replace(worker=worker if message.worker is None else message.worker)
+    if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):  # no Handle, which is a tuple too
+        model_id, content = content
+    if isinstance(content, Handle):
+        return Message(REGISTER, model_id, content, Tag(model_id, 0), worker)
+    number = isinstance(content, int) and not isinstance(content, bool)
+    return Message(UPDATE, model_id, content, Tag(model_id, content) if number else None)
 
 
 def is_message(message: object) -> bool:

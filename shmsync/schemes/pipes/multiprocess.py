@@ -10,13 +10,16 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
+from ...engine.dtypes import Dtypes
+from ...engine.outcome import Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import check_timeout
 from ..api import WeightSyncScheme
+from ..owed import Leaves, Owed, private_leaves
 from ..publishers import Plan
 from . import messages
-from .carrier import PipeCarrier
+from .carrier import PipeCarrier, Posted
 from .messages import Message, Tag, Tagged
 from .receiver import PipeReceiver
 from .sender import PipeSender
@@ -27,9 +30,13 @@ from .transport import PipeTransport
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
         super().__init__()
         self._newest: dict[str, tuple[int, bytes]] = {}  # version, and the message that carries it
+        self._partial = partial
+        self._owed: dict[str, Owed] = {}
+        self._given: dict[str, Leaves] = {}  # with the newest version
+        self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
 
     @override
     def version(self, model_id: str) -> int:
@@ -40,10 +47,14 @@ class MultiProcessCarrier(PipeCarrier):
         if isinstance(weights, (TensorDictBase, Mapping)):
             leaves, _ = leaves_of(weights)
             refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
-        message = dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
+        given = private_leaves(weights) if self._partial else {}
+        message = _packed(model_id, weights, version)
 
         def accept() -> None:
             self._newest[model_id] = version, message
+            if self._partial:
+                self._owed.setdefault(model_id, Owed()).add(given, links.values())
+                self._given[model_id], self._untold[model_id] = given, set(links.values())
 
         return Plan([], accept, lambda: None)
 
@@ -52,8 +63,31 @@ class MultiProcessCarrier(PipeCarrier):
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         for link in links.values():
-            link.end.send(message, tag, replaceable=True)
+            link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True)
         return {index: [tag] for index in links}
+
+    def _message_for(self, model_id: str, link: Link, version: int, message: bytes) -> bytes:
+        """The newest version for this worker, which may need more than what was given, or less than everything."""
+        if not self._partial:
+            return message
+        owed, given = self._owed[model_id], self._given[model_id]
+        if link in self._untold[model_id]:
+            self._untold[model_id].remove(link)
+            due = owed.due(link, given)
+        else:
+            due = owed.renew(link)
+        return message if due is None else _packed(model_id, due, version)
+
+    @override
+    def mark(self, posted: Posted, outcome: Outcome) -> None:
+        super().mark(posted, outcome)
+        if self._partial:
+            done, failed = ([posted.links[i] for i in some] for some in (outcome.done, outcome.failed))
+            self._owed[posted.model_id].settle(self._given[posted.model_id], done, failed)
+
+
+def _packed(model_id: str, weights: Any, version: int) -> bytes:
+    return dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
 
 
 class MPTransport(PipeTransport):
@@ -79,10 +113,15 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
         timeout: default of a send, in seconds; math.inf waits for ever.
+        partial, dtype: see WeightSyncScheme.
     """
 
-    def __init__(self, strategy: Form = "state_dict", *, timeout: float = 10.0) -> None:
-        super().__init__(strategy)
+    sender_takes = WeightSyncScheme.sender_takes | {"procs"}
+
+    def __init__(
+        self, strategy: Form = "state_dict", *, timeout: float = 10.0, partial: bool = False, dtype: Dtypes = None
+    ) -> None:
+        super().__init__(strategy, partial=partial, dtype=dtype)
         self.timeout = check_timeout(timeout)
 
     @override
@@ -105,7 +144,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def create_carrier(self) -> MultiProcessCarrier:
         """What a new sender sends with."""
-        return MultiProcessCarrier()
+        return MultiProcessCarrier(partial=self.partial)
 
 
 class MultiProcessReceiver(PipeReceiver):
@@ -113,10 +152,10 @@ class MultiProcessReceiver(PipeReceiver):
 
     @override
     def _check(self, message: Message) -> None:
-        self._strategy.check_weights(self._resolve_model(), message.content)
+        self._strategy.check_weights(self._resolve_model_ref(), message.content)
 
     @override
     def _use(self, message: Message) -> None:
-        self._strategy.apply_weights(self._resolve_model(), message.content)
+        self._strategy.apply_weights(self._resolve_model_ref(), message.content)
         if message.tag is not None:
             self._version = message.tag.version

@@ -14,7 +14,7 @@ from ...engine.timing import check_timeout
 from ..api import WeightReceiver
 from . import messages
 from .connection import Channel
-from .messages import Message
+from .messages import Message, given_message
 from .worker_end import WorkerEnd
 
 _log = logging.getLogger("shmsync")
@@ -32,7 +32,7 @@ class PipeReceiver(WeightReceiver):
     _has_news = False  # another receiver's receive() has applied weights to this model
 
     @override
-    def register_worker_transport(self, pipe: Any) -> None:
+    def _register_worker_transport(self, pipe: Any) -> None:
         self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
         self._end = WorkerEnd.of(Channel.of(self._transport.pipe))
         self._end.receivers[self._model_id] = self
@@ -44,6 +44,7 @@ class PipeReceiver(WeightReceiver):
         Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
         Raises ValueError when no model is registered, WriterDied when the sender is gone.
         """
+        self._scheme.check_open("receive")
         deadline = time.monotonic() + check_timeout(timeout)
         if self._transport is None:
             return False
@@ -68,6 +69,55 @@ class PipeReceiver(WeightReceiver):
             self._handle(message)
         self._has_news = False
         return True
+
+    @override
+    def apply_weights(self, weights: Any) -> None:
+        """Apply what the worker's own loop has read from the pipe, and answer it.
+
+        Args:
+            weights: a whole message, its (model_id, content), or the content alone: weights, a version, a handle. What
+                is for another model goes to that one's receiver. An answer to less than the whole message may lack its
+                name, and is then for the oldest message of its kind.
+
+        Raises what applying raises, which the sender gets too; ValueError when no receiver has that model.
+        """
+        self._scheme.check_open("apply_weights")
+        if self._transport is None:
+            raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
+        message = given_message(weights, self._model_id, self._worker_idx)
+        if message.kind == messages.PREPARE:
+            self._receive_jointly(message)
+        elif message.kind != messages.RESUME:
+            with self._end.lock:
+                self._apply_given(message)
+
+    def _apply_given(self, message: Message) -> None:
+        end = self._end
+        try:
+            receiver: PipeReceiver | None = end.receivers.get(message.model_id)
+            if message.model_id == self._model_id:
+                receiver = self
+            if receiver is None:
+                raise ValueError(
+                    f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
+                    f"that model; make one for {message.model_id!r}"
+                )
+            if message.kind == messages.REGISTER:
+                receiver._attach(message)
+            else:
+                receiver._use_given(message)
+        except Exception as error:
+            end.fail(message, error)
+            raise
+        if message.tag is not None:
+            end.answer(message, messages.REGISTERED if message.kind == messages.REGISTER else messages.UPDATED)
+        else:
+            end.ack(messages.UPDATED)
+
+    def _use_given(self, message: Message) -> None:
+        """Make the model use what the worker's own loop has read."""
+        self._check(message)
+        self._use(message)
 
     def _serves(self, model_id: str) -> PipeReceiver | None:
         """The receiver of this model, if this thread may apply to it at this moment."""
@@ -135,7 +185,7 @@ class PipeReceiver(WeightReceiver):
             self._use(message)
         except Exception as error:
             self._refused(message, error)
-            self._resolve_model()  # a receiver without a model raises here too
+            self._resolve_model_ref()  # a receiver without a model raises here too
             return False
         self._end.answer(message, messages.UPDATED)
         return True
@@ -157,7 +207,7 @@ class PipeReceiver(WeightReceiver):
 
     def model(self) -> Any:
         """The model that weights are applied to. Raises ValueError when there is none."""
-        return self._resolve_model()
+        return self._resolve_model_ref()
 
     # What the schemes do differently.
 

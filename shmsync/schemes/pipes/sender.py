@@ -11,11 +11,13 @@ from ...engine.timing import deadline_after
 from ..api import WeightSender
 from .carrier import PipeCarrier, Posted
 from .sender_end import Link
+from .worker_transport import WorkerTransport
 
 
 class PipeSender(WeightSender):
     """Sends one model to workers at the other ends of pipes."""
 
+    takes_process = True
     _scheme: Any  # has .timeout and .create_carrier()
 
     def __init__(self, scheme: Any, carrier: PipeCarrier) -> None:
@@ -34,8 +36,21 @@ class PipeSender(WeightSender):
         return sorted(self.carrier.links)
 
     @override
-    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        self.carrier.add(worker_idx, getattr(pipe_or_context, "pipe", pipe_or_context), process)
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        pipe = getattr(pipe_or_context, "pipe", pipe_or_context)
+        self.carrier.add(worker_idx, pipe, self._processes.get(worker_idx))
+
+    @override
+    def _transport_of(self, index: int) -> WorkerTransport:
+        link = self.carrier.links[index]
+        known = self._transports.get(index)
+        if known is None or known.link is not link:
+            known = self._transports[index] = WorkerTransport(self.carrier, index, link, self.default_timeout)
+        return known
+
+    @override
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        return self._reached(super()._chosen(worker_ids))
 
     @override
     def is_dead(self, worker_idx: int) -> bool:

@@ -19,8 +19,6 @@ from .carrier import PipeCarrier, Posted
 from .messages import Tag, Tagged
 from .sender_end import Link, Route
 
-_STRATEGY = WeightStrategy()
-
 
 class SharedMemCarrier(PipeCarrier):
     """Writes weights once for each group of workers. One for all models of a scheme.
@@ -38,6 +36,7 @@ class SharedMemCarrier(PipeCarrier):
         self.policy_weights = policy_weights
         self.plain: dict[str, TensorDictBase] = dict(policy_weights)
         self._auto_register = auto_register
+        self._strategy = WeightStrategy(partial=publishers.partial, dtype=publishers.dtype)
         self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
         self._unconfirmed: dict[str, set[int]] = {}  # who has not said that it is there
         self._routes: dict[str, tuple[Route, Publication]] = {}
@@ -94,7 +93,7 @@ class SharedMemCarrier(PipeCarrier):
         if not isinstance(weights, (nn.Module, TensorDictBase, Mapping)):
             raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(weights).__name__}")
         if isinstance(weights, TensorDictBase):
-            weights = _STRATEGY.extract_weights(weights)  # a path for each dotted key, as modules have them
+            weights = WeightStrategy().extract_weights(weights)  # a path for each dotted key, as modules have them
         plain = self.plain.get(model_id)
         if not (self._auto_register or plain is not None or self.version(model_id)):
             known = sorted({*self.plain, *self.publishers.known()})
@@ -104,8 +103,8 @@ class SharedMemCarrier(PipeCarrier):
             )
         living = self.living()
         if plain is not None:
-            extracted = _STRATEGY.extract_weights(weights)
-            _STRATEGY.check_weights(plain, extracted)
+            extracted = self._strategy.extract_weights(weights)
+            self._strategy.check_weights(plain, extracted)
         # Without workers a plain TensorDict of the user's own is all there is.
         groups = self.publishers.chosen(links, living) if living else [ALL] if plain is None else []
         plan = self.publishers.plan(model_id, weights, groups, version, len(self.links))
@@ -113,7 +112,7 @@ class SharedMemCarrier(PipeCarrier):
         def accept() -> None:
             plan.accept()
             if plain is not None:
-                _STRATEGY.apply_weights(plain, extracted)
+                self._strategy.apply_weights(plain, extracted)
                 self._sent[model_id] = version
             elif model_id not in self.policy_weights:
                 self.policy_weights[model_id] = self.publishers.publisher(model_id, groups[0]).weights

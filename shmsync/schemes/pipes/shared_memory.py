@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
+from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, deadline_after
@@ -43,11 +44,13 @@ class SharedMemTransport(PipeTransport):
         groups: Sequence[Sequence[int]] | None = None,
         timeout: float = 10.0,
         alias: bool = False,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias)
+        publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype)
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
-        self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout)
+        self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
 
     def register_pipe(self, pipe: Any, worker_idx: int | None = None, process: Any = None) -> int:
         """Reach a worker over this pipe; the index it has from now on."""
@@ -101,7 +104,12 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits for ever.
         alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
+        partial, dtype: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the
+            worker's module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values
+            of the newest version.
     """
+
+    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}
 
     def __init__(
         self,
@@ -114,8 +122,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         groups: Sequence[Sequence[int]] | None = None,
         timeout: float = 10.0,
         alias: bool = False,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, partial=partial, dtype=dtype)
         self.policy_weights = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
         self.slots = slots
@@ -135,6 +145,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             groups=self.groups,
             timeout=self.timeout,
             alias=self.alias,
+            partial=self.partial,
+            dtype=self.dtype,
         )
 
     def create_carrier(self) -> SharedMemCarrier:
@@ -164,6 +176,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @override
     def shutdown(self) -> None:
+        super().shutdown()
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,14 +195,13 @@ class SharedMemSender(PipeSender):
 
     def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
         super().__init__(scheme, scheme.create_carrier())
-        # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
-        self._extracts = type(scheme).prepare_weights is not WeightSyncScheme.prepare_weights
+        self._plain = not (self._prepares or self._picks or scheme.partial)  # may it be the common case?
 
     @override
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
-        common = worker_ids is None and not (self._pending or self._extracts)
+        common = worker_ids is None and not self._pending and self._plain
         if not common or not self.carrier.is_common(self._model_id):
             return super().send(weights, worker_ids, timeout=timeout)
         source = weights if isinstance(weights, nn.Module) else self._source(weights)
@@ -203,7 +215,8 @@ class SharedMemSender(PipeSender):
 
     @override
     def sent_weights(self, weights: Any) -> Any:
-        return self._prepared(weights) if self._extracts else self._source(weights)
+        # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
+        return self._prepared(weights) if self._prepares else self._source(weights)
 
     @override
     def set_up(self, arguments: Any) -> None:
@@ -240,14 +253,15 @@ class SharedMemReceiver(PipeReceiver):
         return subscriber.version if subscriber else 0
 
     @override
-    def apply_weights(self, weights: Any) -> None:
-        subscriptions = self._transport.subscriptions
+    def _use_given(self, message: Message) -> None:
+        subscriptions, content = self._transport.subscriptions, message.content
         subscriber = subscriptions.get(self._model_id)
-        if subscriber is not None and weights is subscriber.weights:
-            subscriptions.bind(self._model_id, self._resolve_model())
-            self._transport.send_ack(messages.UPDATED)
+        if isinstance(content, int):
+            super()._use_given(message)
+        elif subscriber is not None and content is subscriber.weights:  # of SharedMemTransport.receive_weights()
+            subscriptions.bind(self._model_id, self._resolve_model_ref())
         else:
-            super().apply_weights(weights)
+            self._strategy.apply_weights(self._resolve_model_ref(), content)
 
     @override
     def close(self) -> None:
@@ -260,8 +274,9 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _attach(self, message: Message) -> None:
-        self._transport.subscriptions.join(message.model_id, message.content, message.worker)
-        self._transport.subscriptions.bind(message.model_id, self._resolve_model())
+        worker = self._worker_idx if message.worker is None else message.worker
+        self._transport.subscriptions.join(message.model_id, message.content, worker)
+        self._transport.subscriptions.bind(message.model_id, self._resolve_model_ref())
 
     @override
     def _check(self, message: Message) -> None:
@@ -271,4 +286,4 @@ class SharedMemReceiver(PipeReceiver):
 
     @override
     def _use(self, message: Message) -> None:
-        self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model())
+        self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model_ref())

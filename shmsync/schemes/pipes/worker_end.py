@@ -133,3 +133,8 @@ class WorkerEnd:
         """Answer what take() gave, or what the worker has read from the pipe by itself."""
         answered, self._given = self._given, None
         self.answer(answered or Message(messages.UPDATE, "", None, None), word)
+
+    def fail(self, message: Message, error: BaseException) -> None:
+        """Say that it could not be applied, in place of answer() or ack()."""
+        given, self._given = self._given, None
+        self.answer_failure(message if message.tag is not None else given or message, error)

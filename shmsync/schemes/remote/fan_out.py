@@ -105,8 +105,12 @@ class FanOut:
         workers: Workers,
         accept: Callable[[], None],
         deadline: float,
+        *,
+        whole: Any,
     ) -> None:
         """Start sending to the workers whose places are known; `accept` is called once publishing cannot fail any more.
+
+        `whole`: all weights, where `weights` may be a part of them: what goes where there is no arena yet, perhaps.
 
         Raises what Publisher.publish() raises on the sender's own node, before anything left it.
         """
@@ -116,12 +120,13 @@ class FanOut:
         near = far.pop(home, None)
         payload = None
         if far:
-            payload = self._carrier.payload(packer.pack(weights, stamp.model_id, stamp.version))
+            payload = self._carrier.payload(packer.pack(whole, stamp.model_id, stamp.version))
         announcement = None
         if near is not None:
             if self._local is None:
                 self._local = Relay(self._options)
-            announcement = self._local.publish_as(stamp, weights, deadline)
+            first = not self._local.version(stamp.model_id)
+            announcement = self._local.publish_as(stamp, whole if first else weights, deadline)
         accept()
         for index, worker in (near or {}).items():
             delivery.ask(index, worker, partial(worker.post, announcement))

@@ -15,7 +15,7 @@ from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout
 from ...errors import ClosedError, ProtocolError
 from ..api import WeightReceiver, WeightSyncScheme
-from ..lookup import Arguments
+from ..lookup import Arguments, named_content
 from ..subscriptions import Subscriptions
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 
@@ -45,10 +45,9 @@ class RemoteReceiver(WeightReceiver):
 
     @override
     def set_up(self, arguments: Arguments) -> None:
-        self._model_id = arguments.model_id
-        self._worker = arguments.get("worker_idx")
+        self._take_worker(arguments)
         model = arguments.model()
-        self.register_model(arguments.model_id if model is None else model)
+        self._register_model(arguments.model_id if model is None else model)
         allow_views(self)
 
     def only_reads(self, model_id: str) -> bool:
@@ -69,12 +68,13 @@ class RemoteReceiver(WeightReceiver):
 
         Raises ManifestMismatch, the errors of Subscriber; ProtocolError for plain weights after the model was bound.
         """
+        weights = named_content(weights, self._model_id)
         stamp = stamp_of(weights)
         with self._applying:
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
-            model = self._resolve_model()
+            model = self._resolve_model_ref()
             if isinstance(weights, Announcement):
                 self._use_arena(weights, model)
             else:
@@ -91,6 +91,7 @@ class RemoteReceiver(WeightReceiver):
         Args:
             timeout: seconds to wait for the next ones; 0 only looks.
         """
+        self._scheme.check_open("receive")
         deadline = time.monotonic() + check_timeout(timeout)
         while True:
             with contextlib.suppress(queue.Empty):
@@ -109,7 +110,7 @@ class RemoteReceiver(WeightReceiver):
         if self._closed:
             raise ClosedError("this worker's scheme was shut down; make a new one")
         if self._handle != announcement.handle:  # the first, or of a relay that took another's place
-            self.subscriptions.switch(self._model_id, announcement.handle, self._worker, model)
+            self.subscriptions.switch(self._model_id, announcement.handle, self._worker_idx, model)
             self._handle = announcement.handle
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
 

@@ -25,6 +25,7 @@ class RelayOptions(NamedTuple):
     slots: int
     readers: int
     timeout: float
+    partial: bool = False  # may updates lack leaves?
 
 
 class Relay:
@@ -33,7 +34,9 @@ class Relay:
     def __init__(self, options: RelayOptions) -> None:
         self._readers = options.readers
         self._timeout = options.timeout
-        self._publishers = Publishers(slots=options.slots, groups=None, timeout=options.timeout, alias=False)
+        self._publishers = Publishers(
+            slots=options.slots, groups=None, timeout=options.timeout, alias=False, partial=options.partial
+        )
         self._lock = threading.Lock()
         leftovers.sweep_some(math.inf)  # what the relay that this one replaces has left: random names do not recur
         allow_views(self)

@@ -188,6 +188,8 @@ class RPCWeightSyncScheme(RemoteScheme):
     for missing or contradictory ones.
     """
 
+    sender_takes = RemoteScheme.sender_takes | {"collector_infos", "collector_rrefs", "collector_class"}
+
     @override
     def create_transport(self, pipe_or_context: Any) -> RPCTransport:
         """The transport to a worker, given as (info, rref, class)."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
+from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import check_timeout, check_worker, deadline_after
 from ...errors import WorkerDied
 from ..api import WeightSender, WeightSyncScheme
 from ..lookup import Arguments
+from ..owed import Leaves, Owed, private_leaves
 from .carrier import Carrier
 from .fan_out import FanOut
 from .parcel import Packer, Stamp
@@ -52,7 +54,12 @@ class RemoteScheme(WeightSyncScheme):
             each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
         timeout: default of a send, in seconds; math.inf waits for ever.
+        partial, dtype: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other nodes each
+            time.
     """
+
+    sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}
+    worker_takes = WeightSyncScheme.worker_takes - {"pipe"}
 
     def __init__(
         self,
@@ -62,8 +69,10 @@ class RemoteScheme(WeightSyncScheme):
         slots: int = 1,
         consistency: Consistency = "pinned",
         timeout: float = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        super().__init__(strategy)
+        super().__init__(strategy, partial=partial, dtype=dtype)
         if fan_out not in (None, "node"):
             raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
         self.fan_out = fan_out
@@ -93,6 +102,7 @@ class RemoteScheme(WeightSyncScheme):
 
     @override
     def shutdown(self) -> None:
+        super().shutdown()
         for end in (self._sender, self._receiver):
             if isinstance(end, (RemoteSender, RemoteReceiver)):
                 end.close()
@@ -117,14 +127,16 @@ class RemoteSender(WeightSender):
         self._packer = Packer(self._carrier.piece_bytes)
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
+        self._owed = Owed()
+        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
         if scheme.fan_out == "node":
-            options = RelayOptions(scheme.slots, _READERS, scheme.timeout)
+            options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer.session)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, whoever forgets shutdown()
 
     @override
     def set_up(self, arguments: Arguments) -> None:
-        self._model = next((m for name in ("model", "source_model") if (m := arguments.get(name)) is not None), None)
+        self._take_model(arguments, "model", "source_model")
         roster = self._scheme.roster(arguments)
         if roster is not None:
             workers = roster.read() or ()
@@ -143,6 +155,7 @@ class RemoteSender(WeightSender):
 
     @override
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        worker_idx = check_worker(worker_idx)
         if self._roster is not None and self._roster.live:
             raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
         super().register_worker(worker_idx, pipe_or_context, process)
@@ -159,11 +172,18 @@ class RemoteSender(WeightSender):
         if keys == [transport.key for transport in self._transports.values()]:
             return
         known = {transport.key: transport for transport in self._transports.values()}
-        made: dict[int, RemoteTransport] = {}
-        for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
-            made[index] = known.get(key) or self._scheme.create_transport(address)
-            made[index].key = key
-        self._transports = made
+        earlier, self._transports = self._transports, {}
+        try:
+            for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
+                if key in known:
+                    self._transports[index] = known[key]
+                    continue
+                self._register_worker(index, address)
+                if index in self._transports:  # a subclass may leave one out
+                    self._transports[index].key = key
+        except BaseException:
+            self._transports = earlier
+            raise
 
     @override
     def is_dead(self, worker_idx: int) -> bool:
@@ -180,7 +200,7 @@ class RemoteSender(WeightSender):
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         self._update_workers()
-        return super()._chosen(worker_ids)
+        return self._reached(super()._chosen(worker_ids))
 
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Delivery:
@@ -192,25 +212,47 @@ class RemoteSender(WeightSender):
                 missing=workers,
             )
         prepared = self._prepared(weights)
+        given = private_leaves(prepared) if self._scheme.partial else None
         delivery = Delivery(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
             everybody = {index: each for index, each in self._transports.items() if not each.reported}
             fan_out.find_places(delivery, alive, everybody, deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
-            accept = partial(setattr, self, "_version", version)
-            fan_out.deliver(delivery, self._packer, stamp, prepared, alive, accept, deadline)
+            accept = partial(self._accept, version, given, alive)
+            whole = prepared if given is None else {**self._owed.whole, **given}
+            fan_out.deliver(delivery, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
             return delivery
         parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(parcel) if alive else None
-        self._version += 1
+        self._accept(self._version + 1, given, alive)
         for index, transport in alive.items():
-            delivery.ask(index, transport, partial(transport.post, payload))
+            due = None if given is None else self._owed.due(transport, given)
+            if due is None:
+                start = partial(transport.post, payload)
+            else:  # it has missed some, or is new
+                more = self._packer.pack(due, self._model_id, self._version)
+                start = partial(transport.post, self._carrier.payload(more))
+            delivery.ask(index, transport, start)
         return delivery
+
+    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport]) -> None:
+        """These weights are that version."""
+        self._version = version
+        if given is not None:
+            self._owed.add(given, workers.values())
+            self._given = given, dict(workers)
 
     @override
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:
         posted.finish(deadline)
+        if self._scheme.partial:
+            given, asked = self._given
+            done, failed = (
+                [asked[i] for i in some if isinstance(i, int) and i in asked]
+                for some in (posted.outcome.done, posted.outcome.failed)
+            )
+            self._owed.settle(given, done, failed or ([None] if posted.outcome.failed else []))
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     @override
@@ -219,7 +261,7 @@ class RemoteSender(WeightSender):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_carrier", "_packer", "_roster", "_fan_out"):
+        for name in ("_carrier", "_packer", "_roster", "_fan_out", "_owed", "_given"):
             state.pop(name)
         return {**state, "_version": 0}
 

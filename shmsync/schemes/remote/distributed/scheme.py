@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
+from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ....engine.timing import check_timeout
@@ -25,7 +26,8 @@ class DistributedWeightSyncScheme(RemoteScheme):
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
-        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its ranks.
+        strategy, fan_out, slots, consistency, timeout, partial, dtype: see RemoteScheme. The relay of a node is one of
+            its ranks.
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
@@ -33,6 +35,9 @@ class DistributedWeightSyncScheme(RemoteScheme):
     be an argument or come from the context, which is held weakly. Both raise ProtocolError without a process group when
     one is needed.
     """
+
+    sender_takes = RemoteScheme.sender_takes | {"store", "ranks"}
+    worker_takes = RemoteScheme.worker_takes | {"store", "rank"}
 
     def __init__(
         self,
@@ -44,8 +49,18 @@ class DistributedWeightSyncScheme(RemoteScheme):
         slots: int = 1,
         consistency: Consistency = "pinned",
         timeout: float = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
+        super().__init__(
+            strategy,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+        )
         if backend != "gloo":
             raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
         self.backend = backend
@@ -109,13 +124,14 @@ class DistributedReceiver(RemoteReceiver):
         if rank is None:
             _need_group("rank=")
             rank = torch.distributed.get_rank()
-        self.register_worker_transport((_store(arguments), rank))
+        self._register_worker_transport((_store(arguments), rank))
         if self._transport.inbox is not None:
             self._transport.inbox.introduce()
 
     @override
     def receive(self, timeout: float = 0.001) -> bool:
         """Apply what has arrived, and answer. What cannot be applied raises in the sender; the model is unchanged."""
+        self._scheme.check_open("receive")
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
@@ -130,7 +146,7 @@ class DistributedReceiver(RemoteReceiver):
                 inbox.fail(message, error)
                 if not isinstance(error, Exception):
                     raise
-                self._resolve_model()  # a receiver without a model raises here too
+                self._resolve_model_ref()  # a receiver without a model raises here too
                 return False
             inbox.answer(message["serial"])
             return True

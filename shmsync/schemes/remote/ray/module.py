@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
-from ...lookup import Arguments, find_model
+from ...lookup import Arguments, find_object
 from ..receiver import RemoteReceiver
 from ..scheme import RemoteSender, Roster
 from .carrier import TensorTransport
@@ -70,13 +71,15 @@ class RayModuleTransformScheme(ActorScheme):
 
     Args:
         strategy: the form in which weights travel, and which of the actor's methods gets them.
-        tensor_transport, fan_out, slots, consistency, timeout: see RayWeightSyncScheme. fan_out="node" needs an actor
-            that gives what it gets to a receiver's apply_weights(), as TorchRL's does not.
+        tensor_transport, fan_out, slots, consistency, timeout, partial, dtype: see RayWeightSyncScheme.
+            fan_out="node" needs an actor that gives what it gets to a receiver's apply_weights(); TorchRL's does not.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
     argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,
     ImportError without Ray.
     """
+
+    sender_takes = ActorScheme.sender_takes | {"actor_refs", "actors", "remote_collectors"}
 
     def __init__(
         self,
@@ -87,6 +90,8 @@ class RayModuleTransformScheme(ActorScheme):
         slots: int = 1,
         consistency: Consistency = "pinned",
         timeout: float = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
         super().__init__(
             strategy,
@@ -95,6 +100,8 @@ class RayModuleTransformScheme(ActorScheme):
             slots=slots,
             consistency=consistency,
             timeout=timeout,
+            partial=partial,
+            dtype=dtype,
         )
 
     @override
@@ -134,7 +141,7 @@ class RayModuleTransformSender(RemoteSender):
     @override
     def _update_workers(self) -> None:
         if self._roster is None and not any(transport.connected for transport in self._transports.values()):
-            found = None if self._context is None else find_model(self._context, self._model_id)
+            found = None if self._context is None else find_object(self._context, self._model_id)
             if found is None or actor_of(found) is None:
                 why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"
                 raise ValueError(f"the context {why}; give init_on_sender() actors=")
@@ -143,8 +150,9 @@ class RayModuleTransformSender(RemoteSender):
     @override
     def _source(self, weights: Any) -> Any:
         # What the context has under the model id is the actor's wrapper, not weights.
-        if weights is None and self._model is not None:
-            return self._model
+        model = self._model if self._model is not None else self._context_model
+        if weights is None and model is not None:
+            return model
         return super()._source(weights)
 
 
@@ -161,4 +169,4 @@ class RayModuleTransformReceiver(RemoteReceiver):
         for name in ("_actor_module", "module"):
             module = getattr(arguments.context, name, None)
             if isinstance(self._model_ref, str) and module is not None:
-                self.register_model(module)
+                self._register_model(module)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ...lookup import Arguments
@@ -65,8 +66,18 @@ class ActorScheme(RemoteScheme):
         slots: int = 1,
         consistency: Consistency = "pinned",
         timeout: float = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
+        super().__init__(
+            strategy,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+        )
         check_tensor_transport(tensor_transport)
         self.tensor_transport: TensorTransport = tensor_transport
 
@@ -88,13 +99,15 @@ class RayWeightSyncScheme(ActorScheme):
     tensors are views of the object store, not to be written into; in one without they are a copy.
 
     Args:
-        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. Relays are actors.
+        strategy, fan_out, slots, consistency, timeout, partial, dtype: see RemoteScheme. Relays are actors.
         tensor_transport: how Ray moves the weights, "object_store" or "nixl".
 
     init_on_sender() takes `remote_collectors` (a list of actors, read again at each send: actors may join and leave),
     and perhaps `num_workers` or `num_collectors`, `source_model` (or `model`); each as an argument or by the context,
     which is held weakly. It raises ValueError for missing or contradictory ones, ImportError without Ray.
     """
+
+    sender_takes = RemoteScheme.sender_takes | {"remote_collectors"}
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RayTransport:

@@ -1,0 +1,203 @@
+"""What init_on_sender(), init_on_worker() and register_worker() take, and the life of a scheme."""
+
+import pickle
+
+import pytest
+
+from shmsync.errors import ClosedError
+from shmsync.schemes import NoWeightSyncScheme
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import KINDS, OPTIONS, Box, BoxScheme
+from support.conformance.table import NONE
+
+# ---- keyword arguments
+
+
+def test_unknown_argument_of_init_on_sender_names_the_known_ones(scheme, ends):
+    with pytest.raises(TypeError, match=r"init_on_sender\(\) takes no colour=.*it takes .*model.*num_workers"):
+        scheme.init_on_sender("policy", colour="red", **ends.sender)
+    with pytest.raises(RuntimeError, match=r"call init_on_sender\(\) before"):
+        scheme.get_sender()
+
+
+def test_unknown_argument_of_init_on_worker_names_the_known_ones(scheme, ends):
+    with pytest.raises(TypeError, match=r"init_on_worker\(\) takes no inplace=.*it takes .*model"):
+        scheme.init_on_worker("policy", model=Stamped(), inplace=True, **ends.worker)
+    with pytest.raises(RuntimeError, match=r"call init_on_worker\(\) before"):
+        scheme.get_receiver()
+
+
+def test_unknown_argument_registers_no_worker(scheme, ends):
+    with pytest.raises(TypeError):
+        scheme.init_on_sender("policy", modle=Stamped(), **ends.sender)
+    assert scheme.create_sender().worker_ids == []
+
+
+class Declaring(BoxScheme):
+    sender_takes = BoxScheme.sender_takes | {"colour"}
+
+
+class Reading(BoxScheme):
+    """A subclass whose sender reads more, and which says nothing of it."""
+
+    def create_sender(self):
+        made = super().create_sender()
+        set_up = made.set_up
+
+        def with_colour(arguments):
+            self.colour = arguments.get("colour")
+            set_up(arguments)
+
+        made.set_up = with_colour
+        return made
+
+
+class Taking(BoxScheme):
+    def init_on_sender(self, model_id, context=None, *, colour, **kwargs):
+        self.colour = colour
+        super().init_on_sender(model_id, context, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Declaring, Reading, Taking])
+def test_subclass_may_take_more(kind):
+    scheme = kind()
+    scheme.init_on_sender("policy", pipes=[Box()], colour="red")
+    assert scheme.get_sender().worker_ids == [0]
+    assert vars(scheme).get("colour", "red") == "red"
+    with pytest.raises(TypeError, match="takes no size="):
+        kind().init_on_sender("policy", pipes=[Box()], colour="red", size=3)
+
+
+def test_receiver_knows_the_index_of_its_worker(scheme, ends):
+    scheme.init_on_worker("policy", model=Stamped(), worker_idx=3, **ends.worker)
+    assert scheme.get_receiver().worker_idx == 3
+
+
+@pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
+def test_worker_idx_that_is_no_index_is_refused(scheme, ends, index):
+    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+        scheme.init_on_worker("policy", model=Stamped(), worker_idx=index, **ends.worker)
+
+
+@pytest.mark.parametrize("index", ["a", -1, True, 1.5, None], ids=repr)
+def test_registering_a_worker_under_no_index_is_refused(scheme, ends, index):
+    scheme.init_on_sender("policy", **ends.sender)
+    sender = scheme.get_sender()
+    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+        sender.register_worker(index, ends.transport)
+    assert sender.worker_ids == [0]
+
+
+@pytest.mark.parametrize("workers", ["a", True, [True], [0.0], 0.0], ids=repr)
+def test_sending_to_no_index_is_refused(entry, workers):
+    scheme = entry.make()
+    with entry.ends() as ends:
+        scheme.init_on_sender("policy", **ends.sender)
+        with pytest.raises(ValueError, match="worker_ids are indices"):
+            scheme.get_sender().send(Stamped(1), workers)
+    scheme.shutdown()
+
+
+def test_process_that_nobody_would_look_at_is_refused():
+    scheme = BoxScheme()
+    scheme.init_on_sender("policy", pipes=[])
+    with pytest.raises(TypeError, match="cannot watch process="):
+        scheme.get_sender().register_worker(0, Box(), object())
+    assert scheme.get_sender().worker_ids == []
+
+
+@pytest.mark.parametrize("workers", [0, [0], [0, 1]])
+def test_no_weight_sync_does_nothing_whoever_it_is_for(workers):
+    scheme = NoWeightSyncScheme()
+    scheme.init_on_sender("policy")
+    sender = scheme.get_sender()
+    assert sender.send(Stamped(1), worker_ids=workers) == 0
+    assert sender.send_async(None, workers) == sender.wait_async() == 0
+
+
+# ---- the life of a scheme
+
+
+def test_with_ends_the_scheme(any_entry):
+    with any_entry.ends() as ends:
+        with any_entry.make() as scheme:
+            scheme.init_on_sender("policy", **ends.sender)
+            sender = scheme.get_sender()
+            assert sender.worker_ids == [0]
+        for use in (
+            lambda: scheme.init_on_sender("policy", **ends.sender),
+            lambda: scheme.init_on_worker("policy", model=Stamped(), **ends.worker),
+            scheme.get_sender,
+            scheme.get_receiver,
+            scheme.__enter__,
+            lambda: sender.send(Stamped(1)),
+            lambda: sender.send_async(Stamped(1)),
+        ):
+            with pytest.raises(ClosedError, match="was shut down.*make a new one"):
+                use()
+        scheme.shutdown()  # may be repeated
+
+
+def test_receiver_of_a_scheme_that_is_over_says_so(scheme, ends):
+    scheme.init_on_worker("policy", model=Stamped(), **ends.worker)
+    receiver = scheme.get_receiver()
+    scheme.shutdown()
+    with pytest.raises(ClosedError, match="was shut down"):
+        receiver.receive(timeout=0)
+
+
+def test_with_may_be_nested(any_entry):
+    with any_entry.ends() as ends, any_entry.make() as scheme:
+        with scheme as same:
+            assert same is scheme
+        scheme.init_on_sender("policy", **ends.sender)
+    with pytest.raises(ClosedError):
+        scheme.get_sender()
+
+
+def test_error_inside_with_ends_the_scheme_and_is_the_one_that_is_raised(any_entry):
+    scheme = any_entry.make()
+    with pytest.raises(ZeroDivisionError), scheme:
+        raise ZeroDivisionError
+    with pytest.raises(ClosedError):
+        scheme.init_on_worker("policy", model=Stamped())
+
+
+class Clumsy(BoxScheme):
+    """Its shutdown() fails, and says nothing to the class it derives from."""
+
+    def shutdown(self):
+        raise OSError("no such thing")
+
+
+def test_shutdown_that_fails_does_not_hide_the_users_error():
+    with pytest.raises(ZeroDivisionError), Clumsy():
+        raise ZeroDivisionError
+    scheme = Clumsy()
+    with pytest.raises(OSError, match="no such thing"), scheme:
+        pass
+    with pytest.raises(ClosedError):
+        scheme.init_on_sender("policy", pipes=[])
+
+
+def test_copy_of_a_scheme_that_is_over_is_a_new_one(any_entry):
+    with any_entry.ends() as ends:
+        scheme = any_entry.make()
+        scheme.shutdown()
+        with pickle.loads(pickle.dumps(scheme)) as copy:
+            copy.init_on_sender("policy", **ends.sender)
+            assert copy.get_sender().worker_ids == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_keep_their_weights_when_the_trainers_scheme_ends(kind):
+    rig, scheme = KINDS[kind]
+    made = rig(scheme, **OPTIONS.get(kind, {}))
+    with made.scheme:
+        made.deliver(Stamped(3))
+    assert [ask(net) for net in made.nets] == [3, 3]
+    made.close()
+
+
+def test_none_is_a_scheme_with_a_life_too():
+    assert NONE.make().__enter__().shutdown() is None

@@ -1,0 +1,148 @@
+"""What subclasses of senders and receivers may override takes effect in every kind of them."""
+
+import gc
+
+import pytest
+
+from shmsync.schemes import TransportBackend
+from support.conformance.contexts import Context
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import KINDS, OPTIONS, Box
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def make(kind):
+    """Makes a rig of this kind."""
+    made = []
+
+    def make(**options):
+        rig, scheme = KINDS[kind]
+        made.append(rig(scheme, **{**OPTIONS.get(kind, {}), **options}))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+    gc.collect()
+
+
+def recording(name, calls):
+    """A method that notes what it gets, and does what it did before."""
+
+    def method(self, *args, **kwargs):
+        calls.append((name, args, kwargs))
+        return getattr(super(type(self), self), name)(*args, **kwargs)
+
+    return {name: method}
+
+
+def test_set_context_of_the_sender(make):
+    calls, context = [], Context(policy=Stamped(3))
+    rig = make(sender=recording("_set_context", calls), context=context)
+    assert calls == [("_set_context", (context, "policy"), {})]
+    assert rig.deliver() == 1
+    assert rig.stamps() == [3, 3]
+
+
+def test_set_context_may_be_replaced(make):
+    mine = Context(policy=Stamped(4))
+
+    def _set_context(self, context, model_id=None):
+        super(type(self), self)._set_context(mine, model_id)
+
+    rig = make(sender={"_set_context": _set_context}, context=Context(policy=Stamped(3)))
+    rig.deliver()
+    assert rig.stamps() == [4, 4]
+
+
+def test_register_worker_is_asked_for_each_worker(make):
+    calls = []
+    rig = make(sender=recording("_register_worker", calls))
+    assert [args[0] for _, args, _ in calls] == [0, 1]
+    assert [len(args) + len(kwargs) for _, args, kwargs in calls] == [2, 2]  # the index and the address
+    rig.deliver(Stamped(2))
+    assert rig.stamps() == [2, 2]
+
+
+def test_register_worker_may_leave_one_out(make, kind):
+    def _register_worker(self, worker_idx, pipe_or_context):
+        if worker_idx != 0:
+            super(type(self), self)._register_worker(worker_idx, pipe_or_context)
+
+    if kind == "call-fan-out":
+        pytest.skip("workers of one node get their weights together")
+    rig = make(sender={"_register_worker": _register_worker})
+    rig.deliver(Stamped(2))
+    assert rig.sender.worker_ids == [1]
+    assert rig.stamps() == [0, 2]
+
+
+def test_iterate_transports_chooses_who_is_sent_to(make, kind):
+    asked = []
+
+    def _iterate_transports(self, worker_ids=None):
+        for transport in super(type(self), self)._iterate_transports(worker_ids):
+            assert isinstance(transport, TransportBackend)
+            asked.append(transport)
+            if len(asked) % 2:
+                yield transport
+
+    if kind == "call-fan-out":
+        pytest.skip("workers of one node get their weights together")
+    rig = make(sender={"_iterate_transports": _iterate_transports})
+    rig.deliver(Stamped(5))
+    assert rig.stamps() == [5, 0]
+    assert len(asked) == 2
+
+
+def test_iterate_transports_gives_those_of_the_workers(make):
+    rig = make()
+    everybody = list(rig.sender._iterate_transports())
+    assert len(everybody) == 2
+    assert list(rig.sender._iterate_transports(1)) == everybody[1:]
+    assert list(rig.sender._iterate_transports([0])) == everybody[:1]
+    with pytest.raises(ValueError, match="worker 7 is not registered"):
+        list(rig.sender._iterate_transports([7]))
+
+
+def test_resolve_model_ref_says_where_the_weights_go(make):
+    other = Stamped(0)
+    rig = make(receiver={"_resolve_model_ref": lambda self: other if self.worker_idx == 0 else rig.nets[1]})
+    rig.deliver(Stamped(6))
+    assert ask(other) == 6
+    assert rig.stamps() == [0, 6]
+
+
+@pytest.mark.parametrize("hook", ["_set_context", "_register_model", "_register_worker_transport"])
+def test_receiver_is_set_up_through_its_hooks(make, kind, hook):
+    if hook == "_register_worker_transport" and kind.startswith("call"):
+        pytest.skip("weights come in a call, so this receiver has no transport")
+    calls = []
+    rig = make(receiver=recording(hook, calls))
+    assert [name for name, _, _ in calls] == [hook, hook]
+    if hook == "_register_model":
+        assert [args[0] for _, args, _ in calls] == rig.nets
+    rig.deliver(Stamped(1))
+    assert rig.stamps() == [1, 1]
+
+
+# ---- a transport with two methods
+
+
+def test_two_methods_make_a_transport():
+    assert not hasattr(Box, "check_connection")
+    assert isinstance(Box(), TransportBackend)
+
+
+@pytest.mark.parametrize("kind", ["own"], indirect=True)
+def test_two_methods_are_enough_for_sender_and_receiver(make):
+    rig = make()
+    assert [rig.sender.send(Stamped(value)) for value in (1, 2)] == [1, 2]
+    for _ in range(2):
+        rig.receive()
+    assert rig.stamps() == [2, 2]

@@ -1,0 +1,219 @@
+"""A sender and its receivers in one process, for each kind of sender and receiver that there is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections import deque
+
+from shmsync.engine.outcome import Failure
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
+from shmsync.schemes.remote.carrier import Carrier
+from shmsync.schemes.remote.place import here
+from shmsync.schemes.remote.relay import close_here, publish_here
+from shmsync.schemes.remote.requests import Answered, Call, Failed
+from shmsync.schemes.remote.scheme import RemoteScheme, Roster
+from shmsync.schemes.remote.transport import RemoteTransport
+from support.conformance.nets import Stamped, ask
+
+
+class Box:
+    """A transport with the two methods that one needs."""
+
+    def __init__(self):
+        self.letters = deque()
+
+    def send_weights(self, model_id, weights):
+        self.letters.append((model_id, weights))
+
+    def receive_weights(self, timeout=1.0):
+        return self.letters.popleft() if self.letters else None
+
+
+class BoxScheme(WeightSyncScheme):
+    """A scheme of the user's own."""
+
+    def create_transport(self, pipe_or_context):
+        return pipe_or_context
+
+
+class Address:
+    """A worker that is called: its receiver. `node`: where it says that it runs."""
+
+    def __init__(self, receiver, node=None):
+        self.receiver = receiver
+        self.node = node
+        self.silent = False  # it takes calls, and answers none
+
+
+class Calling(Call):
+    """A call that is carried out at once, and answered as soon as the worker is not silent any more."""
+
+    def __init__(self, address, function, *args):
+        self._address = address
+        try:
+            self._answer = function(*args)
+        except Exception as error:
+            self._answer = Failure.of(error)
+
+    def finished(self):
+        return not self._address.silent
+
+    def result(self):
+        if isinstance(self._answer, Failure):
+            raise Failed(self._answer)
+        return self._answer
+
+
+class CallTransport(RemoteTransport):
+    def __init__(self, address, timeout):
+        super().__init__(CallCarrier(), timeout)
+        self.address = address
+
+    @property
+    def connected(self):
+        return self.address is not None
+
+    def start_call(self, payload):
+        weights = pickle.loads(payload) if isinstance(payload, bytes) else payload
+        return Calling(self.address, self.address.receiver.apply_weights, weights)
+
+
+class CallCarrier(Carrier):
+    def payload(self, parcel):
+        return pickle.dumps(parcel)
+
+    def locate(self, worker):
+        return Answered(here(worker.address.node))
+
+    def relay_call(self, relay, payload, options):
+        return Calling(relay.host.address, publish_here, options, pickle.loads(payload))
+
+    def close_relay(self, relay, session, *, ended):
+        close_here(session, ended=ended)
+
+
+class CallScheme(RemoteScheme):
+    """A scheme for several machines, whose workers are called in this process."""
+
+    sender_takes = RemoteScheme.sender_takes | {"addresses"}
+
+    def create_transport(self, pipe_or_context):
+        return CallTransport(pipe_or_context, self.timeout)
+
+    def create_carrier(self):
+        return CallCarrier()
+
+    def roster(self, arguments):
+        arguments.needed("addresses")
+        return Roster(arguments.reader("addresses"), "addresses", live=True)
+
+
+def derived(scheme, which, hooks):
+    """Let this scheme make senders or receivers of a class that overrides these methods."""
+    made = getattr(scheme, f"create_{which}")()
+    kind = type("Derived", (type(made),), hooks)
+
+    def create():
+        if which == "sender" and isinstance(scheme, MultiProcessWeightSyncScheme):
+            return kind(scheme, scheme.create_carrier())
+        if which == "receiver" and isinstance(scheme, CallScheme):
+            return kind(scheme, consistency=scheme.consistency, timeout=scheme.timeout)
+        return kind(scheme)
+
+    setattr(scheme, f"create_{which}", create)
+
+
+class Rig:
+    """Two workers of a kind, beside their trainer.
+
+    Args:
+        make: the scheme's class.
+        options: of the scheme.
+    """
+
+    def __init__(self, make, *, sender=None, receiver=None, context=None, scheme=None, given=None, **options):
+        self.nets = [Stamped(0), Stamped(0)]
+        self.pipes = []
+        self.scheme = make(**options) if scheme is None else scheme
+        self.workers = [type(self.scheme)(**options) for _ in self.nets]
+        if sender:
+            derived(self.scheme, "sender", sender)
+        self.contexts = []
+        for index, worker in enumerate(self.workers):
+            if receiver:
+                derived(worker, "receiver", receiver)
+            worker.init_on_worker("policy", model=self.nets[index], worker_idx=index, **self.connect())
+        self.scheme.init_on_sender("policy", context, **self.addresses(), **(given or {}))
+        self.sender = self.scheme.get_sender()
+        self.receivers = [worker.get_receiver() for worker in self.workers]
+
+    def deliver(self, weights=None, worker_ids=None):
+        """Send, let every worker receive, and wait; the version."""
+        self.sender.send_async(weights, worker_ids)
+        self.receive()
+        return self.sender.wait_async(timeout=60)
+
+    def receive(self):
+        for receiver in self.receivers:
+            receiver.receive(timeout=0.05)
+
+    def stamps(self):
+        return [ask(net) for net in self.nets]
+
+    def close(self):
+        for scheme in (self.scheme, *self.workers):
+            scheme.shutdown()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+class BoxRig(Rig):
+    def connect(self):
+        self.pipes.append(Box())
+        return {"pipe": self.pipes[-1]}
+
+    def addresses(self):
+        return {"pipes": self.pipes}
+
+    def close(self):
+        self.pipes = []
+        super().close()
+
+
+class PipeRig(Rig):
+    def connect(self):
+        ours, theirs = multiprocessing.Pipe()
+        self.pipes += [ours, theirs]
+        return {"pipe": theirs}
+
+    def addresses(self):
+        return {"pipes": self.pipes[::2]}
+
+
+class CallRig(Rig):
+    """A scheme for several machines."""
+
+    def connect(self):
+        return {}
+
+    def addresses(self):
+        self.pipes = [Address(worker.get_receiver()) for worker in self.workers]
+        return {"addresses": self.pipes}
+
+    def receive(self):
+        """Weights are applied as they come."""
+
+    def close(self):
+        self.pipes = []
+        super().close()
+
+
+KINDS = {
+    "own": (BoxRig, BoxScheme),
+    "mp": (PipeRig, MultiProcessWeightSyncScheme),
+    "shm": (PipeRig, SharedMemWeightSyncScheme),
+    "call": (CallRig, CallScheme),
+    "call-fan-out": (CallRig, CallScheme),
+}
+OPTIONS = {"shm": {"groups": [[0], [1]]}, "call-fan-out": {"fan_out": "node"}}
