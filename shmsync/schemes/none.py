@@ -75,7 +75,9 @@ class NoReceiver(WeightReceiver):
     @override
     def set_up(self, arguments: Any) -> None:
         self._take_worker(arguments)
-        self._transport = self._scheme.create_transport(None)
+        model = arguments.model()
+        self._register_worker_transport(None)
+        self._register_model(arguments.model_id if model is None else model)
 
     @override
     def receive(self, timeout: float = 0.001) -> bool:

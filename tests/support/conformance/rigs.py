@@ -136,7 +136,7 @@ class Rig:
         self.nets = [Stamped(0), Stamped(0)]
         self.pipes = []
         self.scheme = make(**options) if scheme is None else scheme
-        self.workers = [type(self.scheme)(**options) for _ in self.nets]
+        self.workers = [make(**options) for _ in self.nets]
         if sender:
             derived(self.scheme, "sender", sender)
         self.contexts = []

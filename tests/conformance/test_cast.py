@@ -1,0 +1,195 @@
+"""dtype=: floating leaves are cast before they travel, then shapes and dtypes are checked. In every scheme."""
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from shmsync.errors import ManifestMismatch
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
+from support.conformance.nets import Stamped
+from support.conformance.rigs import KINDS, OPTIONS, CallScheme
+
+PRECISE = 1.001  # which bfloat16 has not
+
+
+class Half(Stamped):
+    """A worker's model in bfloat16; its count stays what it is."""
+
+    def __init__(self, value=0):
+        super().__init__(value)
+        self.to(torch.bfloat16)
+
+
+def trainer():
+    return precise(Stamped(0))
+
+
+def precise(net):
+    with torch.no_grad():
+        for tensor in net.parameters():
+            tensor.fill_(PRECISE)
+        net.count.fill_(3)
+    return net
+
+
+FORMS = {
+    "module": lambda net: net,
+    "state_dict": lambda net: net.state_dict(),
+    "tensordict": lambda net: TensorDict.from_module(net).data,
+    "flat tensordict": lambda net: TensorDict(net.state_dict()),
+    "nested dict": lambda net: TensorDict.from_module(net).data.to_dict(),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request, monkeypatch):
+    """Makes a rig of this kind, whose workers' models are of a given class."""
+    made = []
+
+    def make(model, **options):
+        rig, scheme = KINDS[request.param]
+        monkeypatch.setattr("support.conformance.rigs.Stamped", lambda value: model())
+        made.append(rig(scheme, **{**OPTIONS.get(request.param, {}), **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def check(net, dtype=torch.bfloat16):
+    with torch.no_grad():
+        net()
+    wanted = torch.tensor(PRECISE).to(dtype)
+    assert {tensor.dtype for tensor in net.parameters()} == {dtype}
+    assert all((tensor == wanted).all() for tensor in net.parameters())
+    assert net.count.dtype == torch.int64 and net.count.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_workers_get_cast_values(make, form):
+    rig, net = make(Half, dtype=torch.bfloat16), trainer()
+    rig.deliver(FORMS[form](net))
+    rig.deliver(FORMS[form](net))
+    for each in rig.nets:
+        check(each)
+    assert {tensor.dtype for tensor in net.parameters()} == {torch.float32}  # the trainer's own stay as they are
+    assert net.layer.weight[0, 0] == torch.tensor(PRECISE)
+
+
+@pytest.mark.parametrize("form", ["module", "state_dict"])
+def test_patterns_choose_what_is_cast(make, form):
+    class Mixed(Stamped):
+        def __init__(self):
+            super().__init__(0)
+            self.layer.weight = nn.Parameter(self.layer.weight.detach().to(torch.bfloat16))
+
+    rig = make(Mixed, dtype={"*.weight": torch.bfloat16})
+    rig.deliver(FORMS[form](trainer()))
+    for net in rig.nets:
+        with torch.no_grad():
+            net()
+        assert (net.layer.weight.dtype, net.layer.bias.dtype) == (torch.bfloat16, torch.float32)
+        assert (net.layer.bias == PRECISE).all()
+
+
+def test_cast_and_partial_go_together(make):
+    rig = make(Half, dtype={"*.weight": torch.bfloat16, "*.bias": torch.bfloat16}, partial=True)
+    rig.deliver(trainer())
+    rig.deliver({"layer.bias": torch.full((2,), 2.0)})
+    for net in rig.nets:
+        with torch.no_grad():
+            net()
+        assert net.layer.bias.tolist() == [2, 2]
+        assert (net.layer.weight == torch.tensor(PRECISE).bfloat16()).all()
+
+
+def test_without_a_cast_another_dtype_is_refused_by_name(make, request):
+    if "own" in request.node.name:
+        pytest.skip("its worker refuses, and nobody tells the sender")
+    rig = make(Half)
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.(float32|bfloat16)"):
+        rig.deliver(trainer())
+    for net in rig.nets:
+        assert not net.layer.weight.any()
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, CallScheme, WeightStrategy])
+@pytest.mark.parametrize("dtype", ["bfloat16", 16, {"*": "bfloat16"}], ids=repr)
+def test_what_is_no_dtype_is_a_type_error(kind, dtype):
+    with pytest.raises(TypeError, match="dtype= is a floating dtype"):
+        kind(dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, CallScheme, WeightStrategy])
+def test_dtype_that_is_not_floating_is_a_value_error(kind):
+    with pytest.raises(ValueError, match=r"must be floating itself, not torch\.int8"):
+        kind(dtype=torch.int8)
+
+
+# ---- WeightStrategy
+
+
+@pytest.mark.parametrize("extract_as", ["state_dict", "tensordict"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strategy_casts_what_it_extracts(form, extract_as):
+    if (form, extract_as) == ("nested dict", "state_dict"):
+        pytest.skip("a dict is a state_dict already")
+    weights = WeightStrategy(extract_as, dtype=torch.bfloat16).extract_weights(FORMS[form](trainer()))
+    flat = dict(TensorDict(weights).flatten_keys(".").items())
+    assert {name: tensor.dtype for name, tensor in flat.items()} == {
+        "layer.weight": torch.bfloat16,
+        "layer.bias": torch.bfloat16,
+        "count": torch.int64,
+    }
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "module"])
+def test_strategy_casts_what_it_applies(form):
+    into = Half()
+    WeightStrategy(dtype=torch.bfloat16).apply_weights(into, FORMS[form](trainer()))
+    check(into)
+    wide = Stamped(0)
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* but torch\.bfloat16"):
+        WeightStrategy(dtype=torch.bfloat16).apply_weights(wide, FORMS[form](trainer()))
+    assert not wide.layer.weight.any()
+
+
+def test_pattern_that_casts_nothing_is_refused_unless_weights_may_be_partial():
+    weights = {"layer.bias": torch.zeros(2)}
+    dtype = {"*.weight": torch.bfloat16}
+    with pytest.raises(ManifestMismatch, match=r"'\*\.weight' of dtype= matches no leaf"):
+        WeightStrategy("state_dict", dtype=dtype).extract_weights(weights)
+    assert WeightStrategy("state_dict", partial=True, dtype=dtype).extract_weights(weights).keys() == weights.keys()
+
+
+def test_tied_weights_stay_tied_when_they_are_cast():
+    net = nn.Module()
+    net.one = nn.Linear(2, 2, bias=False)
+    net.two = nn.Linear(2, 2, bias=False)
+    net.two.weight = net.one.weight
+    weights = WeightStrategy("state_dict", dtype=torch.bfloat16).extract_weights(net)
+    assert weights["one.weight"].data_ptr() == weights["two.weight"].data_ptr()
+
+
+def test_what_modules_keep_beside_their_tensors_is_left_alone():
+    class Keeping(nn.Linear):
+        def get_extra_state(self):
+            return {"scale": torch.ones(1), "note": "a"}
+
+        def set_extra_state(self, state):
+            self.state = state
+
+    net, into = Keeping(2, 2), Keeping(2, 2).bfloat16()
+    for form in ("state_dict", "tensordict"):
+        strategy = WeightStrategy(form, dtype=torch.bfloat16)
+        strategy.apply_weights(into, strategy.extract_weights(net))
+        assert torch.equal(into.weight, net.weight.bfloat16())
+    assert into.state["note"] == "a" and into.state["scale"].dtype == torch.float32
+
+
+def test_options_show():
+    assert repr(WeightStrategy("state_dict")) == "WeightStrategy('state_dict')"
+    shown = repr(WeightStrategy(partial=True, dtype=torch.bfloat16))
+    assert shown == "WeightStrategy('tensordict', partial=True, dtype=torch.bfloat16)"

@@ -1,0 +1,148 @@
+"""Whose weights are sent and applied: what send() got, what a subclass prepares, the explicit model, the context."""
+
+import pytest
+
+from shmsync.schemes import WeightStrategy, WeightSyncScheme
+from support.conformance.contexts import Context, Lookup
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import KINDS, OPTIONS
+
+UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    """Makes a rig of this kind; `prepares`: the scheme's prepare_weights()."""
+    made = []
+    rig, kind = KINDS[request.param]
+
+    def make(*, prepares=None, **options):
+        options = {**OPTIONS.get(request.param, {}), **options}
+        scheme = None
+        if prepares is not None:
+            own = {name: options[name] for name in ("groups", "fan_out") if name in options}
+            scheme = type("Preparing", (kind,), {"prepare_weights": prepares})(**own)
+        made.append(rig(kind, scheme=scheme, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+# ---- prepare_weights() of a subclass
+
+
+@pytest.mark.parametrize("sent", [None, "best"])
+def test_override_gets_what_was_sent_and_may_supply_the_weights(make, sent):
+    got = []
+
+    def prepare_weights(self, weights, model_id, strategy, context=None):
+        got.append((weights, model_id, type(strategy), context))
+        return Stamped(4).state_dict()
+
+    rig = make(prepares=prepare_weights)  # no context and no model: the override is all there is
+    assert rig.deliver(sent) == 1
+    assert rig.stamps() == [4, 4]
+    assert got == [(sent, "policy", WeightStrategy, None)]
+
+
+def test_override_gets_modules_and_weights_as_they_are(make):
+    got = []
+
+    def prepare_weights(self, weights, model_id, strategy, context=None):
+        got.append(weights)
+        return Stamped(5)  # a module will do as well
+
+    net, weights = Stamped(1), Stamped(2).state_dict()
+    rig = make(prepares=prepare_weights)
+    rig.deliver(net)
+    assert rig.stamps() == [5, 5]
+    rig.deliver(weights)
+    assert got[0] is net and got[1] is weights
+
+
+def test_override_may_ask_the_class_it_derives_from(make):
+    def prepare_weights(self, weights, model_id, strategy, context=None):
+        assert weights is None
+        found = WeightStrategy("state_dict").extract_weights(original(self, weights, model_id, strategy, context))
+        return {key: value + 1 for key, value in found.items()}
+
+    original = WeightSyncScheme.prepare_weights
+    context = Context(policy=Stamped(1))
+    rig = make(prepares=prepare_weights, context=context, given={"model": Stamped(7)})
+    rig.deliver()
+    assert rig.stamps() == [8, 8]  # the explicit model's, not the context's
+
+
+def test_override_that_supplies_nothing_is_a_value_error(make):
+    rig = make(prepares=lambda self, weights, model_id, strategy, context=None: None)
+    with pytest.raises(ValueError, match="there are no weights to send"):
+        rig.sender.send()
+
+
+# ---- the model of the trainer
+
+
+def test_explicit_model_wins_over_the_context(make):
+    context = Context(policy=Stamped(1), model=Stamped(2))
+    rig = make(context=context, given={"model": Stamped(3)})
+    rig.deliver()
+    assert rig.stamps() == [3, 3]
+    rig.deliver("policy")  # its own id
+    assert rig.stamps() == [3, 3]
+
+
+def test_context_has_the_model_under_its_id_before_any_other(make):
+    context = Context(policy=Stamped(1), model=Stamped(2))
+    rig = make(context=context)
+    rig.deliver()
+    assert rig.stamps() == [1, 1]
+
+
+@pytest.mark.parametrize("value", UNRELATED)
+def test_unrelated_attribute_of_the_context_is_never_sent(make, value):
+    context = Context(policy=UNRELATED[value])
+    rig = make(context=context)
+    with pytest.raises(ValueError, match="there are no weights to send"):
+        rig.sender.send()
+    context._fallback_policy = Stamped(6)
+    assert rig.deliver() == 1
+    assert rig.stamps() == [6, 6]
+
+
+@pytest.mark.parametrize("value", [each for each in UNRELATED if each != "nothing"])
+def test_unrelated_attribute_that_is_named_is_refused_by_name(make, value):
+    context = Context(best=UNRELATED[value])
+    rig = make(context=context)
+    with pytest.raises(ValueError, match="under 'best' is a .*which has no weights.*model="):
+        rig.sender.send("best")
+    assert rig.stamps() == [0, 0]
+
+
+@pytest.mark.parametrize("value", UNRELATED)
+def test_what_a_context_looks_up_must_be_a_model_too(scheme, value):
+    context = Lookup(models={"policy": UNRELATED[value]})
+    assert scheme.prepare_weights(None, "policy", WeightStrategy(), context) is None
+
+
+# ---- the model of a worker
+
+
+def test_explicit_model_of_a_worker_wins_over_its_context(scheme, ends):
+    net, other = Stamped(0), Stamped(0)
+    context = Context(policy=other)
+    scheme.init_on_worker("policy", context, model=net, **ends.worker)
+    assert scheme.get_receiver()._resolve_model_ref() is net
+    assert ask(other) == 0
+
+
+@pytest.mark.parametrize("value", [each for each in UNRELATED if each != "nothing"])
+def test_unrelated_attribute_of_a_workers_context_is_no_model(scheme, ends, value):
+    context = Context(policy=UNRELATED[value])
+    scheme.init_on_worker("policy", context, **ends.worker)
+    receiver = scheme.get_receiver()
+    with pytest.raises(ValueError, match="under 'policy' is a .*which has no weights"):
+        receiver._resolve_model_ref()
+    context.policy = net = Stamped(0)  # made later
+    assert receiver._resolve_model_ref() is net

@@ -1,0 +1,138 @@
+"""A worker's own recv() loop: receiver.apply_weights() takes whatever came, and answers."""
+
+import time
+
+import pytest
+
+from shmsync.errors import AckTimeout, ManifestMismatch
+from shmsync.schemes import SharedMemWeightSyncScheme, send_together
+from support.conformance import own_loop
+from support.conformance.nets import Stamped
+from support.conformance.table import MP, SHM, only, over_pipes, start_methods
+
+FORMS = ["message", "pair", "content"]
+two_models = pytest.mark.parametrize("form", ["message", "pair"])
+
+
+def begin(fleet, form="message", model_id=None):
+    """From now on the workers' own loops read the pipes."""
+    fleet.hold()
+    for worker in fleet.workers:
+        worker.start(own_loop.loop, form, model_id)
+
+
+def end(fleet):
+    """What the loops have kept."""
+    return [worker.interrupt(own_loop.nothing) for worker in fleet.workers]
+
+
+@over_pipes
+@start_methods("forkserver")
+@pytest.mark.parametrize("form", FORMS)
+def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
+    sender = fleet.open()
+    begin(fleet, form)
+    for value in (1, 2, 3):
+        assert sender.send(Stamped(value), timeout=60) == value
+    fleet.pipes[1].send("hello")
+    assert end(fleet) == [[], ["hello"], []]
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_loop_over_the_transport_applies_and_answers(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    for worker in fleet.workers:
+        worker.start(own_loop.transport_loop)
+    for value in (1, 2):
+        assert sender.send(Stamped(value), timeout=60) == value
+    end(fleet)
+    assert fleet.stamps() == [2, 2, 2]
+
+
+@over_pipes
+@start_methods("forkserver")
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
+    sender = fleet.open("policy", Stamped, 0, 9)  # the workers' models are wider
+    begin(fleet, form)
+    with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+        sender.send(Stamped(1), timeout=60)
+    for errors in end(fleet):
+        assert errors and all("layer.weight" in error for error in errors)
+    assert fleet.stamps() == [0, 0, 0]
+
+
+@over_pipes
+@start_methods("forkserver")
+@two_models
+def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
+    first, second = fleet.open("policy"), fleet.open("env.value_net")
+    begin(fleet, form, "policy")
+    first.send(Stamped(1), timeout=60)
+    second.send(Stamped(2), timeout=60)
+    assert end(fleet) == [[], [], []]
+    assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([1] * 3, [2] * 3)
+
+
+@over_pipes
+@start_methods("forkserver")
+@two_models
+def test_model_without_a_receiver_is_named_to_the_sender(fleet, form):
+    fleet.open("policy").send(Stamped(1))
+    scheme = fleet.make()
+    fleet.init_sender(scheme, "env.value_net")
+    begin(fleet, form, "policy")
+    with pytest.raises(ValueError, match=r"weights of 'env\.value_net' came to the receiver of 'policy'"):
+        scheme.get_sender().send(Stamped(2), timeout=60)
+    end(fleet)
+    assert fleet.stamps() == [1, 1, 1]
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_loop_takes_part_in_a_meeting(fleet):
+    first, second = fleet.open("policy"), fleet.open("env.value_net")
+    begin(fleet, "message", "policy")
+    version = send_together({first: Stamped(3), second: Stamped(4)}, timeout=60)
+    assert end(fleet) == [[], [], []]
+    assert fleet.versions("policy") == fleet.versions("env.value_net") == [version] * 3
+    assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [4] * 3)
+
+
+@only(MP, SHM)
+@start_methods("forkserver")
+def test_loop_and_receive_take_turns(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    begin(fleet)
+    sender.send(Stamped(2), timeout=60)
+    end(fleet)
+    fleet.release()
+    assert sender.send(Stamped(3), timeout=60) == 3
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@only(SHM)
+@start_methods("forkserver")
+@pytest.mark.parametrize("form", FORMS)
+def test_worker_that_gave_its_index_is_named_when_it_reads_the_handle_itself(fleet, form):
+    sender = fleet.open()
+    begin(fleet, form)
+    sender.send(Stamped(1), timeout=60)
+    end(fleet)
+    assert isinstance(sender.carrier, type(SharedMemWeightSyncScheme().create_carrier()))
+    publisher = sender.carrier.publishers.publisher("policy", 0)
+    assert sorted(publisher.attached_rows()) == [0, 1, 2]
+    begin(fleet, form)
+    fleet.workers[1].stop()
+    started = time.monotonic()
+    with pytest.raises(AckTimeout) as late:
+        sender.send(Stamped(2), timeout=0.3)
+    assert late.value.missing == [1] and time.monotonic() > started
+    fleet.workers[1].resume()
+    sender.send(Stamped(3), timeout=60)
+    end(fleet)
+    assert fleet.stamps() == [3, 3, 3]

@@ -1,0 +1,365 @@
+"""partial=True: weights may lack leaves, and only those that are given change. In every scheme."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from shmsync.errors import ManifestMismatch, WorkerDied
+from shmsync.schemes import (
+    MultiProcessWeightSyncScheme,
+    NoWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+    WeightSyncScheme,
+    send_together,
+)
+from support.calls import Call
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig
+from support.conformance.table import over_pipes, start_methods
+
+WAYS = {
+    "own": ("own", {}),
+    "mp": ("mp", {}),
+    "mp-tensordict": ("mp", {"strategy": "tensordict"}),
+    "shm-1": ("shm", {}),
+    "shm-2": ("shm", {"slots": 2}),
+    "shm-3-optimistic": ("shm", {"slots": 3, "consistency": "optimistic"}),
+    "shm-groups": ("shm", {"groups": [[0], [1]]}),
+    "call": ("call", {}),
+    "call-fan-out": ("call", {"fan_out": "node"}),
+    "call-fan-out-2": ("call", {"fan_out": "node", "slots": 2}),
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request):
+    return request.param
+
+
+@pytest.fixture
+def make(way):
+    """Makes a rig of this kind."""
+    made = []
+
+    def make(**options):
+        name, own = WAYS[way]
+        rig, scheme = KINDS[name]
+        made.append(rig(scheme, **{"partial": True, **own, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def leaf(value, name="layer.bias"):
+    """One leaf of a Stamped, alone."""
+    return {name: Stamped(value).state_dict()[name]}
+
+
+def held(net):
+    """What each leaf of a worker's model is filled with."""
+    with torch.no_grad():
+        net()  # a bound module moves to the newest version
+    return {name: float(tensor.flatten()[0]) for name, tensor in net.state_dict().items()}
+
+
+def is_one(rig, **values):
+    for net in rig.nets:
+        assert held(net) == {name.replace("__", "."): float(value) for name, value in values.items()}
+    return True
+
+
+FORMS = {
+    "state_dict": lambda weights: weights,
+    "nested": lambda weights: TensorDict(weights).unflatten_keys(".").to_dict(),
+    "tensordict": lambda weights: TensorDict(weights).unflatten_keys("."),
+    "flat tensordict": lambda weights: TensorDict(weights),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_the_given_leaves_change(make, form):
+    rig = make()
+    rig.deliver(Stamped(1))
+    rig.deliver(FORMS[form](leaf(2)))
+    assert is_one(rig, layer__weight=1, layer__bias=2, count=1)
+    rig.deliver(FORMS[form]({**leaf(3, "count"), **leaf(4, "layer.weight")}))
+    assert is_one(rig, layer__weight=4, layer__bias=2, count=3)
+    rig.deliver(Stamped(5))
+    assert is_one(rig, layer__weight=5, layer__bias=5, count=5)
+
+
+def test_module_may_lack_leaves_too(make):
+    rig = make()
+    rig.deliver(Stamped(1))
+    part = nn.Module()
+    part.layer = nn.Linear(4, 2)
+    nn.init.constant_(part.layer.weight, 7)
+    nn.init.constant_(part.layer.bias, 7)
+    rig.deliver(part)
+    assert is_one(rig, layer__weight=7, layer__bias=7, count=1)
+
+
+WRONG = {
+    "unexpected": ({"layer.extra": torch.zeros(2)}, r"layer\.extra"),
+    "shape": ({"layer.bias": torch.zeros(3)}, r"layer\.bias"),
+    "dtype": ({"count": torch.zeros(3, dtype=torch.int32)}, r"count is torch\.int64"),
+    "nothing": ({}, r"leaf|leaves"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(make, way, wrong):
+    if way == "own":
+        pytest.skip("its worker refuses, and nobody tells the sender: see the strategy's test")
+    rig = make()
+    rig.deliver(Stamped(1))
+    weights, named = WRONG[wrong]
+    with pytest.raises(ManifestMismatch, match=named):
+        rig.deliver({**leaf(2, "layer.weight"), **weights} if weights else {})
+    assert is_one(rig, layer__weight=1, layer__bias=1, count=1)
+    rig.deliver(leaf(3))  # the scheme goes on
+    assert is_one(rig, layer__weight=1, layer__bias=3, count=1)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_strategy_refuses_by_name_and_writes_nothing(wrong):
+    net, (weights, named) = Stamped(1), WRONG[wrong]
+    with pytest.raises(ManifestMismatch, match=named):
+        WeightStrategy(partial=True).apply_weights(net, {**leaf(2, "layer.weight"), **weights} if weights else {})
+    assert ask(net) == 1
+
+
+def test_first_weights_may_be_a_part(make):
+    rig = make()
+    rig.deliver(leaf(3))
+    assert is_one(rig, layer__weight=0, layer__bias=3, count=0)
+    rig.deliver(leaf(4))
+    assert is_one(rig, layer__weight=0, layer__bias=4, count=0)
+
+
+def test_first_weights_say_which_leaves_an_arena_has(make, way):
+    rig = make()
+    rig.deliver(leaf(3))
+    if "shm" in way or "fan-out" in way:
+        with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+            rig.deliver(leaf(5, "layer.weight"))
+        assert is_one(rig, layer__weight=0, layer__bias=3, count=0)
+    else:
+        rig.deliver(leaf(5, "layer.weight"))
+        assert is_one(rig, layer__weight=5, layer__bias=3, count=0)
+
+
+def test_without_partial_a_missing_leaf_is_refused_by_name(make, way):
+    if way == "own":
+        pytest.skip("its worker refuses, and nobody tells the sender")
+    rig = make(partial=False)
+    rig.deliver(Stamped(1))
+    with pytest.raises(ManifestMismatch, match=r"count"):
+        rig.deliver(leaf(2))
+    assert is_one(rig, layer__weight=1, layer__bias=1, count=1)
+
+
+# ---- workers that have missed some
+
+
+ALONE = {"mp": {}, "shm": {"groups": [[0], [1]]}, "call": {}}
+
+
+@pytest.fixture(params=ALONE)
+def alone(request):
+    """A rig whose workers can be reached one by one."""
+    rig, scheme = KINDS[request.param]
+    made = rig(scheme, partial=True, **ALONE[request.param])
+    yield made
+    made.close()
+
+
+def test_worker_that_was_left_out_keeps_its_values(alone):
+    alone.deliver(Stamped(1))
+    alone.deliver(leaf(2), [0])
+    alone.deliver(leaf(3, "count"))
+    assert held(alone.nets[0]) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
+    assert held(alone.nets[1]) == {"layer.weight": 1, "layer.bias": 1, "count": 3}
+
+
+def test_new_worker_gets_whole_weights_with_its_first_send(alone):
+    alone.deliver(Stamped(1), [0])
+    alone.deliver(leaf(2), [0])
+    alone.deliver(leaf(3, "count"))
+    for net in alone.nets:
+        assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_resend_brings_a_late_joiner_whole_weights(kind):
+    rig = PipeRig(kind, partial=True)
+    rig.deliver(Stamped(1))
+    rig.deliver(leaf(2))
+    late, (ours, theirs) = Stamped(0), _pipe(rig)
+    worker = kind(partial=True)
+    worker.init_on_worker("policy", model=late, pipe=theirs)
+    rig.workers.append(worker)
+    rig.sender.register_worker(2, ours)
+    call = Call(rig.sender.resend, 2, timeout=60)
+    while not worker.get_receiver().receive(timeout=0.05):
+        pass
+    assert call.result() == 2
+    assert held(late) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
+    rig.receivers.append(worker.get_receiver())
+    rig.deliver(leaf(3, "count"))
+    for net in (*rig.nets, late):
+        assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
+    rig.close()
+
+
+def _pipe(rig):
+    ends = multiprocessing.Pipe()
+    rig.pipes += ends
+    return ends
+
+
+@pytest.mark.parametrize("kind", ["mp", "shm", "call"])
+def test_late_worker_loses_no_leaf(kind):
+    rig = KINDS[kind][0](KINDS[kind][1], partial=True)
+    rig.deliver(Stamped(1))
+    if kind == "call":
+        rig.pipes[1].silent = True
+    for weights in (leaf(2), leaf(3, "count")):
+        rig.sender.send_async(weights)
+        rig.receivers[0].receive(timeout=0.05)
+        with pytest.raises(TimeoutError) as late:
+            rig.sender.wait_async(timeout=0.1)
+        assert late.value.missing == [1]
+    if kind == "call":
+        rig.pipes[1].silent = False
+    rig.deliver(leaf(4, "layer.weight"))
+    for net in rig.nets:
+        assert held(net) == {"layer.weight": 4, "layer.bias": 2, "count": 3}
+    rig.close()
+
+
+def test_weights_that_every_worker_refuses_are_forgotten():
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+    rig.deliver(Stamped(1))
+    with pytest.raises(ManifestMismatch):
+        rig.deliver({"other": torch.zeros(2)})
+    rig.deliver(leaf(2))
+    rig.sender.send_async(leaf(3, "count"))
+    rig.receive()
+    rig.sender.wait_async(timeout=60)
+    assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
+    rig.close()
+
+
+def test_new_relay_gets_whole_weights():
+    rig = CallRig(CallScheme, partial=True, fan_out="node")
+    for address in rig.pipes:
+        address.node = "far"
+    rig.deliver(Stamped(1))
+    rig.deliver(leaf(2))
+    other = Stamped(0)
+    worker = CallScheme(partial=True, fan_out="node")
+    worker.init_on_worker("policy", model=other)
+    rig.workers.append(worker)
+    rig.pipes.append(Address(worker.get_receiver(), "farther"))
+    rig.deliver(leaf(3, "count"))
+    for net in (*rig.nets, other):
+        assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
+    rig.close()
+
+
+# ---- together, and aliased
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_parts_of_several_models_are_sent_together(kind):
+    first = PipeRig(kind, partial=True)
+    schemes = [kind(partial=True), *(kind(partial=True) for _ in first.workers)]
+    nets = [Stamped(0), Stamped(0)]
+    schemes[0].init_on_sender("value", **first.addresses())
+    for scheme, net, pipe in zip(schemes[1:], nets, first.pipes[1::2], strict=True):
+        scheme.init_on_worker("value", model=net, pipe=pipe)
+    stop = threading.Event()
+
+    def receive(receiver):
+        while not stop.is_set():
+            receiver.receive(timeout=0.01)
+
+    threads = [threading.Thread(target=receive, args=(receiver,)) for receiver in first.receivers]
+    for thread in threads:
+        thread.start()
+    try:
+        models = {first.sender: Stamped(1), schemes[0].get_sender(): Stamped(2)}
+        send_together(models, timeout=60)
+        send_together(dict(zip(models, (leaf(3), leaf(4, "count")), strict=True)), timeout=60)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert is_one(first, layer__weight=1, layer__bias=3, count=1)
+    assert [held(net) for net in nets] == [{"layer.weight": 2, "layer.bias": 2, "count": 4}] * 2
+    for scheme in schemes:
+        scheme.shutdown()
+    first.close()
+
+
+def test_part_of_an_aliased_module():
+    rig, net = PipeRig(SharedMemWeightSyncScheme, partial=True, alias=True), Stamped(1)
+    rig.deliver(net)
+    rig.deliver(leaf(2))
+    assert is_one(rig, layer__weight=1, layer__bias=2, count=1)
+    rig.close()
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, CallScheme, WeightStrategy])
+@pytest.mark.parametrize("partial", [1, "yes", None])
+def test_partial_is_true_or_false(kind, partial):
+    with pytest.raises(TypeError, match=f"partial is True or False, not {partial!r}"):
+        kind(partial=partial)
+
+
+@pytest.mark.parametrize("kind", [NoWeightSyncScheme, WeightSyncScheme])
+def test_every_scheme_takes_the_options(kind):
+    kind = type("Any", (kind,), {"create_transport": lambda self, pipe: None})
+    scheme = kind(partial=True, dtype=torch.bfloat16)
+    assert (scheme.partial, scheme.dtype) == (True, torch.bfloat16)
+
+
+# ---- with real workers, of every scheme
+
+
+@start_methods("forkserver")
+def test_part_of_the_weights_reaches_real_workers(fleet):
+    sender = fleet.open(partial=True)
+    assert sender.send(Stamped(1)) == 1
+    assert sender.send(leaf(3, "count")) == 2
+    assert fleet.get([(1, 3)] * 3, range(3))
+    with pytest.raises(ManifestMismatch, match=r"layer\.extra"):
+        sender.send({"layer.extra": torch.zeros(2)})
+    sender.send(Stamped(4))
+    assert fleet.get([4] * 3, range(3))
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_part_that_was_sent_while_a_worker_died_reaches_the_one_in_its_place(fleet):
+    sender = fleet.open(partial=True)
+    sender.send(Stamped(1))
+    fleet.workers[2].kill()
+    with pytest.raises(WorkerDied):
+        sender.send(leaf(3, "count"))
+    fleet.replace(2)
+    fleet.join(2, fleet.schemes[0])
+    fleet.register(sender, 2)
+    assert sender.resend(2) == sender.version
+    assert fleet.stamps() == [(1, 3)] * 3
