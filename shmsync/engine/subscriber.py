@@ -138,7 +138,17 @@ class Subscriber(ReadPath):
             lacks. Nothing was changed. As read() does otherwise.
         """
         self._check()
-        fitting = Fitting(self.arena, self.name, buffers=buffers)
+        return self._bind(module, guard, Fitting(self.arena, self.name, buffers=buffers), clones=clone_outputs)
+
+    def bind_copies(self, module: M, *, guard: GuardNames = True) -> M:
+        """As bind(), but all of the module's tensors are private copies, which are renewed with each version.
+
+        They stay on the devices that they are on, so this is for a module that cannot show the arena's own memory.
+        """
+        self._check()
+        return self._bind(module, guard, Fitting(self.arena, self.name, copies=True), clones=True)
+
+    def _bind(self, module: M, guard: GuardNames, fitting: Fitting, *, clones: bool) -> M:
         bound = bindable(module)
         calls = calls_of(module, guard)
         with ExitStack() as stack:
@@ -159,7 +169,7 @@ class Subscriber(ReadPath):
                     old.restore()
                 raise
             try:
-                guard_calls(self, module, bound, binding, calls, clones=clone_outputs)
+                guard_calls(self, module, bound, binding, calls, clones=clones)
             except BaseException:
                 binding.drop()
                 binding.give_back()

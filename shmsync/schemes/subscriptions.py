@@ -48,7 +48,7 @@ class Subscriptions:
         try:
             with contextlib.nullcontext() if earlier is None else earlier._exclusive():
                 if isinstance(model, nn.Module):
-                    subscriber.bind(model, guard=can_be_called(model))
+                    _bind(subscriber, model)
                     self._bound[model_id] = weakref.ref(model)
         except BaseException:
             subscriber.close()
@@ -83,7 +83,7 @@ class Subscriptions:
             with subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
         elif (bound := self._bound.get(model_id)) is None or bound() is not model:
-            subscriber.bind(model, guard=can_be_called(model))
+            _bind(subscriber, model)
             self._bound[model_id] = weakref.ref(model)
 
     def use(self, model_id: str, version: int, model: Any) -> None:
@@ -107,6 +107,18 @@ class Subscriptions:
         """Leave every arena; bound modules raise ClosedError from now on. Idempotent."""
         self._bound.clear()
         self._finalizer()
+
+
+def is_elsewhere(model: nn.Module) -> bool:
+    """Has the model tensors on a device from which it cannot use the arena's memory itself?"""
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    return not devices <= {"cpu", "meta"}
+
+
+def _bind(subscriber: Subscriber, model: nn.Module) -> None:
+    """Let the model show the arena's memory; on another device it gets a copy of each version, made in one section."""
+    bind = subscriber.bind_copies if is_elsewhere(model) else subscriber.bind
+    bind(model, guard=can_be_called(model))
 
 
 def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:
