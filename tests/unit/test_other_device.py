@@ -8,12 +8,12 @@ import threading
 
 import pytest
 import torch
-from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import CallRig, CallScheme, PipeRig
 
 from shmsync import Publisher, Subscriber
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import SharedMemWeightSyncScheme, subscriptions
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import CallRig, CallScheme, PipeRig
 
 RIGS = {"shm": (PipeRig, SharedMemWeightSyncScheme, {}), "fan-out": (CallRig, CallScheme, {"fan_out": "node"})}
 SLOTS = [("pinned", 1), ("pinned", 2), ("pinned", 3), ("optimistic", 1), ("optimistic", 2)]

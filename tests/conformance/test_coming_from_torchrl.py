@@ -1,0 +1,96 @@
+"""Differences from TorchRL's API that no other test is about; docs/coming-from-torchrl.md has a row for each."""
+
+import pytest
+from torch import nn
+
+from shmsync.schemes import (
+    MPTransport,
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightStrategy,
+)
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import KINDS, OPTIONS, BoxRig, BoxScheme, CallRig, CallScheme, PipeRig
+
+
+def test_scheme_is_no_sender_and_no_receiver(scheme):
+    for name in ("send", "receive", "connect", "context", "model", "weights", "init_on_receiver"):
+        assert not hasattr(scheme, name)
+
+
+def test_strategy_of_a_scheme_is_the_name_of_a_form(scheme):
+    assert scheme.strategy in ("state_dict", "tensordict")
+    made = scheme.make_strategy()
+    assert isinstance(made, WeightStrategy) and made.extract_as == scheme.strategy
+
+
+@pytest.mark.parametrize("kind", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_pipes_have_no_sync(kind):
+    with pytest.raises(TypeError, match="sync"):
+        kind(sync=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_always_written_in_place(kind):
+    rig, scheme = KINDS[kind]
+    made, weights = rig(scheme, **OPTIONS.get(kind, {})), Stamped(1).state_dict()
+    for apply in (made.receivers[0].apply_weights, lambda *_, **given: WeightStrategy().apply_weights({}, {}, **given)):
+        with pytest.raises(TypeError, match="inplace"):
+            apply(weights, inplace=False)
+    made.close()
+
+
+def test_nothing_is_applied_behind_the_workers_back():
+    rig = PipeRig(MultiProcessWeightSyncScheme)
+    rig.sender.send_async(Stamped(1))
+    with pytest.raises(TimeoutError):
+        rig.sender.wait_async(timeout=0.2)
+    assert rig.stamps() == [0, 0]
+    rig.receive()
+    assert rig.stamps() == [1, 1]
+    rig.close()
+
+
+def test_adapters_are_not_merged():
+    class Adapted(nn.Linear):
+        def merge_and_unload(self):
+            raise AssertionError("nobody asked for it")
+
+    net = Adapted(2, 2)
+    assert WeightStrategy("state_dict").extract_weights(net).keys() == {"weight", "bias"}
+
+
+def test_receiver_refuses_weights_of_another_model():
+    rig = BoxRig(BoxScheme)
+    rig.pipes[0].letters.append(("env.value_net", Stamped(1).state_dict()))
+    with pytest.raises(ValueError, match=r"weights of 'env\.value_net' came to the receiver of 'policy'"):
+        rig.receivers[0].receive()
+    with pytest.raises(ValueError, match=r"'env\.value_net'"):
+        rig.receivers[0].apply_weights(("env.value_net", Stamped(1).state_dict()))
+    assert ask(rig.nets[0]) == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["own", "mp", "shm"])
+def test_registering_an_index_again_replaces_the_worker(kind):
+    rig, scheme = KINDS[kind]
+    made = rig(scheme, **OPTIONS.get(kind, {}))
+    made.sender.register_worker(1, made.addresses()["pipes"][0])
+    assert made.sender.worker_ids == [0, 1]
+    pipes = {id(transport): transport for transport in made.sender._iterate_transports()}
+    ends = {id(getattr(transport, "pipe", transport)) for transport in pipes.values()}
+    assert ends == {id(made.addresses()["pipes"][0])}
+    made.close()
+
+
+def test_receiver_of_calls_has_no_transport():
+    rig = CallRig(CallScheme)
+    assert [receiver.transport for receiver in rig.receivers] == [None, None]
+    rig.deliver(Stamped(2))
+    assert rig.stamps() == [2, 2]
+    rig.close()
+
+
+def test_pipe_is_what_a_transport_is_made_of():
+    with pytest.raises(TypeError):
+        MPTransport(weight_queue=None, ack_queue=None)
