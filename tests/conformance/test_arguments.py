@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from shmsync.errors import ClosedError
-from shmsync.schemes import NoWeightSyncScheme
+from shmsync.schemes import NoWeightSyncScheme, SharedMemTransport
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import KINDS, OPTIONS, Box, BoxScheme
 from support.conformance.table import NONE
@@ -86,6 +86,14 @@ def test_registering_a_worker_under_no_index_is_refused(scheme, ends, index):
     with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
         sender.register_worker(index, ends.transport)
     assert sender.worker_ids == [0]
+
+
+@pytest.mark.parametrize("index", ["a", -1, True, 1.5], ids=repr)
+def test_transport_refuses_a_pipe_under_no_index(index):
+    transport = SharedMemTransport()
+    with pytest.raises(ValueError, match=f"worker is an index .*, not {index!r}"):
+        transport.register_pipe(None, index)
+    transport.close()
 
 
 @pytest.mark.parametrize("workers", ["a", True, [True], [0.0], 0.0], ids=repr)

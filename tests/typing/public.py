@@ -75,6 +75,11 @@ def sender(policy: nn.Module, pipes: list[Any]) -> None:
     assert_type(sender.send_async(), int)
     assert_type(sender.wait_async(), int)
     assert_type(send_together({sender: None}), int)
+    with shmsync.MultiProcessWeightSyncScheme(partial=True, dtype={"*.weight": torch.bfloat16}) as several:
+        assert_type(several, shmsync.MultiProcessWeightSyncScheme)
+        assert_type(several.make_strategy(), shmsync.WeightStrategy)
+    shmsync.WeightStrategy("state_dict", True)  # type: ignore[call-arg]
+    shmsync.RPCWeightSyncScheme(dtype="bfloat16")  # type: ignore[arg-type]
     shmsync.MultiProcessWeightSyncScheme("pickle")  # type: ignore[arg-type]
     shmsync.WeightSyncScheme()  # type: ignore[abstract]
     transport: shmsync.TransportBackend = shmsync.MPTransport(pipes[0])
@@ -86,6 +91,21 @@ def receiver(policy: nn.Module, pipe: Any) -> None:
     scheme.init_on_worker("policy", pipe=pipe, model=policy)
     assert_type(scheme.get_receiver().receive(0.1), bool)
     assert_type(scheme.get_receiver().version, int)
+    assert_type(scheme.get_receiver().worker_idx, int | None)
+
+
+class Box:
+    """Two methods make a transport."""
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        pass
+
+    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+        return None
+
+
+def own_transport() -> shmsync.TransportBackend:
+    return Box()
 
 
 def several_machines(policy: nn.Module, actors: list[Any]) -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ...engine.pickling import dumps, small
 from ...engine.publisher import Publication, publish_all
 from ...engine.strategy import WeightStrategy
+from ...engine.timing import check_worker
 from ...errors import ClosedError
 from ..publishers import ALL, Plan, Publishers
 from . import messages
@@ -47,6 +48,7 @@ class SharedMemCarrier(PipeCarrier):
         """Reach a worker over this pipe; the index it has from now on: the one it has already, or the next."""
         if index is None:
             index = next((i for i, link in self.links.items() if link.pipe is pipe), max(self.links, default=-1) + 1)
+        index = check_worker(index)
         self.publishers.group_of(index)
         known = self.links.get(index)
         if known is None or known.pipe is not pipe or process is not None:
