@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout
+from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError
 from ..api import WeightReceiver, WeightSyncScheme
 from ..lookup import Arguments
@@ -85,13 +85,13 @@ class RemoteReceiver(WeightReceiver):
             if self._news.empty():
                 self._news.put(None)
 
-    def receive(self, timeout: float = 0.001) -> bool:
+    def receive(self, timeout: float | None = 0.001) -> bool:
         """Has a call brought weights since this was last asked? They are applied already.
 
         Args:
-            timeout: seconds to wait for the next ones; 0 only looks.
+            timeout: seconds to wait for the next ones; 0 only looks, None is the scheme's.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = deadline_after(timeout, self._timeout)
         while True:
             with contextlib.suppress(queue.Empty):
                 self._news.get(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))
