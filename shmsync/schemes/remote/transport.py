@@ -66,13 +66,14 @@ class RemoteTransport(Destination, ABC):
         """
         deadline = deadline_after(timeout, self.timeout)
         with self._alone.hold(deadline):
-            delivery, model_id = self._begin(model_id, weights)
+            delivery, model_id = self._begin(model_id, weights, deadline)
             self._end(delivery, model_id, deadline)
 
     def send_weights_async(self, model_id: Any = _NONE, weights: Any = _NONE) -> None:
         """Send, or as long as an earlier send is not answered, wait with that for wait_ack()."""
-        with self._alone.hold(deadline_after(None, self.timeout)):
-            self._pending = self._begin(model_id, weights)
+        deadline = deadline_after(None, self.timeout)
+        with self._alone.hold(deadline):
+            self._pending = self._begin(model_id, weights, deadline)
 
     def wait_ack(self, *, timeout: float | None = None) -> None:
         """Wait for the last send_weights_async(). Raises RuntimeError when there was none, and as send_weights().
@@ -92,7 +93,7 @@ class RemoteTransport(Destination, ABC):
         """Is there a send_weights_async() that nobody has waited for?"""
         return self._pending is not None
 
-    def _begin(self, model_id: Any, weights: Any) -> tuple[Delivery, str]:
+    def _begin(self, model_id: Any, weights: Any, deadline: float) -> tuple[Delivery, str]:
         if model_id is _NONE or weights is _NONE:
             model_id, weights = "policy", weights if model_id is _NONE else model_id
         if not isinstance(model_id, str) or isinstance(weights, str) or weights is _NONE:
@@ -103,6 +104,7 @@ class RemoteTransport(Destination, ABC):
         delivery = Delivery(self._carrier.wait)
         if self.connected:
             self._sent += 1
+            self._carrier.deadline = deadline
             payload = self._carrier.payload(self._packer.pack(weights, model_id, self._sent))
             delivery.ask(0, self, partial(self.post, payload))
         return delivery, model_id

@@ -101,4 +101,3 @@ def receive_in_threads(state, seconds):
         return taken
 
     return sum(all_at_once(receive, receive))
-

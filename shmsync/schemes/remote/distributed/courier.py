@@ -88,7 +88,7 @@ class Courier(Clerk):
                     del watched[call]
                     call.ring()
             # What these refer to is not to live until the next item comes.
-            item = call = None  # type: ignore[assignment]  # noqa: F841
+            item = call = None  # type: ignore[assignment]
             pause = min(pause * 1.5, _LAST)
         for call in watched:
             call.ring()

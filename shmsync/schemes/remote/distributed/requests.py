@@ -88,9 +88,7 @@ class MailCall(StoreCall):
         if self._buffer is not None and self._buffer.numel():
             _unanswered[self._serial] = self
             try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
-                self._work = torch.distributed.isend(
-                    self._buffer, self._mailbox.rank, tag=tag_of(self._serial)
-                )
+                self._work = torch.distributed.isend(self._buffer, self._mailbox.rank, tag=tag_of(self._serial))
             except Exception as error:
                 del _unanswered[self._serial]
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error

@@ -42,7 +42,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
     ) -> None:
         super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
         if backend != "gloo":

@@ -56,8 +56,8 @@ class Inbox:
         task = self._courier.give(self._introduce)
         if not task.done_by(time.monotonic() + timeout):
             raise ProtocolError(
-                f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give more "
-                "with timeout="
+                f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give "
+                "more with timeout="
             )
         with _store_errors():
             task.result()

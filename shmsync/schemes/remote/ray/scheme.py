@@ -28,7 +28,11 @@ class RayTransport(RemoteTransport):
     """
 
     def __init__(
-        self, remote_collector: Any = None, tensor_transport: TensorTransport = "object_store", *, timeout: float = 60.0
+        self,
+        remote_collector: Any = None,
+        tensor_transport: TensorTransport = "object_store",
+        *,
+        timeout: float | None = 60.0,
     ) -> None:
         require_ray(type(self).__name__)
         self.actor = remote_collector
@@ -64,7 +68,7 @@ class ActorScheme(RemoteScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
     ) -> None:
         super().__init__(strategy, fan_out=fan_out, slots=slots, consistency=consistency, timeout=timeout)
         check_tensor_transport(tensor_transport)
