@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import HashStore
 
 import shmsync
 from shmsync import DistributedTransport
@@ -162,14 +163,79 @@ def test_another_word_in_send_ack_raises(ends):
         trainer.call(transports.use, "check_ack")
 
 
-def test_an_announcement_that_is_none_raises_in_the_worker(ends):
+def test_a_word_for_somebody_else_is_left_in_the_store(ends):
     trainer, worker = ends
-    trainer.call(parts.store, "set", "NODE_1_in", b"nonsense")
-    with pytest.raises(RuntimeError, match="'nonsense'"):
-        worker.call(transports.use, "receive_weights", FOR_EVER)
+    trainer.call(parts.store, "set", "NODE_1_in", b"shutdown")
+    assert worker.call(transports.use, "receive_weights", 0.2) is None
+    assert trainer.call(parts.store, "get", "NODE_1_in") == b"shutdown"
+    assert keys(trainer) == ["NODE_1_in"]  # and nobody answered it
     trainer.start(transports.send_sample, "flat")
     worker.call(transports.receive_sample)
     trainer.result()
+
+
+def test_a_loop_of_the_users_own_may_read_the_announcement_first(ends):
+    trainer, worker = ends
+    for name in ("flat", "many"):
+        trainer.start(transports.send_sample, name)
+        assert worker.call(transports.read_announcement) == b"update_weights"
+        worker.call(transports.receive_sample)
+        trainer.result()
+        assert worker.call(transports.differences, name) == []
+        assert keys(trainer) == []
+
+
+@pytest.mark.parametrize("how", ["by position", "by name"])
+def test_weights_alone_are_those_of_policy(ends, how):
+    trainer, worker = ends
+    trainer.start(transports.send_sample_alone, "flat", by_name=how == "by name")
+    assert worker.call(transports.receive_sample) == "policy"
+    trainer.result()
+    assert worker.call(transports.differences, "flat") == []
+
+
+def test_a_model_id_alone_is_refused(ends):
+    with pytest.raises(TypeError, match="weights alone"):
+        ends[0].call(transports.use, "send_weights", "policy")
+    assert keys(ends[0]) == []
+
+
+@pytest.mark.parametrize("word", ["updated", "done"])
+def test_check_ack_expects_the_word_that_it_is_given(ends, word):
+    trainer, worker = ends
+    for expected in (word, "another"):
+        trainer.call(transports.send_sample, "flat", "send_weights_async")
+        worker.call(transports.received_without_answer)
+        worker.call(transports.use, "send_ack", word)
+        if expected == word:
+            trainer.call(transports.use, "check_ack", expected)
+        else:
+            with pytest.raises(RuntimeError, match=repr(word)):
+                trainer.call(transports.use, "check_ack", expected)
+    with pytest.raises(TypeError, match="3"):
+        trainer.call(transports.use, "check_ack", 3)
+
+
+def test_the_transport_alone_announces_and_answers_without_a_process_group():
+    store = HashStore()
+    trainer, worker = (DistributedTransport(store=store, rank=1, timeout=20.0) for _ in range(2))
+    worker.send_ack("ready")
+    trainer.check_ack("ready")
+    assert not store.check(["NODE_1_out"])
+    store.set("NODE_1_out", "updated")  # a loop of the user's own
+    with pytest.raises(RuntimeError, match="'updated'"):
+        trainer.check_ack("ready")
+    trainer.send_weights_async("policy", transports.SAMPLES["nothing"]())  # no bytes to move
+    assert worker.receive_weights() is not None
+    worker.send_ack()
+    trainer.wait_ack()
+    with pytest.raises(shmsync.ProtocolError, match="init_process_group"):
+        trainer.send_weights("policy", transports.SAMPLES["flat"]())
+    assert worker.receive_weights(0) is None
+    with pytest.raises(shmsync.AckTimeout):
+        trainer.check_ack(timeout=0.1)
+    for transport in (trainer, worker):
+        transport.close()
 
 
 @pytest.mark.parametrize("name", ["flat", "tensordict", "nothing", "extra"])

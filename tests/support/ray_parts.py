@@ -255,6 +255,13 @@ def head_pid():
     return pid
 
 
+def store_pid():
+    """Of the process that has this node's object store."""
+    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
+    (pid,) = (each.pid for each in psutil.process_iter() if each.name() == "raylet" and node in each.cmdline())
+    return pid
+
+
 def traffic():
     """By node: (bytes of objects made in its store, bytes that its store got from other nodes, rounded up to CHUNK)."""
     begins = {log: log.stat().st_size for log in Path(_session(), "logs").glob("raylet*.out")}

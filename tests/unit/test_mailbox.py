@@ -7,6 +7,7 @@ from itertools import combinations_with_replacement
 import pytest
 from torch.distributed import FileStore, HashStore
 
+from shmsync.schemes.remote.distributed.courier import Courier
 from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
 from shmsync.schemes.remote.distributed.requests import MailCall
 from shmsync.schemes.remote.requests import Failed
@@ -95,9 +96,10 @@ def test_a_message_is_taken_once_however_the_sides_meet(first):
 
 
 def make_call(store):
-    """A message for rank 1 without bytes, and its serial number."""
+    """A message for rank 1 without bytes, posted, and its serial number. The test is the courier."""
     message = {}
-    call = MailCall(Mailbox(store, 1), lambda: None, message, None, None)
+    call = MailCall(Courier(), Mailbox(store, 1), lambda: None, message, None, None)
+    call.look()
     return call, message["serial"]
 
 
@@ -111,45 +113,63 @@ def test_a_late_answer_takes_nothing_from_the_next_one():
         Mailbox(given, 1).put_answer(old, UPDATED, {"result": to_text("old")})
         Mailbox(given, 1).put_answer(serial, UPDATED, {"result": to_text("new")})
         interleaved.begin(zip(order, given.noted, strict=True))
-        while not call.finished():
+        while not call.look():
             pass  # each look counts
         assert call.result() == "new", order
         interleaved.finish()
         following, _ = make_call(store)  # a bell that still rings is none for it
-        assert not following.finished(), order
-
-
-def test_an_interrupt_between_bell_and_answer_loses_neither():
-    class Interrupted(Mailbox):
-        def _hear(self, bell):
-            super()._hear(bell)
-            raise KeyboardInterrupt
-
-    store = make_store()
-    message = {}
-    call = MailCall(Interrupted(store, 1), lambda: None, message, None, None)
-    Mailbox(store, 1).put_answer(message["serial"], UPDATED, {"result": to_text(1)})
-    with pytest.raises(KeyboardInterrupt):
-        call.finished()
-    assert call.finished()
-    assert call.result() == 1
+        assert not following.look(), order
 
 
 def test_a_word_alone_is_an_answer_of_those_who_never_gave_another():
     store = make_store()
     call, _ = make_call(store)
     store.set("NODE_1_out", UPDATED)
-    assert call.finished() and call.result() is None
+    assert call.look() and call.result() is None
     call, serial = make_call(store)
     Mailbox(store, 1).put_answer(serial, UPDATED, {})
-    assert call.finished()
+    assert call.look()
     call, _ = make_call(store)
     store.set("NODE_1_out", UPDATED)  # as it might be left over from the last one
-    assert not call.finished()
+    assert not call.look()
+
+
+def test_a_foreign_word_is_an_answer_only_where_answers_have_no_serial_number():
+    store = make_store()
+    call, _ = make_call(store)
     store.set("NODE_1_out", "nonsense")
-    assert call.finished()
+    assert call.look()
     with pytest.raises(Failed, match="nonsense"):
         call.result()
+    call, serial = make_call(store)
+    Mailbox(store, 1).put_answer(serial, UPDATED, {})
+    assert call.look()
+    call, serial = make_call(store)
+    store.set("NODE_1_out", "a word for somebody else")
+    assert not call.look()
+    assert store.get("NODE_1_out") == b"a word for somebody else"
+    Mailbox(store, 1).put_answer(serial, UPDATED, {})
+    store.set("NODE_1_out", "another one")  # over the bell
+    assert call.look() and call.result() is None
+    assert store.get("NODE_1_out") == b"another one"
+
+
+def test_a_message_is_taken_although_another_has_heard_its_announcement():
+    store = make_store()
+    Mailbox(store, 1).put_message({"serial": "a"})
+    store.delete_key("NODE_1_in")
+    assert Mailbox(store, 1).take_message() == {"serial": "a"}
+
+
+def test_a_foreign_announcement_stays_and_hides_nothing():
+    store = make_store()
+    mailbox = Mailbox(store, 1)
+    store.set("NODE_1_in", "shutdown")
+    assert mailbox.take_message() is None
+    mailbox.put_message({"serial": "a"})
+    store.set("NODE_1_in", "shutdown")
+    assert mailbox.take_message() == {"serial": "a"}
+    assert store.get("NODE_1_in") == b"shutdown"
 
 
 def test_an_announcement_without_a_message_says_who_must_write_it():

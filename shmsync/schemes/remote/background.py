@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
-GRACE = 0.25  # seconds that a task has to come back by itself, beyond its deadline
+GRACE = 0.04  # seconds that a task has to come back by itself, beyond its deadline; a call has up to two of them
 
 
 class Task(Future[Any]):
@@ -57,37 +57,50 @@ class Task(Future[Any]):
 
 
 class Clerk:
-    """The thread; it starts with the first task, and ends with this object or with close()."""
+    """The thread; it starts with the first task, and ends with this object or with close(). Thread-safe."""
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] | None = None
-        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._hired: tuple[queue.SimpleQueue[Any], weakref.finalize[..., Any]] | None = None
+        self._hiring = threading.Lock()  # only ever in a `with`, which no interrupt leaves without giving it back
 
     def give(self, function: Callable[[], Any]) -> Task:
         """Let it do this after what it was given before."""
-        if self._tasks is None:
-            self._tasks = queue.SimpleQueue()
-            thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True, name="shmsync clerk")
-            thread.start()
-            self._finalizer = weakref.finalize(self, _end, self._tasks, thread)
         task = Task(function)
-        self._tasks.put(task)
+        self.put(task)
         return task
+
+    def put(self, item: Any) -> None:
+        """Hand something to the thread; a Task, unless a subclass knows more."""
+        hired = self._hired
+        if hired is None:
+            with self._hiring:
+                hired = self._hired or self._hire()
+                self._hired = hired
+        hired[0].put(item)
+
+    def _hire(self) -> tuple[queue.SimpleQueue[Any], weakref.finalize[..., Any]]:
+        items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        thread = threading.Thread(target=self.work, args=(items,), daemon=True, name="shmsync clerk")
+        finalizer = weakref.finalize(self, _end, items, thread)  # first: an interrupt may lose a thread that has begun
+        thread.start()
+        return items, finalizer
+
+    @staticmethod
+    def work(items: queue.SimpleQueue[Any]) -> None:
+        """What the thread does, until it is handed None."""
+        while (task := items.get()) is not None:
+            task.run()
+            del task  # and what it refers to, before the next one comes
 
     def close(self) -> None:
         """End the thread; if it is kept by what it does now, when it comes back. Idempotent."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._tasks = self._finalizer = None
+        hired, self._hired = self._hired, None
+        if hired is not None:
+            hired[1]()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task.run()
-        del task  # and what it refers to, before the next one comes
-
-
-def _end(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
-    tasks.put(None)
+def _end(items: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    items.put(None)
     if thread is not threading.current_thread():
-        thread.join(GRACE)
+        with contextlib.suppress(RuntimeError):  # it has not begun: it was interrupted there
+            thread.join(GRACE)

@@ -9,6 +9,7 @@ docs/add-a-transport.md goes through these methods with an example.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,6 +20,8 @@ from .parcel import Parcel
 from .place import Place, Site, here
 from .relay import RelayOptions
 from .requests import Call, Destination, sleeping
+
+CLOSING = 2.0  # seconds that a sender waits at most, when it ends, for all of its relays together
 
 
 class HostedRelay(Destination):
@@ -36,6 +39,7 @@ class HostedRelay(Destination):
 class Carrier(ABC):
     """One kind of network, for one sender or one transport."""
 
+    deadline = math.inf  # of the call under way, for a carrier that has to wait in one of these methods
     piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
 
     def payload(self, parcel: Parcel) -> Any:
@@ -66,7 +70,8 @@ class Carrier(ABC):
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
         """End what a relay has published for the sender's session; in a worker, close_here() does it.
 
-        `ended`: the sender sends no more, and may wait a moment for it; else this does not wait.
+        `ended`: the sender sends no more, and may wait a moment for it, until `deadline` at most; else this does not
+        wait.
         """
 
     def close(self) -> None:  # noqa: B027  # most hold nothing

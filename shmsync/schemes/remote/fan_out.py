@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from .carrier import Carrier
+from .carrier import CLOSING, Carrier
 from .parcel import Announcement, Packer, Stamp
 from .place import Place, Site
 from .relay import Relay, RelayOptions
@@ -195,6 +195,7 @@ class FanOut:
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
         self._closed = True
+        self._carrier.deadline = time.monotonic() + min(CLOSING, self._options.timeout)
         for site, relay in list(self._relays.items()):
             self._close_relay(relay, ended=True)
             self._relays.pop(site, None)

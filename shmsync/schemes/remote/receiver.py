@@ -6,18 +6,25 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 from torch import nn
 from typing_extensions import override
 
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout
+from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError
 from ..api import WeightReceiver, WeightSyncScheme
 from ..lookup import Arguments, named_content
 from ..subscriptions import Subscriptions
 from .parcel import Announcement, Stamp, allow_views, stamp_of
+
+_receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
+
+
+def _known() -> list[str]:
+    return sorted({receiver.model_id for receiver in list(_receivers)})
 
 
 class RemoteReceiver(WeightReceiver):
@@ -49,6 +56,7 @@ class RemoteReceiver(WeightReceiver):
         model = arguments.model()
         self._register_model(arguments.model_id if model is None else model)
         allow_views(self)
+        _receivers.add(self)
 
     def only_reads(self, model_id: str) -> bool:
         """Does it only read this model's weights? apply_weights() copies them."""
@@ -66,10 +74,17 @@ class RemoteReceiver(WeightReceiver):
         Weights older than what the model has are left out. With fan_out="node" the model is bound to shared memory,
         and nothing is copied; else the weights are copied in place, so no forward may run meanwhile.
 
-        Raises ManifestMismatch, the errors of Subscriber; ProtocolError for plain weights after the model was bound.
+        Raises ManifestMismatch, the errors of Subscriber; ProtocolError for weights of another model, and for plain
+        weights after the model was bound.
         """
         weights = named_content(weights, self._model_id)
         stamp = stamp_of(weights)
+        if stamp is not None and stamp.model_id != self._model_id:
+            raise ProtocolError(
+                f"these weights are of {stamp.model_id!r}, but were given to the receiver of {self._model_id!r}; this "
+                f"process has receivers of {', '.join(map(repr, _known()))}. Give them to the right one, or make one "
+                f"with init_on_worker({stamp.model_id!r})"
+            )
         with self._applying:
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
@@ -85,14 +100,14 @@ class RemoteReceiver(WeightReceiver):
             if self._news.empty():
                 self._news.put(None)
 
-    def receive(self, timeout: float = 0.001) -> bool:
+    def receive(self, timeout: float | None = 0.001) -> bool:
         """Has a call brought weights since this was last asked? They are applied already.
 
         Args:
-            timeout: seconds to wait for the next ones; 0 only looks.
+            timeout: seconds to wait for the next ones; 0 only looks, None is the scheme's.
         """
         self._scheme.check_open("receive")
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = deadline_after(timeout, self._timeout)
         while True:
             with contextlib.suppress(queue.Empty):
                 self._news.get(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))

@@ -15,9 +15,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
+from ... import _native
 from ...engine.outcome import Failure, Outcome, Wording
+from ...errors import WriterBusy
 from .place import Place
 
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
@@ -81,6 +83,13 @@ class Destination:
     place: Place | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
+    starting: _native.WriterLock  # held by the thread that starts a request
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make one; subclasses need not call __init__()."""
+        made = super().__new__(cls)
+        made.starting = _native.WriterLock()
+        return made
 
     @property
     def host(self) -> Destination | None:
@@ -90,7 +99,8 @@ class Destination:
     @property
     def busy(self) -> bool:
         """Is an earlier request not answered yet?"""
-        if self.call is not None and self.call.finished():
+        call = self.call  # another thread may look too
+        if call is not None and call.finished() and self.call is call:
             self.call = None
         return self.call is not None
 
@@ -121,9 +131,13 @@ class Step:
     def advance(self) -> bool:
         """Start it if its destination is free; is it finished?"""
         if self.call is None:
-            if self.destination.busy:
+            try:
+                with self.destination.starting:
+                    if self.destination.busy:
+                        return False
+                    self.call = self.destination.call = self.start()
+            except WriterBusy:  # another thread is about to start one
                 return False
-            self.call = self.destination.call = self.start()
         return self.call.finished()
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
-from .carrier import Carrier
+from .carrier import CLOSING, Carrier
 from .place import here
 from .relay import RelayOptions, close_here, publish_here
 from .requests import Call, Failed, Gone
@@ -24,8 +24,8 @@ from .transport import RemoteTransport
 
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
-# Some call of this process was answered. A Condition may stay locked after an interrupt.
-_news: queue.SimpleQueue[None] = queue.SimpleQueue()
+# Who waits for these calls. No Conditions: they may stay locked after an interrupt.
+_bells: dict[int, queue.SimpleQueue[None]] = {}
 
 
 class RPCCall(Call):
@@ -39,7 +39,7 @@ class RPCCall(Call):
         if not has_agent():
             raise ProtocolError("this process has no RPC agent; call torch.distributed.rpc.init_rpc() before you send")
         # An interrupt may lose this object before anybody has it; the agent reads the buffer all the same.
-        key = next(_keys)
+        key = self.key = next(_keys)
         _under_way[key] = args
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
@@ -88,7 +88,9 @@ def run_there(function: Any, *args: Any) -> Any:
 
 def _answered(key: int, _future: Any) -> None:
     _under_way.pop(key, None)
-    _news.put(None)
+    bell = _bells.pop(key, None)
+    if bell is not None:
+        bell.put(None)
 
 
 def has_agent() -> bool:
@@ -107,12 +109,16 @@ class RPCCarrier(Carrier):
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
-        while not _news.empty():
-            with contextlib.suppress(queue.Empty):
-                _news.get_nowait()
-        if not any(call.finished() for call in calls):
-            with contextlib.suppress(queue.Empty):  # another thread may take it: then it takes a slice longer
-                _news.get(timeout=seconds)
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        keys = [call.key for call in calls if isinstance(call, RPCCall)]
+        _bells.update(dict.fromkeys(keys, bell))
+        try:
+            if not any(call.finished() for call in calls):
+                with contextlib.suppress(queue.Empty):
+                    bell.get(timeout=seconds)
+        finally:
+            for key in keys:
+                _bells.pop(key, None)
 
     @override
     def locate(self, worker: RPCTransport) -> Call:
@@ -128,7 +134,7 @@ class RPCCarrier(Carrier):
             with contextlib.suppress(Gone):
                 call = RPCCall(relay.host.info, partial(close_here, ended=ended), (session,))
                 # For a moment: the agent may be shut down next, and the arena is to be gone before.
-                deadline = time.monotonic() + (2.0 if ended else 0.0)
+                deadline = min(self.deadline, time.monotonic() + CLOSING) if ended else 0.0
                 while not call.finished() and time.monotonic() < deadline:
                     self.wait([call], 0.05)
 
@@ -150,7 +156,7 @@ class RPCTransport(RemoteTransport):
         collector_rref: Any = None,
         collector_class: Any = None,
         *,
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
     ) -> None:
         super().__init__(RPCCarrier(), timeout)
         self.info = collector_info

@@ -14,7 +14,7 @@ from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, check_worker, deadline_after
-from ...errors import WorkerDied
+from ...errors import ProtocolError, WorkerDied
 from ..api import WeightSender, WeightSyncScheme
 from ..lookup import Arguments
 from ..owed import Leaves, Owed, private_leaves
@@ -26,6 +26,7 @@ from .relay import RelayOptions
 from .requests import Delivery
 from .transport import RemoteTransport
 
+_TIMEOUT = 60.0  # seconds
 _READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
 
 
@@ -53,7 +54,7 @@ class RemoteScheme(WeightSyncScheme):
         fan_out: None: each worker gets the weights by itself, and copies them into its model. "node": one copy goes to
             each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
-        timeout: default of a send, in seconds; math.inf waits for ever.
+        timeout: default of every call, in seconds; math.inf waits for ever, None is 60.
         partial, dtype: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other nodes each
             time.
     """
@@ -68,7 +69,7 @@ class RemoteScheme(WeightSyncScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = _TIMEOUT,
         partial: bool = False,
         dtype: Dtypes = None,
     ) -> None:
@@ -78,7 +79,7 @@ class RemoteScheme(WeightSyncScheme):
         self.fan_out = fan_out
         self.slots = slots
         self.consistency: Consistency = consistency
-        self.timeout = check_timeout(timeout)
+        self.timeout = _TIMEOUT if timeout is None else check_timeout(timeout)
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
@@ -101,6 +102,14 @@ class RemoteScheme(WeightSyncScheme):
         return RemoteReceiver(self, consistency=self.consistency, timeout=self.timeout)
 
     @override
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """See WeightSyncScheme. Called again, it ends the relays, threads and connections of the earlier sender."""
+        earlier = self._sender
+        super().init_on_sender(model_id, context, **kwargs)
+        if isinstance(earlier, RemoteSender):
+            earlier.close()
+
+    @override
     def shutdown(self) -> None:
         super().shutdown()
         for end in (self._sender, self._receiver):
@@ -119,6 +128,7 @@ class RemoteSender(WeightSender):
 
     def __init__(self, scheme: RemoteScheme) -> None:
         super().__init__(scheme)
+        self._unpickled = False
         self._start()
 
     def _start(self) -> None:
@@ -200,6 +210,11 @@ class RemoteSender(WeightSender):
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         self._update_workers()
+        if self._unpickled and not self._transports:
+            raise ProtocolError(
+                f"this sender of {self._model_id!r} was unpickled, and its workers stayed in the process that it came "
+                "from; call init_on_sender() of its scheme here, or register_worker() for each worker. Nothing was sent"
+            )
         return self._reached(super()._chosen(worker_ids))
 
     @override
@@ -213,6 +228,7 @@ class RemoteSender(WeightSender):
             )
         prepared = self._prepared(weights)
         given = private_leaves(prepared) if self._scheme.partial else None
+        self._carrier.deadline = deadline
         delivery = Delivery(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
             everybody = {index: each for index, each in self._transports.items() if not each.reported}
@@ -263,7 +279,7 @@ class RemoteSender(WeightSender):
         state = super().__getstate__()
         for name in ("_carrier", "_packer", "_roster", "_fan_out", "_owed", "_given"):
             state.pop(name)
-        return {**state, "_version": 0}
+        return {**state, "_version": 0, "_unpickled": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import torch.distributed as dist
@@ -229,6 +231,14 @@ def make_sender_anew(state, kind, **options):
     state.sender = state.scheme.get_sender()
 
 
+def init_again(state, kind):
+    """init_on_sender() of the scheme that has a sender already, with the same workers."""
+    count = len(state.sender.worker_ids)
+    arguments = {"context": state.roster} if kind == "rpc" else {"store": state.store, "num_workers": count}
+    state.scheme.init_on_sender("policy", model=state.model, **arguments)
+    state.sender = state.scheme.get_sender()
+
+
 class Roster:
     """A context."""
 
@@ -259,6 +269,33 @@ def send_async(state, value):
 
 def wait_async(state, **kwargs):
     return state.sender.wait_async(**kwargs)
+
+
+def settle(state):
+    """Wait for a send_async() that an interrupt may have left pending."""
+    with contextlib.suppress(RuntimeError):
+        state.sender.wait_async()
+
+
+def send_until_told(state, first):
+    """Send one value after the other, until the next call comes; (the last version, what it raised)."""
+    value, errors = first, []
+    while not state.conn.poll():
+        try:
+            send(state, value)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        value += 1
+    return state.sender.version, errors
+
+
+def told(state):
+    pass
+
+
+def threads(state):
+    gc.collect()
+    return threading.active_count()
 
 
 def make_actor_senders(state):

@@ -36,15 +36,15 @@ def make_keeper():
     return rpc.RRef(members["keeper"])
 
 
-def open_rpc_transport(state, size=None):
+def open_rpc_transport(state, size=None, timeout=FOR_EVER):
     """To a Keeper, or to the Member that the worker has already."""
     if size is None:
         state.transport = RPCTransport(
-            rpc.get_worker_info("w1"), rpc.rpc_sync("w1", make_keeper), Keeper, timeout=FOR_EVER
+            rpc.get_worker_info("w1"), rpc.rpc_sync("w1", make_keeper), Keeper, timeout=timeout
         )
     else:
         state.packer = None
-        state.transport = RPCTransport("w1", state.roster.collector_rrefs[0], Member, timeout=FOR_EVER)
+        state.transport = RPCTransport("w1", state.roster.collector_rrefs[0], Member, timeout=timeout)
 
 
 def keeper_differences(state, name):
@@ -80,6 +80,22 @@ def introduce(state):
 def send_sample(state, name, call="send_weights", model_id="policy"):
     arguments = (SAMPLES[name](),) if call == "send_initial_weights" else (model_id, SAMPLES[name]())
     getattr(state.transport, call)(*arguments)
+
+
+def send_sample_alone(state, name, by_name):
+    sample = SAMPLES[name]()
+    if by_name:
+        state.transport.send_weights(weights=sample)
+    else:
+        state.transport.send_weights(sample)
+
+
+def read_announcement(state):
+    """As a loop of the user's own does; the word."""
+    key = f"NODE_{state.transport.rank}_in"
+    word = state.store.get(key)
+    state.store.delete_key(key)
+    return word
 
 
 def receive_sample(state, **kwargs):

@@ -10,10 +10,8 @@ import threading
 from torch import nn
 
 from shmsync import WeightStrategy
-from shmsync.schemes.remote.background import Task
-from shmsync.schemes.remote.distributed.mailbox import Mailbox
-from shmsync.schemes.remote.distributed.transport import DistributedTransport
-from shmsync.schemes.remote.distributed.worker import Inbox
+from shmsync.schemes.remote.distributed.transport import DistributedCarrier, DistributedTransport
+from shmsync.schemes.remote.distributed.worker import Inbox, Receipt
 from shmsync.schemes.remote.parcel import Announcement, Stamp
 from shmsync.schemes.remote.rpc import RPCTransport
 from support.processes import wait_until_dead
@@ -65,13 +63,13 @@ def interrupted_once(function, *, before=False):
 
 
 def interrupt_when_an_answer_is_heard(state):
-    Mailbox._hear = interrupted_once(Mailbox._hear)
+    DistributedCarrier.wait = interrupted_once(DistributedCarrier.wait)
 
 
 def interrupt_receipt(state, where):
     """One Ctrl-C in the next receive()."""
     owner, name, before = {
-        "while it waits": (Task, "done_by", True),
+        "while it waits": (Receipt, "wait", True),
         "when it has it": (Inbox, "next", False),
         "while it applies": (WeightStrategy, "apply_weights", True),
         "before it answers": (Inbox, "answer", True),

@@ -12,7 +12,8 @@ The bytes of the weights do not go through the store.
 
 INV: `in` and `out` are bells. Whoever rings has written the content before; whoever hears a bell deletes it and only
 then reads the content, so nothing that is written later goes unheard. A bell may ring for content that was read before:
-therefore a message that is taken becomes null, in one step, and an answer names its message.
+therefore a message that is taken becomes null, in one step, and an answer names its message. A worker looks at the
+message itself, so that it does not matter who has heard the bell. No request waits for a key (see peek).
 Each model has one sender at a time; what a new one writes takes the place of what the old one left.
 """
 
@@ -22,9 +23,7 @@ import base64
 import json
 import pickle
 import secrets
-import time
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..place import Place
@@ -33,6 +32,7 @@ UPDATE = b"update_weights"
 UPDATED = b"updated"
 FAILED = b"failed"
 _TAKEN = "null"
+_ABSENT = "(not set)"
 
 
 class Answer(NamedTuple):
@@ -50,7 +50,6 @@ class Mailbox:
         self.store = store
         self.rank = rank
         self._prefix = f"NODE_{rank}_"
-        self.closed = False  # whoever waits in arrives() gives up
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -59,69 +58,85 @@ class Mailbox:
         """Is this key set?"""
         return bool(self.store.check([self._key(box)]))
 
-    def arrives(self, box: str, deadline: Callable[[], float]) -> bool:
-        """Wait until this key is set, but no longer than a deadline that may change meanwhile; is it?"""
-        pause = 0.00005
-        while self.closed or not self.has(box):
-            rest = deadline() - time.monotonic()
-            if rest <= 0 or self.closed:
-                return False
-            # Asking is quick; a wait of the store's own that ends by its time-out writes to stderr.
-            time.sleep(min(pause, rest))
-            pause = min(pause * 1.5, 0.001)
-        return True
+    def peek(self, box: str) -> bytes | None:
+        """What this key holds; None when it is not set. One request, that never waits.
+
+        get() would wait for a key that somebody deletes at the wrong moment, and lock the store meanwhile.
+        """
+        value = bytes(self.store.compare_set(self._key(box), _ABSENT, _ABSENT))
+        return None if value == _ABSENT.encode() else value
 
     def put_message(self, message: dict[str, Any]) -> None:
         """In the sender: announce a message, instead of one that was not taken."""
         self.store.set(self._key("message"), json.dumps(message))
         self.store.set(self._key("in"), UPDATE)
 
-    def take_message(self) -> dict[str, Any] | None:
-        """In the worker, when `in` is there: the message; None when it was taken before.
+    def take_message(self, *, listen: bool = True) -> dict[str, Any] | None:
+        """In the worker: the message; None when there is none, or it was taken before.
 
-        Raises RuntimeError for another word, and for an announcement without a message.
+        The announcement need not be there: a loop of the user's own may have heard it. Other words stay where they are.
+
+        Args:
+            listen: whether to look at the announcement although there is no message.
+
+        Raises RuntimeError for an announcement without a message.
         """
-        word = self._hear("in")
-        if word != UPDATE:
-            raise RuntimeError(f"expected the message 'update_weights' but got {word.decode()!r}")
-        if not self.has("message"):
-            raise RuntimeError(
-                f"{self._key('in')} announces weights but no sender of shmsync wrote it; send with DistributedTransport"
-            )
-        found = self.store.get(self._key("message")).decode()
+        found = self.peek("message")
+        if found is None or found == _TAKEN.encode():
+            if listen and self.peek("in") == UPDATE:
+                self.store.delete_key(self._key("in"))
+                found = self.peek("message")
+                if found is None:
+                    raise RuntimeError(
+                        f"{self._key('in')} announces weights but no sender of shmsync wrote it; send with "
+                        "DistributedTransport"
+                    )
+            if found is None or found == _TAKEN.encode():
+                return None
+        else:
+            self.hush()
+        text = found.decode()
         while True:  # a sender may write another one meanwhile
-            now = self.store.compare_set(self._key("message"), found, _TAKEN).decode()
+            now = self.store.compare_set(self._key("message"), text, _TAKEN).decode()
             if now == _TAKEN:
-                content: dict[str, Any] | None = json.loads(found)
+                content: dict[str, Any] | None = json.loads(text)
                 return content
-            found = now
+            text = now
+
+    def hush(self) -> None:
+        """In the worker: delete the announcement of a message that is taken without it."""
+        if self.peek("in") == UPDATE:
+            self.store.delete_key(self._key("in"))
 
     def put_answer(self, serial: str | None, word: bytes, content: dict[str, Any]) -> None:
         """In the worker: answer the message of this serial number."""
         self.store.set(self._key("answer"), json.dumps({"serial": serial, "word": word.decode(), **content}))
         self.store.set(self._key("out"), word)
 
-    def take_answer(self, serial: str) -> Answer:
-        """In the sender, when `out` is there: the answer to the message of this serial number, or to an earlier one."""
-        word = self._hear("out")
+    def take_answer(self, serial: str) -> Answer | None:
+        """In the sender: the answer to the message of this serial number, or to an earlier one; None: there is none.
+
+        A worker that answers with serial numbers may write other words there for somebody else: they stay.
+        """
+        word = self.peek("out")
+        if word is None:
+            return None
+        if word not in (UPDATED, FAILED):
+            answer = self.last_answer()
+            if answer is not None and answer.word != word:
+                return answer if answer.serial == serial else None
+        self.store.delete_key(self._key("out"))
         answer = self.last_answer()
-        if answer is None:  # a loop of the user's own writes the word alone
-            return Answer(serial, word, {})
-        if answer.serial != serial and word not in (UPDATED, FAILED, answer.word):
-            return Answer(serial, word, {})
-        return answer
+        # A loop of the user's own writes the word alone.
+        return Answer(serial, word, {}) if answer is None else answer
 
     def last_answer(self) -> Answer | None:
-        """In the sender: the last answer, even without its bell: an interrupted take_answer() may have deleted that."""
-        if not self.has("answer"):
+        """In the sender: the last answer, even without its bell."""
+        found = self.peek("answer")
+        if found is None:
             return None
-        content = json.loads(self.store.get(self._key("answer")))
+        content = json.loads(found)
         return Answer(content["serial"], content["word"].encode(), content)
-
-    def _hear(self, bell: str) -> bytes:
-        word = bytes(self.store.get(self._key(bell)))
-        self.store.delete_key(self._key(bell))
-        return word
 
     def introduce(self, place: Place, address: tuple[str, int] | None) -> None:
         """In the worker: say where it runs, and where its end can be seen (see lifeline)."""
@@ -129,9 +144,10 @@ class Mailbox:
 
     def introduced(self) -> tuple[Place, tuple[str, int] | None] | None:
         """In the sender: what introduce() was given; None before that."""
-        if not self.has("place"):
+        found = self.peek("place")
+        if found is None:
             return None
-        place, address = json.loads(self.store.get(self._key("place")))
+        place, address = json.loads(found)
         return Place(*place), None if address is None else (address[0], address[1])
 
     def put_layout(self, fingerprint: str, manifest: bytes) -> None:

@@ -3,107 +3,150 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from ....memory.manifest import fingerprint
+from ..background import GRACE
 from ..parcel import Announcement, Stamp
 from ..place import Place
 from ..relay import RelayOptions
 from ..requests import Call, Failed, Gone
 from . import mailbox
+from .courier import Courier, StoreCall, courier_of
 from .lifeline import Lifeline
-from .mailbox import Answer, Mailbox, new_serial, tag_of
-from .transfers import my_rank
+from .mailbox import UPDATED, Answer, Mailbox, new_serial, tag_of
+from .transfers import my_rank, need_group
 
 # By serial number. A rank may take a message although its sender has given up. It waits for the bytes then, so they and
 # their transfer stay.
 _unanswered: dict[str, MailCall] = {}
 
 
-class MailCall(Call):
-    """A message for one rank, until its answer is there."""
+class MailCall(StoreCall):
+    """A message for one rank, until its answer is there.
+
+    Args:
+        watch: gives what tells of the worker's death, once that is known.
+        expected: gives the word that the worker should answer with.
+        before: is done in the store before the message is put there.
+    """
 
     def __init__(
         self,
+        courier: Courier,
         mailbox: Mailbox,
         watch: Callable[[], Lifeline | None],
         message: dict[str, Any],
         payload: Any,
         buffer: torch.Tensor | None,
+        *,
+        expected: Callable[[], bytes] = lambda: UPDATED,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
+        super().__init__(courier)
         self.payload = payload
         self._mailbox = mailbox
         self._watch = watch
         self._serial = message["serial"] = new_serial()
+        self._message = message
+        self._buffer = buffer
+        self._expected = expected
+        self._before = before
+        self._posted = False
         self._answer: Answer | None = None
-        self._taking = False  # an answer; still True after an interrupt
         self._gone: str | None = None
-        if (lifeline := watch()) is not None and lifeline.dead:
-            raise Gone(f"rank {mailbox.rank}, {lifeline}")
-        if buffer is not None and buffer.numel():
-            _unanswered[self._serial] = self
-            try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
-                self._work = torch.distributed.isend(buffer, mailbox.rank, tag=tag_of(self._serial))
-            except RuntimeError as error:
-                del _unanswered[self._serial]
-                raise Gone(f"torch.distributed: {str(error)[:200]}") from error
-        self._mailbox.put_message(message)
 
     @override
-    def finished(self) -> bool:
-        if self._answer is None and self._gone is None:
-            # Its death first: what it wrote, it wrote before.
-            lifeline = self._watch()
-            dead = lifeline is not None and lifeline.dead
-            if self._taking:
-                self._see(self._mailbox.last_answer())
-            while self._answer is None and self._mailbox.has("out"):
-                self._taking = True
-                self._see(self._mailbox.take_answer(self._serial))
-            if self._answer is None and dead:
-                self._gone = f"rank {self._mailbox.rank}, {lifeline}"
-                _unanswered.pop(self._serial, None)
+    def try_once(self) -> bool:
+        # Its death first: what it wrote, it wrote before.
+        lifeline = self._watch()
+        dead = lifeline is not None and lifeline.dead
+        if not self._posted:
+            if dead:
+                raise Gone(f"rank {self._mailbox.rank}, {lifeline}")
+            self._post()
+        while self._answer is None and (found := self._mailbox.take_answer(self._serial)) is not None:
+            if found.serial is not None and not found.content.get("untaken"):
+                _unanswered.pop(found.serial, None)  # perhaps of a call that nobody looks at any more
+            if found.serial == self._serial:
+                self._answer = found
+                if not found.content.get("untaken"):
+                    self.payload = self._buffer = None  # so that the next send may have the buffer
+        if self._answer is None and dead:
+            self._gone = f"rank {self._mailbox.rank}, {lifeline}"
+            _unanswered.pop(self._serial, None)
         return self._answer is not None or self._gone is not None
 
-    def _see(self, answer: Answer | None) -> None:
-        if answer is not None:
-            if answer.serial is not None and not answer.content.get("untaken"):
-                _unanswered.pop(answer.serial, None)  # perhaps of a call that nobody looks at any more
-            if answer.serial == self._serial:
-                self._answer = answer
-        self._taking = False
+    def _post(self) -> None:
+        self._before()
+        if self._buffer is not None and self._buffer.numel():
+            _unanswered[self._serial] = self
+            try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
+                self._work = torch.distributed.isend(self._buffer, self._mailbox.rank, tag=tag_of(self._serial))
+            except Exception as error:
+                del _unanswered[self._serial]
+                raise Gone(f"torch.distributed: {str(error)[:200]}") from error
+        self._mailbox.put_message(self._message)
+        self._posted = True
 
     @override
-    def result(self) -> Any:
+    def answer(self) -> Any:
         if self._answer is None:
             raise Gone(self._gone or "")
         _, word, content = self._answer
         if word == mailbox.FAILED:
             raise Failed(mailbox.from_text(content["failure"]))
-        if word != mailbox.UPDATED:
-            raise Failed(f"it answered {word.decode()!r}")
+        if word != self._expected():
+            raise Failed(f"it answered {word.decode(errors='replace')!r}")
         return mailbox.from_text(content["result"]) if "result" in content else None
 
 
-class PlaceCall(Call):
+class WordCall(StoreCall):
+    """Waits for a worker's word, where no message of ours is under way."""
+
+    def __init__(self, courier: Courier, mailbox: Mailbox, expected: bytes) -> None:
+        super().__init__(courier)
+        self._mailbox = mailbox
+        self._expected = expected
+        self._word: bytes | None = None
+
+    @override
+    def try_once(self) -> bool:
+        word = self._mailbox.peek("out")
+        if word is not None:
+            self._word = word
+            self._mailbox.store.delete_key(f"NODE_{self._mailbox.rank}_out")
+        return word is not None
+
+    @override
+    def answer(self) -> Any:
+        if self._word != self._expected:
+            raise Failed(f"it answered {(self._word or b'').decode(errors='replace')!r}")
+        return None
+
+
+class PlaceCall(StoreCall):
     """Asks where a rank runs. Its worker writes that into the store when it is initialised."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, courier: Courier, mailbox: Mailbox) -> None:
+        super().__init__(courier)
         self._mailbox = mailbox
         self._place: Place | None = None
 
     @override
-    def finished(self) -> bool:
-        if self._place is None and (introduced := self._mailbox.introduced()) is not None:
+    def try_once(self) -> bool:
+        if (introduced := self._mailbox.introduced()) is not None:
             self._place = introduced[0]
         return self._place is not None
 
     @override
-    def result(self) -> Any:
+    def answer(self) -> Any:
         return self._place
 
 
@@ -112,36 +155,75 @@ class Outbox:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
+        self._courier = courier_of(mailbox.store).join()
+        self._left = False
         self._layout: str | None = None  # the manifest that the store has
         self._lifeline: Lifeline | None = None
+        self.expected = UPDATED  # the word that the worker should answer with
+        self.latest: MailCall | None = None  # an interrupt may lose it before anybody else has it
 
     def post(self, payload: Any, relay: RelayOptions | None = None) -> Call:
-        """Send a parcel or an announcement. `relay`: the rank publishes it for its node, and answers where."""
+        """Send a parcel or an announcement. `relay`: the rank publishes it for its node, and answers where.
+
+        Raises ProtocolError without a process group.
+        """
         stamp: Stamp = payload.stamp if isinstance(payload, Announcement) else payload.label.stamp
         message: dict[str, Any] = {"stamp": stamp, "from": my_rank()}
         if isinstance(payload, Announcement):
             message["announcement"] = mailbox.to_text(payload)
-            return MailCall(self._mailbox, self._watch, message, payload, None)
+            return self._begin(message, payload, None)
         label = payload.label
         layout = f"{fingerprint(label.manifest):016x}"
-        if layout != self._layout:
-            self._mailbox.put_layout(layout, label.manifest)
-            self._layout = layout
         message.update(bytes=payload.buffer.nbytes, layout=layout, kind=label.kind)
         if label.extra:
             message["extra"] = mailbox.to_text(label.extra)
         if relay is not None:
             message["relay"] = list(relay)
-        return MailCall(self._mailbox, self._watch, message, payload, payload.buffer)
+        if payload.buffer.numel():
+            need_group()
+        return self._begin(message, payload, payload.buffer, partial(self._put_layout, layout, label.manifest))
+
+    def _begin(
+        self,
+        message: dict[str, Any],
+        payload: Any,
+        buffer: torch.Tensor | None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Call:
+        call = MailCall(
+            self._courier,
+            self._mailbox,
+            self._watch,
+            message,
+            payload,
+            buffer,
+            expected=lambda: self.expected,
+            before=before,
+        )
+        self.latest = call
+        return call.begin()
+
+    def _put_layout(self, layout: str, manifest: bytes) -> None:
+        if layout != self._layout:
+            self._mailbox.put_layout(layout, manifest)
+            self._layout = layout
+
+    def wait_word(self, word: bytes) -> Call:
+        """The next word of the worker, which should be this one."""
+        return WordCall(self._courier, self._mailbox, word).begin()
 
     def ask_place(self) -> Call:
         """Where does the rank run?"""
-        return PlaceCall(self._mailbox)
+        return PlaceCall(self._courier, self._mailbox).begin()
 
     def close_relay(self, session: str, *, ended: bool) -> None:
         """Let the rank end what it relays for a sender, when it receives next. `ended`: the sender sends no more."""
-        with contextlib.suppress(torch.distributed.DistError):
-            self._mailbox.put_message({"serial": new_serial(), "close": session, "ended": ended})
+        message = {"serial": new_serial(), "close": session, "ended": ended}
+        task = self._courier.give(partial(self._mailbox.put_message, message))
+        if ended:  # the process may end next
+            with contextlib.suppress(torch.distributed.DistError):
+                if task.done_by(time.monotonic() + GRACE):
+                    task.result()
 
     def _watch(self) -> Lifeline | None:
         """What tells of the worker's death, once the worker has said where it is."""
@@ -152,4 +234,8 @@ class Outbox:
     def close(self) -> None:
         """Watch the worker no more. Idempotent."""
         if self._lifeline is not None:
-            self._lifeline.close()
+            self._courier.give(self._lifeline.close)  # on the thread that looks at it
+            self._lifeline = None
+        if not self._left:
+            self._left = True
+            self._courier.leave()

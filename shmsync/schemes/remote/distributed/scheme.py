@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,11 +11,11 @@ from typing_extensions import override
 from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
-from ....engine.timing import check_timeout
-from ....errors import ProtocolError
+from ....engine.timing import deadline_after
 from ...lookup import Arguments
 from ..receiver import RemoteReceiver
 from ..scheme import RemoteScheme, Roster
+from .transfers import need_group
 from .transport import DistributedCarrier, DistributedTransport
 
 
@@ -48,7 +47,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
     ) -> None:
@@ -84,7 +83,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
             if isinstance(count, int):
                 ranks = range(1, count + 1)
             else:
-                _need_group("ranks= or num_workers=")
+                need_group("ranks= or num_workers=")
                 ranks = [r for r in range(torch.distributed.get_world_size()) if r != torch.distributed.get_rank()]
         store = _store(arguments)
         return Roster(lambda: [(store, rank) for rank in ranks], "ranks", live=False)
@@ -94,18 +93,11 @@ class DistributedWeightSyncScheme(RemoteScheme):
         return DistributedReceiver(self, consistency=self.consistency, timeout=self.timeout)
 
 
-def _need_group(instead: str) -> None:
-    if not torch.distributed.is_initialized():
-        raise ProtocolError(
-            f"there is no process group; call torch.distributed.init_process_group() first, or give {instead}"
-        )
-
-
 def _store(arguments: Arguments) -> Any:
     """The store for a model: each model but "policy" has keys of its own."""
     store = arguments.get("store")
     if store is None:
-        _need_group("store=")
+        need_group("store=")
         store = torch.distributed.PrefixStore("shmsync", torch.distributed.distributed_c10d._get_default_store())
     if arguments.model_id != "policy":
         store = torch.distributed.PrefixStore(arguments.model_id, store)
@@ -122,22 +114,28 @@ class DistributedReceiver(RemoteReceiver):
         super().set_up(arguments)
         rank = arguments.get("rank")
         if rank is None:
-            _need_group("rank=")
+            need_group("rank=")
             rank = torch.distributed.get_rank()
         self._register_worker_transport((_store(arguments), rank))
         if self._transport.inbox is not None:
-            self._transport.inbox.introduce()
+            self._transport.inbox.introduce(self._timeout)
 
     @override
-    def receive(self, timeout: float = 0.001) -> bool:
-        """Apply what has arrived, and answer. What cannot be applied raises in the sender; the model is unchanged."""
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, and answer. What cannot be applied raises in the sender; the model is unchanged.
+
+        Args:
+            timeout: seconds to wait for the first message; 0 only looks, None is the scheme's.
+
+        Raises WriterDied when the store cannot be reached any more, ValueError without a model.
+        """
         self._scheme.check_open("receive")
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        deadline = time.monotonic() + check_timeout(timeout)
-        with inbox.alone(deadline) as alone:
-            message = inbox.next(deadline) if alone else None
+        deadline = deadline_after(timeout, self._timeout)
+        with inbox.alone(deadline) as turn:
+            message = inbox.next(deadline) if turn.taken else None
             if message is None:
                 return False
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....errors import WriterDied
+from ....errors import ProtocolError, WriterDied
 from ..background import Clerk, Task
 from ..parcel import Parcel, unpack
 from . import mailbox
@@ -43,6 +43,15 @@ def receive(tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
 def my_rank() -> int:
     """Of this process."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else _SENDER
+
+
+def need_group(instead: str = "") -> None:
+    """Raise ProtocolError when there is no process group. `instead`: what would do as well."""
+    if not torch.distributed.is_initialized():
+        raise ProtocolError(
+            "there is no process group; call torch.distributed.init_process_group() first"
+            + (f", or give {instead}" if instead else ": it moves the bytes of the weights. Nothing was sent")
+        )
 
 
 class InitialSender:

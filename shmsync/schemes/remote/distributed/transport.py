@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from ....engine.strategy import WeightStrategy
-from ....engine.timing import check_timeout
+from ....engine.timing import deadline_after
 from ..background import Clerk
 from ..carrier import Carrier
 from ..place import Site
 from ..relay import RelayOptions
-from ..requests import Call
-from ..transport import RemoteTransport
-from .mailbox import Mailbox
+from ..requests import Call, Delivery
+from ..transport import RemoteTransport, checked_word
+from .courier import wait_for
+from .mailbox import UPDATED, Mailbox
 from .requests import Outbox
-from .transfers import InitialReceiver, InitialSender
+from .transfers import InitialReceiver, InitialSender, need_group
 from .worker import Inbox
 
 _STRATEGY = WeightStrategy()
@@ -30,6 +31,10 @@ class DistributedCarrier(Carrier):
 
     A rank takes one message at a time, so there is no HostedRelay: messages for the relay and for the rank take turns.
     """
+
+    @override
+    def wait(self, calls: Collection[Call], seconds: float) -> None:
+        wait_for(calls, seconds)
 
     @override
     def locate(self, worker: DistributedTransport) -> Call:
@@ -71,7 +76,7 @@ class DistributedTransport(RemoteTransport):
         store: Any = None,
         rank: int | None = None,
         sync: bool = True,
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
     ) -> None:
         super().__init__(DistributedCarrier(), timeout)
         self.weights_buffer = weights_buffer
@@ -92,6 +97,16 @@ class DistributedTransport(RemoteTransport):
         return self.outbox is not None
 
     @property
+    @override
+    def busy(self) -> bool:
+        latest = None if self.outbox is None else self.outbox.latest
+        if self.outbox is not None and latest is not None:
+            if not latest.finished():  # perhaps one that an interrupt has lost
+                return True
+            self.outbox.latest = None
+        return super().busy
+
+    @property
     def sender_end(self) -> Outbox:
         """Of a transport that is connected."""
         assert self.outbox is not None, "this transport has no rank"
@@ -107,14 +122,37 @@ class DistributedTransport(RemoteTransport):
         return self.sender_end.post(payload)
 
     def send_initial_weights(self, weights: Any) -> None:
-        """Send without the store, for a worker that is in receive_initial_weights()."""
+        """Send without the store, for a worker that is in receive_initial_weights().
+
+        Raises TimeoutError when the worker does not take part in time, ProtocolError without a process group.
+        """
         if self.rank is not None:
+            need_group()
             self._initial_sender.send(self._packer.pack(weights, "policy", 0), self.rank, self.timeout)
 
     @override
-    def check_ack(self, message: str = "updated") -> None:
-        """Wait for the answer to the last send_weights_async(), which should be `message`."""
-        self.wait_ack()
+    def check_ack(self, message: str = "updated", *, timeout: float | None = None) -> None:
+        """Wait for the answer to the last send_weights_async(), which should be `message`.
+
+        With none pending it waits for the worker's next word, such as the one of a loop of the user's own.
+
+        Raises RuntimeError for another word, AckTimeout when none comes in time.
+        """
+        outbox = self.outbox
+        word = checked_word(message).encode()
+        if outbox is None or self.pending:
+            if outbox is not None:
+                outbox.expected = word
+            try:
+                self.wait_ack(timeout=timeout)
+            finally:
+                if outbox is not None:
+                    outbox.expected = UPDATED
+            return
+        delivery = Delivery(self._carrier.wait)
+        delivery.ask(0, self, partial(outbox.wait_word, word))
+        delivery.finish(deadline_after(timeout, self.timeout))
+        delivery.check(f"a message that {message!r} answers", None, {0: self})
 
     # The worker's side.
 
@@ -140,7 +178,7 @@ class DistributedTransport(RemoteTransport):
         """
         if self.inbox is None:
             return None
-        deadline = time.monotonic() + check_timeout(self.timeout if timeout is None else timeout)
+        deadline = deadline_after(timeout, self.timeout)
         target = self.weights_buffer if weights is None else weights
         given = [destination for destination in (target, model) if destination is not None]
         received = self.inbox.receive_weights(deadline, given, strategy or _STRATEGY)
@@ -167,7 +205,7 @@ class DistributedTransport(RemoteTransport):
     @override
     def check_connection(self) -> bool:
         """Is there a process group in this process?"""
-        return torch.distributed.is_initialized()
+        return bool(torch.distributed.is_initialized())
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Nothing: init_process_group() has made the connection."""

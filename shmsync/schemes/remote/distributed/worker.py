@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....engine.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
-from ..background import GRACE, Clerk, Task
+from ..alone import Alone, Hold
+from ..background import GRACE
 from ..parcel import Announcement, Label, Stamp, unpack
 from ..place import here
 from ..relay import RelayOptions, close_here, publish_here
 from . import mailbox
+from .courier import Courier, StoreCall
 from .lifeline import Beacon
 from .mailbox import Mailbox, tag_of
 from .transfers import receive
@@ -35,83 +39,96 @@ class Inbox:
         self._beacon: Beacon | None = None
         self._manifest: tuple[str, bytes] | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._lock = threading.RLock()
+        self._alone = Alone(f"the mailbox of rank {mailbox.rank}")
         self._message: dict[str, Any] | None = None  # taken, with its bytes, and not answered
         self._after: str | None = None
-        self._until = 0.0  # when the clerk stops waiting for the next one
-        self._clerk = Clerk()
+        self._looks = 0
+        # Its own, not the one that all users of a store share: it also waits for the bytes.
+        self._courier = Courier(mailbox.store)
         self._given: str | None = None  # the serial number of what receive_weights() has returned
-        self._asked: Task | None = None  # for the next one
+        self._asked: Receipt | None = None  # for the next one
 
-    def introduce(self) -> None:
-        """Say where this worker is, so that the sender sees its death, and knows which node it is on."""
+    def introduce(self, timeout: float = 60.0) -> None:
+        """Say where this worker is, so that the sender sees its death, and knows which node it is on.
+
+        Raises ProtocolError when the store does not answer within `timeout` seconds.
+        """
+        task = self._courier.give(self._introduce)
+        if not task.done_by(time.monotonic() + timeout):
+            raise ProtocolError(
+                f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give "
+                "more with timeout="
+            )
+        with _store_errors():
+            task.result()
+
+    def _introduce(self) -> None:
         if self._beacon is None:
             beacon = Beacon(self._mailbox.store)
             self._mailbox.introduce(here(), beacon.address)
             self._beacon = beacon
 
-    @contextlib.contextmanager
-    def alone(self, deadline: float) -> Iterator[bool]:
-        """Held by one thread from taking a message to answering it. False: another thread had it until the deadline."""
-        alone = self._lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
-        try:
-            yield alone
-        finally:
-            if alone:
-                self._lock.release()
+    def alone(self, deadline: float) -> Hold:
+        """Held by one thread from taking a message to answering it.
+
+        `with` it and look at `.taken`: False when another thread had it until the deadline, or this one has it already.
+        """
+        return self._alone.hold(deadline, refuse=False)
 
     def next(self, deadline: float, *, after: str | None = None) -> dict[str, Any] | None:
         """The next message, with its bytes; None if none came. Raises WriterDied, RuntimeError for what is no message.
 
         answer() or fail() it: until then it is given again, unless its serial number is `after`.
         """
-        self.introduce()
-        assert self._beacon is not None
-        self._beacon.tend()
+        if self._beacon is not None:
+            self._beacon.tend()
         self._after = after
-        self._until = deadline
-        grace = 0.0  # what an earlier call has asked for may be a transfer that takes its time
-        try:
-            while (message := self._ready()) is None:
-                if self._asked is None:
-                    self._asked = self._clerk.give(self._take)
-                    grace = GRACE
-                if not self._asked.done_by(deadline + grace):
-                    return None  # the next call goes on with it
-                asked, self._asked = self._asked, None
-                with _store_errors():
-                    asked.result()
-                if self._ready() is None and time.monotonic() >= deadline:
-                    return None
-            return message
-        finally:
-            self._until = 0.0
+        while (message := self._ready()) is None:
+            asked = self._asked
+            if asked is None:
+                asked = self._asked = Receipt(self._courier, self._take)
+            if not asked.wait(deadline):
+                return None  # the next call goes on with it
+            if asked.finished():
+                self._asked = None
+                asked.result()
+            if self._ready() is None and time.monotonic() >= deadline:
+                return None
+        return message
 
     def _ready(self) -> dict[str, Any] | None:
         message = self._message
         return None if message is None or message["serial"] == self._after else message
 
-    def _take(self) -> None:
-        """Wait for the next message, and take its bytes. On the clerk's thread: a sender that stops midway keeps it."""
-        while self._ready() is None and self._mailbox.arrives("in", lambda: self._until):
-            message = self._mailbox.take_message()
-            if message is None:
-                continue
-            try:
-                if "bytes" in message:
-                    self._fill(message)
-            except (WriterDied, torch.distributed.DistError):
-                raise
-            except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
-                self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**_failure(error), "untaken": True})
-                continue
-            if "close" in message:
-                close_here(message["close"], ended=message["ended"])
-                self._mailbox.put_answer(message["serial"], mailbox.UPDATED, {})
-            elif "relay" in message:
-                self._mailbox.put_answer(message["serial"], *self._publish(message))
-            else:
-                self._message = message
+    def _take(self) -> bool:
+        """Take the next message and its bytes, if it is there. On the courier: a sender that stops midway keeps it."""
+        self._introduce()
+        if self._ready() is not None:
+            return True
+        listen, self._looks = self._looks % 16 == 0, self._looks + 1  # now and then
+        message = self._mailbox.take_message(listen=listen)
+        if message is None:
+            return False
+        try:
+            if "bytes" in message:
+                self._fill(message)
+        except (WriterDied, torch.distributed.DistError):
+            raise
+        except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
+            self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**_failure(error), "untaken": True})
+            return False
+        if "close" in message:
+            close_here(message["close"], ended=message["ended"])
+            self._put_answer(message["serial"], mailbox.UPDATED, {})
+        elif "relay" in message:
+            self._put_answer(message["serial"], *self._publish(message))
+        else:
+            self._message = message
+        return self._ready() is not None
+
+    def _put_answer(self, serial: str | None, word: bytes, content: dict[str, Any]) -> None:
+        self._mailbox.hush()  # the message may have been taken before its announcement was there
+        self._mailbox.put_answer(serial, word, content)
 
     def _fill(self, message: dict[str, Any]) -> None:
         """The buffer, and what is known of its layout."""
@@ -140,7 +157,7 @@ class Inbox:
 
     def answer(self, serial: str | None, word: bytes = mailbox.UPDATED, content: dict[str, Any] | None = None) -> None:
         """Answer the message of this serial number. Raises WriterDied when the store cannot be reached any more."""
-        task = self._clerk.give(partial(self._mailbox.put_answer, serial, word, content or {}))
+        task = self._courier.give(partial(self._put_answer, serial, word, content or {}))
         if self._message is not None and self._message["serial"] == serial:
             self._message = None
         if task.done_by(time.monotonic() + GRACE):  # else it is under way
@@ -159,8 +176,8 @@ class Inbox:
 
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
-        with self.alone(deadline) as alone:
-            message = self.next(deadline, after=self._given) if alone else None
+        with self.alone(deadline) as turn:
+            message = self.next(deadline, after=self._given) if turn.taken else None
             if message is None:
                 return None
             try:
@@ -185,10 +202,57 @@ class Inbox:
 
     def close(self) -> None:
         """Receive no more; the sender takes this worker for dead. Idempotent."""
-        self._mailbox.closed = True
-        self._clerk.close()
+        self._courier.close()
         if self._beacon is not None:
             self._beacon.close()
+
+
+class Receipt(StoreCall):
+    """A worker's look for its next message.
+
+    Args:
+        take: takes it, if it is there.
+    """
+
+    def __init__(self, courier: Courier, take: Callable[[], bool]) -> None:
+        super().__init__(courier)
+        self._take = take
+
+        self._overdue = False  # the courier has not come back from an earlier wait, as far as is known
+        self._bell = queue.SimpleQueue()
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until there is one, or the deadline has come. False: the courier did not come back in time."""
+        assert self._bell is not None
+        rung = not self._bell.empty()
+        while not self._bell.empty():
+            with contextlib.suppress(queue.Empty):
+                self._bell.get_nowait()
+        grace = 0.0 if self._overdue and not rung else GRACE
+        self._overdue = True
+        try:
+            self.courier.attend([self], deadline)
+            self._bell.get(timeout=max(0.0, min(deadline + grace - time.monotonic(), threading.TIMEOUT_MAX)))
+        except queue.Empty:
+            return False
+        except BaseException:  # an interrupt: nobody waits any more
+            self.courier.attend([self], 0.0)
+            raise
+        self._overdue = False
+        return True
+
+    @override
+    def finished(self) -> bool:
+        return self._finished
+
+    @override
+    def try_once(self) -> bool:
+        with _store_errors():
+            return self._take()
+
+    @override
+    def answer(self) -> None:
+        """Nothing: the inbox has the message."""
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from ..background import Clerk, Task
-from ..carrier import Carrier
+from ....errors import AckTimeout, ProtocolError
+from ..background import GRACE, Clerk, Task
+from ..carrier import CLOSING, Carrier
 from ..parcel import Parcel
 from ..place import Place, Site
 from ..relay import Relay, RelayOptions
@@ -22,10 +23,21 @@ TensorTransport = Literal["object_store", "nixl"]
 
 
 class ActorRelay(Destination):
-    """A relay in an actor of its own, on one node."""
+    """A relay in an actor of its own, on one node.
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    Args:
+        make: starts the actor. Ray's head has to take part in that, so it happens on the clerk's thread.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.actor: Any = None
+
+    def started(self) -> Any:
+        """The actor, started if it was not before. On the clerk's thread."""
+        if self.actor is None:
+            self.actor = self._make()
+        return self.actor
 
 
 class RayCarrier(Carrier):
@@ -46,14 +58,15 @@ class RayCarrier(Carrier):
     @override
     def payload(self, parcel: Parcel) -> Any:
         """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
-        import ray
-
         require_running()
-        if self._tensor_transport == "object_store":
-            # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
-            return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
-        # A tensor of its own: the other side may read it at any time.
-        return ray.put(Parcel(parcel.label, [parcel.buffer.clone()]), _tensor_transport=self._tensor_transport)
+        # On the clerk's thread: the object store is in a process of Ray's, which may be stopped, or full.
+        put = self._clerk.give(partial(_put, parcel, self._tensor_transport))
+        if not put.done_by(self.deadline):
+            raise AckTimeout(
+                "Ray's object store did not take the weights in time, and nothing was sent; look after the raylet of "
+                "this node, or give more time with timeout="
+            )
+        return put.result()
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -81,31 +94,89 @@ class RayCarrier(Carrier):
 
     @override
     def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> ActorRelay:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        there = NodeAffinitySchedulingStrategy(site.node, soft=False)
-        return ActorRelay(ray.remote(Relay).options(num_cpus=0, scheduling_strategy=there).remote(options))
+        return ActorRelay(partial(_start_relay, site.node, options))
 
     @override
     def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
-        return RayCall(relay.actor.publish.remote(payload), payload)
+        if relay.actor is not None:
+            return RayCall(relay.actor.publish.remote(payload), payload)
+        return StartedCall(self._clerk.give(lambda: relay.started().publish.remote(payload)), payload)
 
     @override
     def close_relay(self, relay: ActorRelay, session: str, *, ended: bool) -> None:
-        import ray
-
-        if ray.is_initialized():
-            with contextlib.suppress(Exception):  # it is dead, or Ray is going down
-                closed = relay.actor.close.remote()  # a killed one would leave its segment
-                if ended:
-                    ray.wait([closed], timeout=2.0)
-                    ray.kill(relay.actor)
-                # Else Ray ends the actor after that, when nobody has its handle any more.
+        until = min(self.deadline, time.monotonic() + CLOSING)
+        closed = self._clerk.give(partial(_close_relay, relay, until if ended else 0.0))
+        if ended and closed.done_by(until + GRACE):
+            closed.result()
 
     @override
     def close(self) -> None:
         self._clerk.close()
+
+
+def _put(parcel: Parcel, tensor_transport: TensorTransport) -> Any:
+    import ray
+
+    if tensor_transport == "object_store":
+        # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
+        return ray.put(Parcel(parcel.label, [parcel.buffer.numpy()]))
+    try:
+        # A tensor of its own: the other side may read it at any time.
+        return ray.put(Parcel(parcel.label, [parcel.buffer.clone()]), _tensor_transport=tensor_transport)
+    except Exception as error:
+        raise ProtocolError(
+            f"Ray {ray.__version__} did not take the weights with tensor_transport={tensor_transport!r}: {error}. It "
+            "needs a Ray whose put() knows that, and the package nixl in the trainer and in every actor; or use "
+            'tensor_transport="object_store". Nothing was sent'
+        ) from error
+
+
+def _start_relay(node: str, options: RelayOptions) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(Relay).options(num_cpus=0, scheduling_strategy=there).remote(options)
+
+
+def _close_relay(relay: ActorRelay, until: float) -> None:
+    """End it; with a time until which to wait, kill it then."""
+    import ray
+
+    if relay.actor is not None and ray.is_initialized():
+        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+            closed = relay.actor.close.remote()  # a killed one would leave its segment
+            if until:
+                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+                ray.kill(relay.actor)
+            # Else Ray ends the actor after that, when nobody has its handle any more.
+
+
+class StartedCall(Call):
+    """A call that the clerk starts, since Ray's head may have to take part.
+
+    Args:
+        starting: gives what the call of the actor's method returns.
+    """
+
+    def __init__(self, starting: Task, payload: Any) -> None:
+        self.payload = payload
+        self._starting = starting
+        self._call: RayCall | None = None
+
+    @override
+    def finished(self) -> bool:
+        if self._call is None:
+            if not self._starting.done():
+                return False
+            if self._starting.exception() is not None:
+                return True
+            self._call = RayCall(self._starting.result(), self.payload)
+        return self._call.finished()
+
+    @override
+    def result(self) -> Any:
+        return self._starting.result() if self._call is None else self._call.result()
 
 
 def check_tensor_transport(tensor_transport: str) -> None:

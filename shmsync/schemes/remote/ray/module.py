@@ -41,7 +41,7 @@ class RayActorTransport(RayTransport):
         update_method: Form = "tensordict",
         tensor_transport: TensorTransport = "object_store",
         *,
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
     ) -> None:
         if update_method not in _METHODS:
             raise ValueError(f"update_method is {' or '.join(map(repr, _METHODS))}, not {update_method!r}")
@@ -89,7 +89,7 @@ class RayModuleTransformScheme(ActorScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
     ) -> None:

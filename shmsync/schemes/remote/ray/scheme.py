@@ -29,7 +29,11 @@ class RayTransport(RemoteTransport):
     """
 
     def __init__(
-        self, remote_collector: Any = None, tensor_transport: TensorTransport = "object_store", *, timeout: float = 60.0
+        self,
+        remote_collector: Any = None,
+        tensor_transport: TensorTransport = "object_store",
+        *,
+        timeout: float | None = 60.0,
     ) -> None:
         require_ray(type(self).__name__)
         self.actor = remote_collector
@@ -65,7 +69,7 @@ class ActorScheme(RemoteScheme):
         fan_out: Literal["node"] | None = None,
         slots: int = 1,
         consistency: Consistency = "pinned",
-        timeout: float = 60.0,
+        timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
     ) -> None:

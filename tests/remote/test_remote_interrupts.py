@@ -1,0 +1,78 @@
+"""Ctrl-C at any moment of a call: every connection stays usable, and the next send is applied with exact values."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.processes import until
+from support.remote import members, parts, storms, transports
+
+SECONDS = 3.0
+
+
+@pytest.fixture
+def fleet(start):
+    with parts.fleets(start) as new:
+        yield new
+
+
+@pytest.mark.parametrize("how", ["send", "send_async"])
+@pytest.mark.parametrize("fan_out", [None, "node"])
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_in_a_send(fleet, kind, fan_out, how):
+    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out=fan_out)
+    landed, others = group.trainer.call(storms.storm_of_sends, how, SECONDS)
+    assert landed > 20
+    assert others == []
+    if how == "send_async":
+        group.trainer.call(parts.settle)
+    assert group.trainer.call(parts.dead) == []
+    version = group.send(0.5)
+    assert group.look() == [(0.5, version)] * 2
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_in_a_send_of_a_transport(fleet, kind):
+    group = fleet(1).connect(kind).open()
+    if kind == "rpc":
+        group.trainer.call(transports.open_rpc_transport, 500)
+    else:
+        group.trainer.call(transports.open_transport, 1, timeout=members.FOR_EVER)
+    landed, others = group.trainer.call(storms.storm_at_a_transport, SECONDS)
+    assert landed > 20
+    assert others == []
+    version = group.send(0.5)
+    assert group.look() == [(0.5, version)]
+
+
+def test_in_receive(fleet):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    worker.call(members.make_member, 500, loop=False)
+    group.trainer.call(parts.make_sender, "distributed", 1, 500, timeout=members.FOR_EVER)
+    group.trainer.start(parts.send_until_told, 1)
+    landed, others, versions = worker.call(storms.storm_of_receipts, SECONDS)
+    group.trainer.conn.send((parts.told, (), {}))
+    while not group.trainer.conn.poll():
+        worker.call(members.receive, 0.1)
+    sent, errors = group.trainer.result()
+    group.trainer.result()
+    assert landed > 20
+    assert others == []
+    assert versions == sorted(versions) and versions[-1] > 20
+    # The answer to weights whose receipt was interrupted while it copied them is the interrupt.
+    assert all("KeyboardInterrupt" in error for error in errors)
+    group.trainer.start(parts.send, 0.5)
+    assert worker.call(members.receive, members.FOR_EVER)
+    assert group.look() == [(0.5, group.trainer.result())]
+    assert group.look()[0][1] > sent
+
+
+def test_in_init_on_sender_and_shutdown(fleet):
+    group = fleet(1).connect("distributed").open()
+    landed, others, before = group.trainer.call(storms.storm_of_beginnings, SECONDS)
+    assert landed > 20
+    assert others == []
+    until(lambda: group.trainer.call(parts.threads) <= before)
+    assert group.send(0.5) == 1
+    assert group.look() == [(0.5, 1)]

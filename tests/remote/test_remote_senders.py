@@ -1,0 +1,121 @@
+"""A sender that is made anew, copied or given a wrong thing; a worker that gets weights of a model it does not have."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+from torch import nn
+from torch.distributed import HashStore
+
+import shmsync
+from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
+from shmsync.schemes.remote.parcel import Packer
+from support.processes import segments, until
+from support.remote import members, parts, transports
+
+
+@pytest.fixture
+def fleet(start):
+    with parts.fleets(start) as new:
+        yield new
+
+
+def packed(model, model_id):
+    """What a call brings."""
+    build, arguments = Packer().pack(model.state_dict(), model_id, 1).__reduce__()
+    return build(*arguments)
+
+
+@pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
+@pytest.mark.parametrize("fan_out", [None, "node"])
+def test_an_unpickled_sender_says_that_it_has_no_workers(make, fan_out):
+    scheme = make(fan_out=fan_out)
+    scheme.init_on_sender("policy", **_nobody(scheme), model=nn.Linear(2, 2))
+    copy = pickle.loads(pickle.dumps(scheme.get_sender()))
+    assert copy.worker_ids == []
+    for call in (copy.send, copy.send_async):
+        with pytest.raises(shmsync.ProtocolError, match=r"unpickled.*init_on_sender"):
+            call(nn.Linear(2, 2))
+    assert copy.version == 0
+    copy.close()
+    scheme.shutdown()
+
+
+def _nobody(scheme):
+    """Arguments of a sender whose workers are not there."""
+    if isinstance(scheme, DistributedWeightSyncScheme):
+        return {"store": HashStore(), "num_workers": 1}
+    return {"collector_infos": ["w1"], "collector_rrefs": [None], "collector_class": members.Member}
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_a_second_init_on_sender_ends_what_the_first_has_made(fleet, kind):
+    group = fleet(3, nodes=["a", "a", "b"], home="a").connect(kind).open(fan_out="node")
+    assert group.send(1) == 1
+    arenas = [path for each in group.everybody for path in segments(each.pid)]
+    assert len(arenas) == 2
+    group.trainer.call(parts.init_again, kind)
+    assert group.send(2) == 1
+    assert group.look() == [(2, 1)] * 3
+    until(lambda: not any(path.exists() for path in arenas))
+
+
+def test_a_second_init_on_sender_ends_the_threads_of_the_first():
+    scheme, stores = DistributedWeightSyncScheme(), [HashStore(), HashStore()]
+    before = threading.active_count()
+    for store in stores:
+        scheme.init_on_sender("policy", store=store, num_workers=1, model=nn.Linear(2, 2))
+        with pytest.raises(shmsync.AckTimeout):
+            scheme.get_sender().send({"none": nn.Linear(2, 2).weight[:0].detach()}, timeout=0.1)
+        assert threading.active_count() == before + 1
+    scheme.shutdown()
+    until(lambda: threading.active_count() == before)
+
+
+def test_weights_of_another_model_are_refused_by_name():
+    schemes = {name: RPCWeightSyncScheme() for name in ("policy", "env.value_net")}
+    models = {name: nn.Linear(2, 2) for name in schemes}
+    for name, scheme in schemes.items():
+        scheme.init_on_worker(name, model=models[name])
+    before = models["policy"].weight.detach().clone()
+    with pytest.raises(shmsync.ProtocolError, match="'critic'.*'env.value_net', 'policy'"):
+        schemes["policy"].get_receiver().apply_weights(packed(nn.Linear(2, 2), "critic"))
+    assert models["policy"].weight.equal(before)
+    schemes["policy"].get_receiver().apply_weights(packed(nn.Linear(2, 2), "policy"))
+    assert not models["policy"].weight.equal(before)
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
+    group = fleet(1).connect(kind).open()
+    if kind == "rpc":
+        group.trainer.call(transports.open_rpc_transport, 500)
+    else:
+        group.trainer.call(transports.open_transport, 1)
+    with pytest.raises(shmsync.ProtocolError, match="'critic'.*'policy'"):
+        group.trainer.call(transports.send_sample, "flat", model_id="critic")
+    assert group.send(5) == 1
+    assert group.look() == [(5, 1)]
+
+
+@pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
+def test_no_timeout_is_the_default(make):
+    scheme = make(timeout=None)
+    assert scheme.timeout == 60.0
+    with pytest.raises(ValueError, match="timeout"):
+        make(timeout=-1)
+    transport = scheme.create_transport(None)
+    assert transport.timeout == 60.0
+    transport.close()
+
+
+def test_a_word_that_no_worker_answers_is_refused():
+    transport = shmsync.RPCTransport()
+    transport.check_ack()
+    transport.check_ack("updated")
+    with pytest.raises(RuntimeError, match="'done'"):
+        transport.check_ack("done")
+    with pytest.raises(TypeError, match="None"):
+        transport.check_ack(None)

@@ -1,0 +1,116 @@
+"""How long calls last beyond their deadlines, measured in the process that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import torch.distributed as dist
+
+from shmsync import DistributedTransport, DistributedWeightSyncScheme
+from support.remote import transports
+from support.remote.members import linear, members
+
+
+def overrun(call, timeout, tries=3):
+    """By how much the call outlived its timeout, at its best of three tries: a busy machine makes some of them late."""
+    smallest = float("inf")
+    for _ in range(tries):
+        began = time.monotonic()
+        with contextlib.suppress(Exception):
+            call()
+        smallest = min(smallest, time.monotonic() - began - timeout)
+    return smallest
+
+
+def send(state, timeout):
+    return overrun(lambda: state.sender.send(timeout=timeout), timeout)
+
+
+def send_in_halves(state, timeout):
+    """send_async() and wait_async() have a deadline each."""
+
+    def call():
+        with contextlib.suppress(Exception):
+            state.sender.send_async(timeout=timeout)
+        state.sender.wait_async(timeout=timeout)
+
+    return overrun(call, 2 * timeout)
+
+
+def send_while_another_does(state, timeout, busy):
+    """A send in one thread while another thread's lasts."""
+    other = threading.Thread(target=_quietly, args=(lambda: state.sender.send(timeout=busy),), daemon=True)
+    other.start()
+    result = send(state, timeout)
+    other.join()
+    return result
+
+
+def _quietly(call):
+    with contextlib.suppress(Exception):
+        call()
+
+
+def use_transport(state, call, timeout, *args, **kwargs):
+    """A call of state.transport that is given its timeout."""
+    return overrun(lambda: getattr(state.transport, call)(*args, timeout=timeout, **kwargs), timeout)
+
+
+def send_by_hand(state, timeout):
+    return use_transport(state, "send_weights", timeout, "policy", transports.SAMPLES["flat"]())
+
+
+def send_by_hand_in_halves(state, timeout):
+    def call():
+        state.transport.send_weights_async("policy", transports.SAMPLES["flat"]())
+        state.transport.wait_ack(timeout=timeout)
+
+    return overrun(call, timeout)
+
+
+def send_initial(state, timeout):
+    """The transport has its timeout from its constructor."""
+    transport = DistributedTransport(store=state.store, rank=1, timeout=timeout)
+    result = overrun(lambda: transport.send_initial_weights(linear(1_000_000).state_dict()), timeout)
+    transport.close()
+    return result
+
+
+def receive(state, timeout):
+    return overrun(lambda: members["policy"].receiver.receive(timeout), timeout)
+
+
+def receive_by_hand(state, timeout):
+    return use_transport(state, "receive_weights", timeout)
+
+
+def answer_by_hand(state, timeout):
+    """It has no timeout: it does not wait."""
+    return overrun(lambda: state.transport.send_ack(), 0.0)
+
+
+def join(state, timeout):
+    """init_on_worker() waits for the store as long as its scheme may."""
+
+    def call():
+        scheme = DistributedWeightSyncScheme(timeout=timeout)
+        scheme.init_on_worker("policy", model=linear(10), store=state.store, rank=dist.get_rank())
+
+    return overrun(call, timeout)
+
+
+def begin(state, timeout):
+    """init_on_sender() does not wait for anybody."""
+
+    def call():
+        scheme = DistributedWeightSyncScheme(timeout=timeout)
+        scheme.init_on_sender("policy", model=linear(10), store=state.store, num_workers=1)
+        scheme.shutdown()
+
+    return overrun(call, 0.0)
+
+
+def shut_down(state, timeout):
+    return overrun(lambda: state.scheme.shutdown(), timeout, tries=1)

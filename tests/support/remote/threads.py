@@ -1,0 +1,103 @@
+"""What processes do in test_remote_threads.py: the same thing in several threads at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from support.remote.members import FOR_EVER, linear
+
+
+def all_at_once(*functions):
+    """Run these, each on a thread; what each of them returned. The first exception of them raises."""
+    results, errors = [None] * len(functions), []
+
+    def run(number, function):
+        try:
+            results[number] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def repeated(call, rounds, timeout):
+    """A function that makes the call so often: (the names of what it raised, by how much one outlived its time)."""
+
+    def run():
+        raised, over = [], 0.0
+        for number in range(rounds):
+            began = time.monotonic()
+            try:
+                call(number)
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
+            over = max(over, time.monotonic() - began - timeout)
+        return raised, over
+
+    return run
+
+
+def send_in_threads(state, count, rounds, timeout):
+    """One sender, in so many threads."""
+    model = linear(500, 5.0)
+    call = repeated(lambda _: state.sender.send(model, timeout=timeout), rounds, timeout)
+    return all_at_once(*[call] * count)
+
+
+def send_over_one_transport(state, count, rounds, timeout):
+    """One transport without a sender, in so many threads."""
+    weights = linear(500, 5.0).state_dict()
+    call = repeated(lambda _: state.transport.send_weights("policy", weights), rounds, timeout)
+    return all_at_once(*[call] * count)
+
+
+def send_two_models(state, rounds):
+    """Two senders, each on a thread of its own, over one store and one process group."""
+    one, other = state.senders
+
+    def call(sender, size):
+        return repeated(lambda number: sender.send(linear(size, float(number))), rounds, FOR_EVER)
+
+    return all_at_once(call(one, 500), call(other, 300))
+
+
+def refuse_in_the_same_thread(state):
+    """A call of a transport from inside a call of it, as a signal handler makes it: the name of what it raises."""
+    names = []
+
+    class Weights(dict):
+        def items(self):
+            if not names:
+                try:
+                    state.transport.send_weights("policy", linear(500).state_dict())
+                except Exception as error:
+                    names.append(type(error).__name__)
+                else:
+                    names.append("nothing")
+            return super().items()
+
+    state.transport.send_weights("policy", Weights(linear(500, 7.0).state_dict()))
+    return names
+
+
+def receive_in_threads(state, seconds):
+    """Two threads receive by hand, with one transport, as long as this lasts; how many messages they took."""
+    until = time.monotonic() + seconds
+
+    def receive():
+        taken = 0
+        while time.monotonic() < until:
+            if state.transport.receive_weights(0.05) is not None:
+                taken += 1
+                state.transport.send_ack()
+        return taken
+
+    return sum(all_at_once(receive, receive))
