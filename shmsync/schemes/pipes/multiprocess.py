@@ -10,13 +10,15 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
+from ...engine.outcome import Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import check_timeout
+from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..publishers import Plan
 from . import messages
-from .carrier import PipeCarrier
+from .carrier import PipeCarrier, Posted
 from .messages import Message, Tag, Tagged
 from .receiver import PipeReceiver
 from .sender import PipeSender
@@ -29,11 +31,15 @@ class MultiProcessCarrier(PipeCarrier):
 
     def __init__(self) -> None:
         super().__init__()
-        self._newest: dict[str, tuple[int, bytes]] = {}  # version, and the message that carries it
+        self._versions: dict[str, int] = {}
+        self._newest: dict[
+            str, tuple[int, bytes]
+        ] = {}  # what resend() brings: a version, and the message that carries it
+        self._applied: dict[str, tuple[int, bytes]] = {}  # the newest that a worker has applied
 
     @override
     def version(self, model_id: str) -> int:
-        return self._newest[model_id][0] if model_id in self._newest else 0
+        return self._versions.get(model_id, 0)
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -44,16 +50,34 @@ class MultiProcessCarrier(PipeCarrier):
 
         def accept() -> None:
             self._newest[model_id] = version, message
+            self._versions[model_id] = version
 
         return Plan([], accept, lambda: None)
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        if model_id not in self._newest:
+            raise ProtocolError(
+                f"there are no weights of {model_id!r} to bring: the workers refused version "
+                f"{self.version(model_id)}, and have applied none before it. Send others"
+            )
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         for link in links.values():
             link.end.send(message, tag, replaceable=True)
         return {index: [tag] for index in links}
+
+    @override
+    def concluded(self, posted: Posted, outcome: Outcome) -> None:
+        newest = self._newest.get(posted.model_id)
+        if newest is None or newest[0] != posted.version:
+            return
+        if outcome.done:
+            self._applied[posted.model_id] = newest
+        elif outcome.failed:  # refused by all who said anything: nobody else is to get it either
+            del self._newest[posted.model_id]
+            if posted.model_id in self._applied:
+                self._newest[posted.model_id] = self._applied[posted.model_id]
 
 
 class MPTransport(PipeTransport):
