@@ -28,6 +28,7 @@ class PipeCarrier(ABC):
 
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
+        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.tellers
 
     # What the kinds do differently.
 

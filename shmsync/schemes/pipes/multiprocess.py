@@ -64,6 +64,7 @@ class MultiProcessCarrier(PipeCarrier):
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         for link in links.values():
+            link.end.tellers[model_id] = self.sign
             link.end.send(message, tag, replaceable=True)
         return {index: [tag] for index in links}
 

@@ -41,6 +41,7 @@ class SenderEnd:
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
         self._turns: dict[str, Turns] = {}
+        self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
 
     @classmethod
     def of(cls, channel: Channel) -> SenderEnd:

@@ -162,14 +162,15 @@ class SharedMemCarrier(PipeCarrier):
         return owed
 
     def _register(self, model_id: str, links: Mapping[int, Link]) -> None:
-        """Tell those workers where the arena is who do not know it."""
+        """Tell those workers where the arena is who do not know it, or were told of another one since."""
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
-            if joined.get(index) is not link:
+            if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:
                 handle = self.publishers.publisher(model_id, self.publishers.group_of(index)).handle
                 tag = Tag(model_id, 0)
                 link.end.send(dumps(Tagged(((model_id, handle), messages.REGISTER), tag, index)), tag)
                 joined[index] = link
+                link.end.tellers[model_id] = self.sign
                 self._unconfirmed.setdefault(model_id, set()).add(index)
 
     def _check_open(self) -> None:
@@ -183,11 +184,12 @@ class SharedMemCarrier(PipeCarrier):
         self._check_open()
         known = self._routes.get(model_id)
         reported = any(link.reported for link in self.links.values())
-        if known is not None and known[0].links == self.links and not reported:
+        told = all(link.end.tellers.get(model_id) is self.sign for link in self.links.values())
+        if known is not None and known[0].links == self.links and told and not reported:
             return True
         publisher = self.publishers.only(model_id)
         attached = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
-        if publisher is None or not attached or not self.links or reported or model_id in self.plain:
+        if publisher is None or not attached or not told or not self.links or reported or model_id in self.plain:
             return False
         route = Route(self.links)
         if route.complete:
