@@ -12,6 +12,7 @@ void bind_sources(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
 void bind_pipes(nb::module_&);
+void bind_turns(nb::module_&);
 }  // namespace shmsync::bind
 
 NB_MODULE(_native, m) {
@@ -28,4 +29,5 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);
   shmsync::bind::bind_pipes(m);
+  shmsync::bind::bind_turns(m);
 }

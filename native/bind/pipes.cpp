@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
 #include <map>
 
 #include "gil.hpp"
@@ -26,6 +28,11 @@ class NewBytes {
   char* data() { return PyBytes_AsString(bytes_.ptr()); }
   std::size_t size() const { return size_; }
   nb::bytes bytes() const { return bytes_; }
+  void resize(std::size_t size) {  // _PyBytes_Resize() would lose what has come when there is no memory
+    NewBytes larger(size);
+    std::memcpy(larger.data(), data(), std::min(size_, size));
+    *this = std::move(larger);
+  }
 
  private:
   nb::bytes bytes_;
@@ -64,6 +71,9 @@ class Frames {
       case frames::Read::end:
         ended_ = true;
         return false;
+      case frames::Read::garbage:
+        garbage_ = true;
+        return false;
       case frames::Read::nothing:
         break;
     }
@@ -73,9 +83,14 @@ class Frames {
   bool unsent() const { return !out_.empty(); }
   bool idle() const { return out_.empty() && in_.empty(); }
   bool ended() const { return ended_; }
+  nb::object garbage() const { return garbage_ ? nb::object(nb::int_(number())) : nb::none(); }
+  nb::object incoming() const {
+    return in_.announced() == 0 ? nb::none() : nb::object(nb::make_tuple(in_.come(), in_.announced()));
+  }
   int fd() const { return fd_; }
 
  private:
+  std::int64_t number() const { return in_.number() < -1 ? in_.number() : static_cast<std::int64_t>(in_.announced()); }
   void push(const nb::bytes& payload, const std::string& group, const nb::object& tag) {
     std::shared_ptr<const void> owner(payload.ptr(), [](const void* object) {
       const nb::gil_scoped_acquire gil;
@@ -92,6 +107,7 @@ class Frames {
   std::map<std::uint64_t, nb::object> tags_;  // of messages that may be replaced
   std::uint64_t next_ = 0;
   bool ended_ = false;
+  bool garbage_ = false;
 };
 
 std::vector<std::size_t> exchange(const std::vector<Frames*>& ends, const std::vector<nb::object>& awaited,
@@ -134,6 +150,10 @@ void bind_pipes(nb::module_& m) {
       .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
       .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
       .def_prop_ro("idle", &Frames::idle, "Is no message half sent or half read?")
+      .def_prop_ro("garbage", &Frames::garbage, nb::sig("def garbage(self, /) -> int | None"),
+                   "The size in a header that no message has, after which nothing can be read; None: no such one came.")
+      .def_prop_ro("incoming", &Frames::incoming, nb::sig("def incoming(self, /) -> tuple[int, int] | None"),
+                   "Of the message that is half read: bytes that have come, and bytes that it will have.")
       .def_prop_ro("ended", &Frames::ended, "Has reading or sending found the other end closed?");
   m.def("wait_readable", &wait_readable, "fd"_a, "timeout_ns"_a,
         "Wait at most so long. Is there something to read, or is the other end closed?");

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/sysinfo.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -33,6 +34,15 @@ std::string header_of(std::size_t size) {
   return header;
 }
 
+std::size_t largest_message() {
+  static const std::size_t largest = [] {
+    struct sysinfo info{};
+    if (::sysinfo(&info) != 0) return SIZE_MAX;
+    return (static_cast<std::size_t>(info.totalram) + info.totalswap) * info.mem_unit;
+  }();
+  return largest;
+}
+
 std::string framed(std::string_view payload) { return header_of(payload.size()).append(payload); }
 
 void Outbox::push(Payload payload, std::string group, std::uint64_t id) {
@@ -51,12 +61,12 @@ std::vector<std::uint64_t> Outbox::replace(std::string_view group) {
 }
 
 bool Outbox::flush(int fd) {
-  while (!frames_.empty()) {
+  for (std::size_t left = kAtOnce; !frames_.empty() && left > 0;) {
     Frame& frame = frames_.front();
     const std::string_view bytes = frame.payload.bytes;
     const std::size_t in_header = std::min(frame.sent, frame.header.size()), in_body = frame.sent - in_header;
     std::array<iovec, 2> parts{{{frame.header.data() + in_header, frame.header.size() - in_header},
-                                {const_cast<char*>(bytes.data()) + in_body, bytes.size() - in_body}}};
+                                {const_cast<char*>(bytes.data()) + in_body, std::min(bytes.size() - in_body, left)}}};
     msghdr message{};
     message.msg_iov = parts.data();
     message.msg_iovlen = parts.size();
@@ -68,6 +78,7 @@ bool Outbox::flush(int fd) {
       return false;
     }
     frame.sent += static_cast<std::size_t>(sent);
+    left -= std::min(left, static_cast<std::size_t>(sent));
     if (frame.sent == frame.header.size() + bytes.size()) frames_.pop_front();
   }
   return true;

@@ -6,6 +6,7 @@ three types that the schemes derive from.
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,9 @@ from torch import nn
 
 from ..engine.dtypes import Dtypes
 from ..engine.strategy import Form, WeightStrategy
-from ..engine.timing import check_worker
-from ..errors import ClosedError
+from ..engine.timing import check_worker, deadline_after
+from ..errors import ClosedError, ProtocolError
+from .errands import Calls, Errands
 from .lookup import (
     Arguments,
     check_names,
@@ -28,6 +30,7 @@ from .lookup import (
     process_of,
     referenced_model,
 )
+from .turns import Turns, turn
 
 S = TypeVar("S", bound="WeightSyncScheme")
 
@@ -229,7 +232,10 @@ class WeightSyncScheme(ABC):
 
 
 class WeightSender:
-    """Sends the weights of one model to its workers, over any transport, one after the other. Made by a scheme."""
+    """Sends the weights of one model to its workers, over any transport. Made by a scheme.
+
+    One send at a time: a call of another thread waits for its turn within its own deadline, and then raises WriterBusy.
+    """
 
     sends = True  # False: its workers keep the weights they came with
     takes_process = False  # can it see the death of a worker's process?
@@ -245,6 +251,9 @@ class WeightSender:
         self._transports: dict[int, Any] = {}
         self._version = 0
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
+        self._turns = Turns()
+        self._errands = Errands()
+        self._copied = False  # it came out of a pickle, without the workers of the original
 
     @property
     def model_id(self) -> str:
@@ -359,38 +368,45 @@ class WeightSender:
             The version that the weights have now: it grows with every send.
 
         Raises:
+            WriterBusy: another thread was sending all that time, or this one is inside a send; nothing was sent.
             RuntimeError: a send_async() is pending. ValueError: a worker that is not registered, or no weights.
+            ProtocolError: this sender was unpickled and has no workers.
             ManifestMismatch: the weights do not fit; nobody was changed.
             WorkerDied, AckTimeout: sent, but these workers have not applied it; the others have. The sender stays
             usable, and the dead are left out from now on. An exception of a worker raises here, with its traceback
             as the cause.
         """
-        self._refuse_pending("send")
-        workers = self._chosen(worker_ids)
         deadline = self._deadline(timeout)
-        posted = self._post(weights, workers, deadline)
-        self._collect(workers, posted, deadline)
-        return self.version
+        with turn(self.turns(), deadline, "send"):
+            self.check_ready("send")
+            workers = self._chosen(worker_ids)
+            posted = self._post(weights, workers, deadline)
+            self._collect(workers, posted, deadline)
+            return self.version
 
     def send_async(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
         """Send weights and return at once; wait_async() waits. Raises as send() does, but for what workers do."""
-        self._refuse_pending("send_async")
-        workers = self._chosen(worker_ids)
-        self._pending = workers, self._post(weights, workers, self._deadline(timeout))
-        return self.version
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "send_async"):
+            self.check_ready("send_async")
+            workers = self._chosen(worker_ids)
+            self._pending = workers, self._post(weights, workers, deadline)
+            return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
         """Wait for the pending send_async(), and return its version.
 
         Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
         """
-        if self._pending is None:
-            raise RuntimeError("no send is pending; call send_async() first")
-        (workers, posted), self._pending = self._pending, None
-        self._collect(workers, posted, self._deadline(timeout))
-        return self.version
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "wait_async"):
+            if self._pending is None:
+                raise RuntimeError("no send is pending; call send_async() first")
+            (workers, posted), self._pending = self._pending, None
+            self._collect(workers, posted, deadline)
+            return self.version
 
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
@@ -402,19 +418,35 @@ class WeightSender:
         """Start sending; what _collect() needs."""
         prepared = self._prepared(weights)
         self._version += 1
-        transports = list(self._iterate_transports(workers))
-        for transport in transports:
-            getattr(transport, "send_weights_async", transport.send_weights)(self._model_id, prepared)
-        return transports
+        names = {id(transport): index for index, transport in self._transports.items()}
+        transports = {
+            names.get(id(transport), position): transport
+            for position, transport in enumerate(self._iterate_transports(workers))
+        }
+        calls = Calls(self._errands, transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls.send(self._model_id, prepared, deadline)
+        return calls
 
     def _collect(self, workers: list[int], posted: Any, deadline: float) -> None:
         """Wait for every answer."""
-        for transport in posted:
-            if hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack"):
-                transport.wait_ack()
+        if posted:  # of a sender that sends nothing it is empty
+            posted.finish(deadline)
 
     def _deadline(self, timeout: float | None) -> float:
-        return 0.0  # the transports have their own
+        return deadline_after(timeout, math.inf)  # without a deadline the transports' own time-outs count
+
+    def turns(self) -> list[Turns]:
+        """What a send has to itself while it lasts."""
+        return [self._turns]
+
+    def check_ready(self, call: str) -> None:
+        """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy that reaches nobody."""
+        self._refuse_pending(call)
+        if self._copied and self.sends and not self.worker_ids:
+            raise ProtocolError(
+                f"{call}() of a sender that was copied or unpickled: pipes and workers stayed with the original, so it "
+                "has no workers; call register_worker() for each first"
+            )
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
@@ -462,7 +494,14 @@ class WeightSender:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
-        return {**self.__dict__, "_context_ref": None, "_model": None, "_pending": None, "_transports": {}}
+        return {
+            **self.__dict__,
+            "_context_ref": None,
+            "_model": None,
+            "_pending": None,
+            "_transports": {},
+            "_copied": True,
+        }
 
 
 class WeightReceiver:

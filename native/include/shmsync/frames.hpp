@@ -7,6 +7,7 @@
 //      between calls, so an interrupt never leaves a stream in an unknown place.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdint>
@@ -55,27 +56,40 @@ class Outbox {
   std::deque<Frame> frames_;
 };
 
-enum class Read { frame, nothing, end };
+// `garbage`: a header that no message has; nothing that follows can be understood.
+enum class Read { frame, nothing, end, garbage };
+
+inline constexpr std::size_t kFirstRoom = 1 << 20;  // for a body, until more of it has come
+inline constexpr std::size_t kAtOnce = 16 << 20;    // of one call, so that its caller can look at the time
+
+// No message is larger than the memory of this machine, swap included.
+std::size_t largest_message();
 
 // Reads up to `size` bytes without waiting: how many; 0 at the end, -1 when nothing is there.
 std::int64_t receive(int fd, char* to, std::size_t size);
 
 // The message that is half read from one socket. Takes no byte of the next one, so that a plain reader may go on.
-template <class Buffer>  // Buffer(size), data(), size()
+// Room grows as bytes come: a header alone, whatever it announces, costs nothing.
+template <class Buffer>  // Buffer(size), data(), size(), resize(size) that changes nothing if it throws
 class Inbox {
  public:
-  // Goes on reading; `frame`: take() gives a whole payload.
-  Read read(int fd) {
+  // Goes on reading; `frame`: take() gives a whole payload. `limit`: the largest that is taken.
+  Read read(int fd, std::size_t limit = largest_message()) {
     while (have_ < need()) {
       const auto got = receive(fd, header_.data() + have_, need() - have_);
       if (got <= 0) return got == 0 ? Read::end : Read::nothing;
       have_ += static_cast<std::size_t>(got);
     }
-    if (!body_) body_.emplace(size());
-    while (filled_ < body_->size()) {
+    const std::size_t whole = size();
+    if (is_negative() || whole > limit) return Read::garbage;
+    if (!body_) body_.emplace(std::min(whole, kFirstRoom));
+    for (std::size_t read = 0; filled_ < whole;) {
+      if (filled_ == body_->size()) body_->resize(std::min(whole, 2 * filled_));
       const auto got = receive(fd, body_->data() + filled_, body_->size() - filled_);
       if (got <= 0) return got == 0 ? Read::end : Read::nothing;
       filled_ += static_cast<std::size_t>(got);
+      read += static_cast<std::size_t>(got);
+      if (read >= kAtOnce && filled_ < whole) return Read::nothing;
     }
     return Read::frame;
   }
@@ -86,8 +100,18 @@ class Inbox {
     return whole;
   }
   bool empty() const { return have_ == 0; }
+  // Of the message that is half read: how much of its body has come, and how much its header announces.
+  std::size_t come() const { return filled_; }
+  std::size_t announced() const { return have_ < need() ? 0 : size(); }
+  // The number that the first bytes of the header make.
+  std::int32_t number() const {
+    std::uint32_t number = 0;
+    for (std::size_t i = 0; i < kHeader; ++i) number = number << 8 | static_cast<unsigned char>(header_[i]);
+    return static_cast<std::int32_t>(number);
+  }
 
  private:
+  bool is_negative() const { return number() < -1; }
   bool is_long() const {
     for (std::size_t i = 0; i < kHeader; ++i)
       if (header_[i] != static_cast<char>(0xff)) return false;

@@ -28,6 +28,7 @@ class PipeCarrier(ABC):
 
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
+        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.tellers
 
     # What the kinds do differently.
 
@@ -84,7 +85,9 @@ class PipeCarrier(ABC):
 
     def tell(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
         """Tell these workers of a version that is written."""
-        return Posted(model_id, version, links, self.announce(model_id, links))
+        owed = self.announce(model_id, links)
+        told = max((tag.version for tags in owed.values() for tag in tags), default=version)
+        return Posted(model_id, told, links, owed)
 
     def collect(self, posted: Posted, deadline: float) -> None:
         """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""
@@ -92,8 +95,12 @@ class PipeCarrier(ABC):
         self.mark(posted, outcome)
         outcome.check(f"version {posted.version} of {posted.model_id!r}", posted.version)
 
+    def concluded(self, posted: Posted, outcome: Outcome) -> None:  # noqa: B027  # most have nothing to do
+        """A wait for this version is over."""
+
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         """Leave the dead out from now on; whoever has taken the place of one since is not meant."""
+        self.concluded(posted, outcome)
         for index in list(outcome.dead):
             link = posted.links[index]
             link.reported = True

@@ -66,6 +66,18 @@ class Channel:
         return self.frames.ended
 
     @property
+    def garbage(self) -> str:
+        """What came that is no message, after which nothing can be read; "" if all is well."""
+        size = self.frames.garbage
+        return "" if size is None else f"a header that announces a message of {size:,} bytes, which cannot be one"
+
+    @property
+    def partial(self) -> str:
+        """How much has come of a message that is not whole yet, in words; "" if none is."""
+        incoming = self.frames.incoming
+        return "" if incoming is None else f"{incoming[0]:,} of the {incoming[1]:,} bytes of a message of its own"
+
+    @property
     def unsent(self) -> bool:
         """Is there something that flush() has to send?"""
         return self.frames.unsent

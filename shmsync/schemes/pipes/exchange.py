@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import select
 import time
 from collections.abc import Mapping, Sequence
 
-from ...engine.outcome import Outcome, Wording
+from ...engine.outcome import Failure, Outcome, Wording
+from ...errors import ProtocolError
 from ...memory.system import poll
 from .connection import milliseconds
 from .messages import Tag
@@ -15,8 +17,13 @@ from .sender_end import Link, Result
 WORDING = Wording("a worker applies at its next receive()")
 
 
-def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float) -> Outcome:
+def gather(
+    links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadline: float, *, any_word: bool = False
+) -> Outcome:
     """Wait until every worker has answered each of its messages, is dead, or the deadline is there.
+
+    `any_word`: a pair that may be an answer in another word ends the wait for it; else only at the deadline, because it
+    may be a message of the worker's own.
 
     What is not answered by then is forgotten: its answer will be dropped. The slowest worker sets the time.
     """
@@ -24,6 +31,7 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
     waiting = dict(links)
     try:
         _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
+        _settle_garbage(outcome, waiting)
         watch = _Poll(waiting)
         while waiting:
             for index, readable in watch.news(waiting, deadline):
@@ -36,6 +44,10 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
                     end.pump()
                 if all(end.answered(tag) for tag in tags[index]):
                     _settle(outcome, index, [end.take(tag) for tag in tags[index]])
+                elif any_word and (said := _suspected(link, tags[index])) is not None:
+                    outcome.failed[index] = said
+                elif end.channel.garbage:
+                    outcome.failed[index] = _garbled(index, end.channel.garbage)
                 elif gone or end.channel.ended:
                     outcome.dead[index] = str(link)
                 else:
@@ -45,6 +57,8 @@ def gather(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]], deadlin
                 watch.drop(link)
             if waiting and time.monotonic() >= deadline:
                 _settle_answered(outcome, waiting, tags)  # another thread may have read them in the last moment
+                _settle_suspects(outcome, waiting, tags)
+                _note_reasons(outcome, waiting, tags)
                 break
     finally:  # an interrupt may land anywhere
         for index, link in links.items():
@@ -101,6 +115,43 @@ def _settle_answered(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[i
         if all(link.end.answered(tag) for tag in tags[index]):
             _settle(outcome, index, [link.end.take(tag) for tag in tags[index]])
             del waiting[index]
+
+
+def _settle_garbage(outcome: Outcome, waiting: dict[int, Link]) -> None:
+    """Those of whom nothing can be read any more."""
+    for index, link in list(waiting.items()):
+        if link.end.channel.garbage:
+            outcome.failed[index] = _garbled(index, link.end.channel.garbage)
+            del waiting[index]
+
+
+def _garbled(index: int, what: str) -> Failure:
+    error = ProtocolError(
+        f"worker {index} has sent bytes that are no message: {what}. Nothing that follows can be read, so its pipe is "
+        "lost; register it anew with a new pipe",
+        missing=[index],
+    )
+    return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
+
+
+def _settle_suspects(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
+    """The time is over: what looked like a wrong answer of a loop that tags nothing was one."""
+    for index, link in list(waiting.items()):
+        if (said := _suspected(link, tags[index])) is not None:
+            outcome.failed[index] = said
+            del waiting[index]
+
+
+def _suspected(link: Link, tags: Sequence[Tag]) -> str | None:
+    return next((said for tag in tags if (said := link.end.suspect(tag)) is not None), None)
+
+
+def _note_reasons(outcome: Outcome, waiting: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
+    for index, link in waiting.items():
+        for remark in {remark for tag in tags[index] if (remark := link.end.remark(tag)) is not None}:
+            outcome.notes.append(f"worker {index}: {remark}")
+        if link.end.channel.partial:
+            outcome.notes.append(f"worker {index} has sent {link.end.channel.partial}, and then nothing more")
 
 
 def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:

@@ -3,14 +3,18 @@
     sender → worker   ((model_id, weights), "update_weights")            weights by value
                       ((model_id, version), "update_weights")            they lie in an arena, at this version
                       ((model_id, handle), "register_shared_weights")    where the arena is
-                      ((model_ids, (number, version)), "prepare_weights")
+                      ((model_ids, (number, version, deadline)), "prepare_weights")
                                                                          stay in receive() until all of these models are
                                                                          there at this version,
-                      ((model_ids, (number, version)), "resume")         or until this says that they do not come
+                      ((model_ids, (number, version, deadline)), "resume")
+                                                                         or until this says that they do not come; after
+                                                                         the deadline, a monotonic time, nobody waits
     worker → sender   (None, "updated") and (None, "registered")
                       ((model_id, version), "updated")                   for a version in an arena
                       (None, "prepared")
                       (failure, "failed")
+                      ((model_id, model_ids), "no receiver")             no answer: that model has no receiver there so
+                                                                         far, only these have
 
 Those that have no room for a tag carry it as an attribute, so that an answer names the message that it answers.
 Untagged answers count for the oldest message without an answer.
@@ -30,6 +34,8 @@ UPDATED = "updated"
 REGISTERED = "registered"
 PREPARED = "prepared"
 FAILED = "failed"
+UNKNOWN = "no receiver"
+ANSWERS = (UPDATED, REGISTERED, PREPARED, FAILED)
 MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME)
 
 
@@ -43,10 +49,10 @@ class Tag(NamedTuple):
 class Tagged(tuple[Any, ...]):
     """A pair that also carries a tag, and who it is from or for."""
 
-    tag: Tag
+    tag: Tag | None  # None: for the oldest message of its kind
     who: int  # in an answer the owner word of the process that gave it; in a registration the worker's index
 
-    def __new__(cls, pair: tuple[Any, str], tag: Tag, who: int = 0) -> Tagged:
+    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0) -> Tagged:
         """A pair that means `tag`."""
         self = super().__new__(cls, pair)
         self.tag = tag

@@ -15,6 +15,7 @@ from ...engine.outcome import Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import check_timeout
+from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
 from ..publishers import Plan
@@ -32,7 +33,9 @@ class MultiProcessCarrier(PipeCarrier):
 
     def __init__(self, *, partial: bool = False) -> None:
         super().__init__()
-        self._newest: dict[str, tuple[int, bytes]] = {}  # version, and the message that carries it
+        self._versions: dict[str, int] = {}
+        self._newest: dict[str, tuple[int, bytes]] = {}  # what resend() brings: a version, and its message
+        self._applied: dict[str, tuple[int, bytes]] = {}  # the newest that a worker has applied
         self._partial = partial
         self._owed: dict[str, Owed] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
@@ -40,7 +43,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def version(self, model_id: str) -> int:
-        return self._newest[model_id][0] if model_id in self._newest else 0
+        return self._versions.get(model_id, 0)
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -55,14 +58,21 @@ class MultiProcessCarrier(PipeCarrier):
             if self._partial:
                 self._owed.setdefault(model_id, Owed()).add(given, links.values())
                 self._given[model_id], self._untold[model_id] = given, set(links.values())
+            self._versions[model_id] = version
 
         return Plan([], accept, lambda: None)
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        if model_id not in self._newest:
+            raise ProtocolError(
+                f"there are no weights of {model_id!r} to bring: the workers refused version "
+                f"{self.version(model_id)}, and have applied none before it. Send others"
+            )
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         for link in links.values():
+            link.end.tellers[model_id] = self.sign
             link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True)
         return {index: [tag] for index in links}
 
@@ -84,6 +94,18 @@ class MultiProcessCarrier(PipeCarrier):
         if self._partial:
             done, failed = ([posted.links[i] for i in some] for some in (outcome.done, outcome.failed))
             self._owed[posted.model_id].settle(self._given[posted.model_id], done, failed)
+
+    @override
+    def concluded(self, posted: Posted, outcome: Outcome) -> None:
+        newest = self._newest.get(posted.model_id)
+        if newest is None or newest[0] != posted.version:
+            return
+        if outcome.done:
+            self._applied[posted.model_id] = newest
+        elif outcome.failed:  # refused by all who said anything: nobody else is to get it either
+            del self._newest[posted.model_id]
+            if posted.model_id in self._applied:
+                self._newest[posted.model_id] = self._applied[posted.model_id]
 
 
 def _packed(model_id: str, weights: Any, version: int) -> bytes:

@@ -17,6 +17,7 @@ from .connection import Channel
 from .messages import Message, given_message
 from .worker_end import WorkerEnd
 
+_GRACE = 0.5  # seconds from the deadline of a send_together() to the moment when its workers go on without it
 _log = logging.getLogger("shmsync")
 
 
@@ -42,7 +43,12 @@ class PipeReceiver(WeightReceiver):
         """Apply what has arrived, within `timeout` seconds, and answer it. Were there new weights?
 
         Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
-        Raises ValueError when no model is registered, WriterDied when the sender is gone.
+
+        A send_together() keeps the worker in here, beyond `timeout`, until all of its models are there: at most as long
+        as that call has time, and not beyond the death of its sender.
+
+        Raises ValueError when no model is registered, WriterDied when the sender is gone, ProtocolError when what comes
+        over the pipe is no message.
         """
         self._scheme.check_open("receive")
         deadline = time.monotonic() + check_timeout(timeout)
@@ -147,7 +153,7 @@ class PipeReceiver(WeightReceiver):
     def _receive_jointly(self, first: Message) -> None:
         """Apply several models at once. No forward runs in here, so none sees one model new and another old."""
         end = self._end
-        ids, (number, version) = first.content
+        ids, (number, version, deadline) = first.content
         end.answer(first, messages.PREPARED)
         served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
 
@@ -162,6 +168,8 @@ class PipeReceiver(WeightReceiver):
         while len(arrived) < len(served):
             message = end.next(belongs, time.monotonic() + 0.05)
             if message is None:
+                if time.monotonic() >= deadline + _GRACE:  # its sender was stopped; it would have called this off
+                    break
                 continue
             if message.kind == messages.PREPARE:  # the sender has given this meeting up
                 end.put_back(message)

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ...engine.timing import deadline_after
 from ..api import WeightSender
+from ..turns import Turns, turn
 from .carrier import PipeCarrier, Posted
 from .sender_end import Link
 from .worker_transport import WorkerTransport
@@ -66,21 +67,37 @@ class PipeSender(WeightSender):
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version; nothing new is published.
 
-        Returns that version, 0 if nothing was sent yet. Raises as send() does.
+        Weights that went through the pipe and were refused by every worker that answered are brought to nobody else:
+        the newest that one of them has applied are. What lies in an arena is brought again, and refused again.
+
+        Returns that version, 0 if nothing was sent yet. Raises as send() does, and ProtocolError when the workers have
+        applied nothing yet and refused what was sent.
         """
-        links = self.ready("resend", worker_ids) if self.version else {}
-        if not links:
-            return 0
-        posted = self.carrier.tell(self.model_id, self.version, links)
-        self.carrier.collect(posted, self._deadline(timeout))
-        return max((tag.version for tags in posted.tags.values() for tag in tags), default=self.version)
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "resend"):
+            links = self.ready("resend", worker_ids) if self.version else {}
+            if not links:
+                return 0
+            posted = self.carrier.tell(self.model_id, self.version, links)
+            self.carrier.collect(posted, deadline)
+            return posted.version
+
+    @override
+    def turns(self) -> list[Turns]:
+        # Two senders of one model over one pipe would give their weights the same number, or replace each other's.
+        shared = [link.end.turns(self.model_id) for link in list(self.carrier.links.values())]
+        return [*super().turns(), *shared]
+
+    def links(self, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
+        """The workers that are meant, the dead too. Raises ValueError for one that is not registered."""
+        return {index: self.carrier.links[index] for index in self._chosen(worker_ids)}
 
     def ready(self, call: str, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
         """The workers that a call goes to.
 
-        Raises RuntimeError if a send_async() is pending, ValueError for an unknown worker, WorkerDied if all are dead.
+        Raises what check_ready() raises, ValueError for an unknown worker, WorkerDied if all are dead.
         """
-        self._refuse_pending(call)
+        self.check_ready(call)
         return self.carrier.reach(self.model_id, self._chosen(worker_ids))
 
     def sent_weights(self, weights: Any) -> Any:

@@ -1,6 +1,7 @@
 """The sender's end of a pipe: which messages have been sent, and what the worker answered.
 
-INV: an answer is for exactly one message. It names it by its tag; an untagged one is for the oldest of its kind. An
+INV: an answer is for exactly one message. It names it by its tag. An untagged one is for the oldest of its kind, as
+long as the worker has not shown that it tags its answers: from then on an untagged pair is a message of its own. An
 answer to a message that nobody waits for any more is dropped, so it never counts for a later one.
 """
 
@@ -14,10 +15,12 @@ from ... import _native
 from ...engine.outcome import Failure
 from ...engine.timing import slice_until
 from ...memory.process import Peer
+from ..turns import Turns
 from . import messages
 from .connection import Channel
 from .messages import Tag
 
+_AT_ONCE = 256  # messages of a worker's own, before whoever reads them looks at the time again
 _MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 
@@ -33,6 +36,12 @@ class SenderEnd:
         self._results: dict[Tag, Result] = {}
         self._highest: dict[str, int] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
+        self._tags = False  # has the worker shown that its answers carry tags?
+        self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
+        self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
+        self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
+        self._turns: dict[str, Turns] = {}
+        self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
 
     @classmethod
     def of(cls, channel: Channel) -> SenderEnd:
@@ -43,9 +52,15 @@ class SenderEnd:
             channel.role = cls(channel)
         return channel.role
 
+    def turns(self, model_id: str) -> Turns:
+        """Who sends this model over this pipe; see PipeSender.turns()."""
+        return self._turns.get(model_id) or self._turns.setdefault(model_id, Turns())
+
     def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
         """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
         with self.lock:
+            if not self.channel.closed:
+                self.pump()  # what has come before cannot be an answer to it
             self.note(tag)
             if self.channel.closed:
                 self._awaited[tag] = True  # the wait will find it dead
@@ -55,6 +70,10 @@ class SenderEnd:
     def note(self, tag: Tag) -> None:
         """A message of this tag is about to be sent: its number is never used again."""
         self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+
+    def answered_by_version(self, tag: Tag) -> None:
+        """The message of this tag says where its weights lie, so its answer is the pair ((model, version), word)."""
+        self._in_arenas[tag.model_id] = max(tag.version, self._in_arenas.get(tag.model_id, 0))
 
     def highest(self, model_id: str) -> int:
         """The newest version of a model that any sender sent over this pipe; see PipeCarrier.next_version()."""
@@ -70,20 +89,38 @@ class SenderEnd:
         """Stop waiting for an answer; it is dropped when it comes."""
         with self.lock:
             self._results.pop(tag, None)
+            self._suspects.pop(tag, None)
+            note = self._notes.pop(tag, None)
             if tag in self._awaited:
                 self._awaited[tag] = False
+                if note is not None:
+                    del self._awaited[tag]  # nobody there will ever answer it
 
     def owes(self, tag: Tag) -> bool:
         """Has a message of this tag an answer, or will it have one?"""
         return tag in self._awaited or tag in self._results
 
     def answered(self, tag: Tag) -> bool:
-        """Is the answer there? take() gives it."""
-        return tag in self._results
+        """Is the answer there? take() gives it.
+
+        Where newer weights have taken the place of a message before it left, the answers to those must be there.
+        """
+        if tag in self._results:
+            return True
+        with self.lock:
+            return not self.owes(tag) and all(other.model_id != tag.model_id for other in self._awaited)
 
     def take(self, tag: Tag) -> Result:
         """The answer, once."""
-        return self._results.pop(tag)
+        return self._results.pop(tag, None)
+
+    def suspect(self, tag: Tag) -> str | None:
+        """What came while this message's answer was awaited, and may have been meant as one; None: nothing."""
+        return self._suspects.get(tag)
+
+    def remark(self, tag: Tag) -> str | None:
+        """Why nobody answers this message, as far as the worker has said; None: it has not."""
+        return self._notes.get(tag)
 
     def oldest(self) -> Tag | None:
         """Of the messages whose answers are awaited."""
@@ -100,39 +137,70 @@ class SenderEnd:
         with self.lock:
             channel.flush()
             try:
-                while (found := channel.peek()) is not None:
+                for _ in range(_AT_ONCE):
+                    if (found := channel.peek()) is None:
+                        break
                     self._sort(found[0])
             except EOFError:
                 pass  # channel.ended says so
 
     def _sort(self, message: Any) -> None:
-        channel, strange = self.channel, not messages.is_answer_like(message)
+        channel, awaited = self.channel, self._awaited
+        strange, tags = True, self._tags  # strange: a message of the worker's own
         data: Any = None
-        tag: Tag | None = None
+        word, tag = "", None
         result: Result = None
-        if not strange:
+        suspect: Tag | None = None
+        note: str | None = None
+        if messages.is_answer_like(message):
             data, word = message
-            tag = message.tag if isinstance(message, messages.Tagged) else None
-            if tag is not None and message.who:
-                self._meet(message.who)
-            if word == messages.FAILED and isinstance(data, Failure):
-                tag, result = data.tag, data
-            elif word == messages.UPDATED and messages.is_version(data):
-                tag = Tag(*data)
-            elif word not in (messages.UPDATED, messages.REGISTERED, messages.PREPARED):
-                strange, result = True, unexpected(word)
-            tag = self._oldest_of(word) if tag is None else tag
-        wanted = tag is not None and self._awaited.get(tag, False)
+            if isinstance(message, messages.Tagged):
+                tag, tags, strange = message.tag, True, False
+                if message.who:
+                    self._meet(message.who)
+                if word == messages.UNKNOWN:
+                    note = f"it has no receiver for {data[0]!r}, only for {', '.join(map(repr, data[1])) or 'no model'}"
+                elif word not in messages.ANSWERS:
+                    strange, result = True, unexpected(word)  # its own, and the answer to this message
+                tag = self._oldest_of(word) if tag is None else tag
+            elif word == messages.FAILED and isinstance(data, Failure):
+                tag, result, strange = data.tag, data, False
+                tags = tags or tag is not None
+                tag = self._oldest_of(word) if tag is None else tag
+            elif word == messages.UPDATED and self._names_version(data):
+                tag, strange = Tag(*data), False
+            elif data is None and word in messages.ANSWERS and not tags:
+                tag, strange = self._oldest_of(word), False
+            elif not tags:
+                suspect = self.oldest()
+        wanted = tag is not None and awaited.get(tag, False)
+        said = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
         # No call from here on: see Channel.peek().
+        self._tags = tags
+        if tags and self._suspects:
+            self._suspects = {}  # they were messages of its own
+        if suspect is not None and suspect not in self._suspects:
+            self._suspects[suspect] = said
         if strange:
             channel.pending += (message,)
-        elif tag is None and result is None:
+        elif tag is None and result is None and note is None:
             self._stray += (message,)
-        if tag is not None and tag in self._awaited:
-            del self._awaited[tag]
-            if wanted:
-                self._results[tag] = result
+        if tag is not None and tag in awaited:
+            if note is not None and wanted:
+                self._notes[tag] = note
+            else:
+                del awaited[tag]
+                if wanted:
+                    self._results[tag] = result
         del channel.arrived[0]
+
+    def _names_version(self, data: Any) -> bool:
+        """Is it what names a version that was sent from here and lies in an arena?"""
+        return messages.is_version(data) and data[1] <= self._in_arenas.get(data[0], 0)
+
+    def forget_habits(self) -> None:
+        """Another process may answer from now on, and in another way."""
+        self._tags = False
 
     def _meet(self, owner: int) -> None:
         """The worker has said who it is."""
@@ -169,6 +237,7 @@ class Link:
         self._process = process
         if process is not None:
             self.end.peer = None  # perhaps a new process at an old pipe
+            self.end.forget_habits()
 
     @property
     def peer(self) -> Peer | None:
@@ -226,11 +295,13 @@ class Route:
                 locked.append(end.lock)
             if not all(end.idle for end in self._ends):
                 for end in self._ends:
+                    end.answered_by_version(tag)
                     end.send(message, tag, replaceable=True)
                 return self._indices
             moment = min(slice_until(deadline), _MOMENT)
             for end in self._ends:
                 end.note(tag)
+                end.answered_by_version(tag)
             ends, awaited = self._frames, self._awaited
             done = _native.exchange(ends, awaited, self._processes, message, tag.model_id, tag, answer, moment)
             return [index for position, index in enumerate(self._indices) if position not in done]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -42,6 +42,7 @@ class SharedMemCarrier(PipeCarrier):
         self._unconfirmed: dict[str, set[int]] = {}  # who has not said that it is there
         self._routes: dict[str, tuple[Route, Publication]] = {}
         self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
+        self._set_up: set[str] = set()  # the models that have a sender
         self._closed = False
 
     def register_pipe(self, pipe: Any, index: int | None = None, process: Any = None) -> int:
@@ -54,6 +55,31 @@ class SharedMemCarrier(PipeCarrier):
         if known is None or known.pipe is not pipe or process is not None:
             super().add(index, pipe, process)
         return index
+
+    def set_up(self, model_id: str, pipes: Sequence[Any]) -> None:
+        """This model's workers are now those at the other ends of these pipes, and no others: the models share them.
+
+        Raises ValueError when another model has other workers in their places.
+        """
+        others = sorted(self._set_up - {model_id})
+        for index, pipe in enumerate(pipes):
+            known = self.links.get(index)
+            if others and model_id not in self._set_up and known is not None and known.pipe is not pipe:
+                raise ValueError(
+                    f"worker {index} is reached over another pipe for {others[0]!r}, and all models of one scheme have "
+                    f"the same workers; give {model_id!r} the same pipes, or a scheme of its own"
+                )
+        if model_id in self._set_up:
+            for index in [index for index in self.links if index >= len(pipes)]:
+                self._remove(index)
+        self._set_up.add(model_id)
+
+    def _remove(self, index: int) -> None:
+        del self.links[index]
+        for joined in self._joined.values():
+            joined.pop(index, None)
+        for unconfirmed in self._unconfirmed.values():
+            unconfirmed.discard(index)
 
     @override
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
@@ -131,19 +157,21 @@ class SharedMemCarrier(PipeCarrier):
         for index, link in links.items():
             tag = Tag(model_id, versions[index])
             owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
+            link.end.answered_by_version(tag)
             link.end.send(small((tuple(tag), messages.UPDATE)), tag, replaceable=True)
         unconfirmed.difference_update(links)
         return owed
 
     def _register(self, model_id: str, links: Mapping[int, Link]) -> None:
-        """Tell those workers where the arena is who do not know it."""
+        """Tell those workers where the arena is who do not know it, or were told of another one since."""
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
-            if joined.get(index) is not link:
+            if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:
                 handle = self.publishers.publisher(model_id, self.publishers.group_of(index)).handle
                 tag = Tag(model_id, 0)
                 link.end.send(dumps(Tagged(((model_id, handle), messages.REGISTER), tag, index)), tag)
                 joined[index] = link
+                link.end.tellers[model_id] = self.sign
                 self._unconfirmed.setdefault(model_id, set()).add(index)
 
     def _check_open(self) -> None:
@@ -157,11 +185,12 @@ class SharedMemCarrier(PipeCarrier):
         self._check_open()
         known = self._routes.get(model_id)
         reported = any(link.reported for link in self.links.values())
-        if known is not None and known[0].links == self.links and not reported:
+        told = all(link.end.tellers.get(model_id) is self.sign for link in self.links.values())
+        if known is not None and known[0].links == self.links and told and not reported:
             return True
         publisher = self.publishers.only(model_id)
         attached = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
-        if publisher is None or not attached or not self.links or reported or model_id in self.plain:
+        if publisher is None or not attached or not told or not self.links or reported or model_id in self.plain:
             return False
         route = Route(self.links)
         if route.complete:

@@ -17,6 +17,7 @@ from ...engine.timing import check_timeout, deadline_after
 from ..api import WeightSyncScheme
 from ..publishers import Publishers
 from ..subscriptions import Subscriptions
+from ..turns import turn
 from . import messages
 from .messages import Message
 from .receiver import PipeReceiver
@@ -208,10 +209,14 @@ class SharedMemSender(PipeSender):
         if not isinstance(source, nn.Module):
             return super().send(source, timeout=timeout)
         deadline = deadline_after(timeout, self.default_timeout)
-        posted = self.carrier.post_common(self._model_id, source, deadline)
-        if posted.links:
-            self.carrier.collect(posted, deadline)
-        return posted.version
+        with turn(self.turns(), deadline, "send"):
+            self.check_ready("send")
+            if self.carrier.is_common(self._model_id):  # still, now that it is this thread's turn
+                posted = self.carrier.post_common(self._model_id, source, deadline)
+                if posted.links:
+                    self.carrier.collect(posted, deadline)
+                return posted.version
+        return super().send(source, timeout=max(0.0, deadline - time.monotonic()))
 
     @override
     def sent_weights(self, weights: Any) -> Any:
@@ -221,7 +226,7 @@ class SharedMemSender(PipeSender):
     @override
     def set_up(self, arguments: Any) -> None:
         """Weights that are known already are registered with the workers."""
-        arguments.needed("pipes")
+        self.carrier.set_up(arguments.model_id, arguments.needed("pipes"))
         super().set_up(arguments)
         cached = arguments.get("cached_weights")
         get_cached = getattr(arguments.context, "get_cached_weights", None)

@@ -7,7 +7,7 @@ worker applies all of it at once. A worker that does not come to its receive() i
 from __future__ import annotations
 
 import itertools
-import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...engine.timing import deadline_after
 from ...errors import AckTimeout
 from ..api import WeightSender, WeightSyncScheme
 from ..publishers import write
+from ..turns import Turns, turn
 from . import messages
 from .exchange import WORDING, gather
 from .messages import Tag
@@ -24,7 +25,7 @@ from .sender import PipeSender
 from .sender_end import Link
 
 _numbers = itertools.count(1)
-_one_at_a_time = threading.Lock()
+_one_at_a_time = Turns()  # two meetings of the same workers would wait for each other
 
 
 def send_together(
@@ -42,28 +43,21 @@ def send_together(
         The version that all of these models have now.
 
     Raises:
+        WriterBusy: another thread was sending one of these models all that time; nothing was sent.
         ValueError, ManifestMismatch, AckTimeout while the workers come together: nothing was sent.
         WorkerDied, AckTimeout, a worker's exception afterwards: as in send().
     """
     pairs = _pairs(models)
-    with _one_at_a_time:  # two meetings of the same workers would wait for each other
-        return _send_together(pairs, worker_ids, timeout)
+    deadline = deadline_after(timeout, max(sender.default_timeout for sender, _ in pairs))
+    with turn([_one_at_a_time, *(each for sender, _ in pairs for each in sender.turns())], deadline, "send_together"):
+        return _send_together(pairs, worker_ids, deadline)
 
 
-def _send_together(
-    pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[int] | None, timeout: float | None
-) -> int:
-    links = {sender: sender.ready("send_together", worker_ids) for sender, _ in pairs}
-    one, first = next(iter(links.items()))
-    for sender, reached in links.items():
-        if reached.keys() != first.keys() or any(reached[i].end is not first[i].end for i in first):
-            raise ValueError(
-                f"{sender.model_id!r} and {one.model_id!r} reach different workers, or over different pipes; "
-                "models that are sent together share one pipe for each worker"
-            )
-    deadline = deadline_after(timeout, max(sender.default_timeout for sender in links))
+def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[int] | None, deadline: float) -> int:
+    links = _living([sender for sender, _ in pairs], worker_ids)
+    first = next(iter(links.values()))
     version = max(sender.carrier.next_version(sender.model_id, reached) for sender, reached in links.items())
-    meeting = _Meeting([sender.model_id for sender in links], version, first)
+    meeting = _Meeting([sender.model_id for sender in links], version, first, deadline)
     met = Outcome(WORDING)
     try:
         met = meeting.wait(deadline)
@@ -84,6 +78,13 @@ def _send_together(
             sender.carrier.plan(sender.model_id, sender.sent_weights(weights), ready[sender], version)
             for sender, weights in pairs
         ]
+        if time.monotonic() >= deadline:  # this process was stopped, perhaps, and the workers do not wait any more
+            raise AckTimeout(
+                f"nothing was sent: the time was over before {', '.join(repr(sender.model_id) for sender in links)} "
+                "could be written; send again, or give more time with timeout=",
+                version=version,
+                missing=list(first),
+            )
         write(plans, version, deadline)
     except BaseException:
         meeting.call_off()
@@ -106,6 +107,32 @@ def _send_together(
     return version
 
 
+def _living(senders: list[PipeSender], worker_ids: int | list[int] | None) -> dict[PipeSender, dict[int, Link]]:
+    """The workers that all of these senders reach, without those whose death one of them has reported."""
+    links = {}
+    for sender in senders:
+        sender.check_ready("send_together")
+        links[sender] = sender.links(worker_ids)
+    one, first = next(iter(links.items()))
+    for sender, reached in links.items():
+        if reached.keys() != first.keys() or any(reached[i].end is not first[i].end for i in first):
+            raise ValueError(
+                f"{sender.model_id!r} and {one.model_id!r} reach different workers, or over different pipes; "
+                "models that are sent together share one pipe for each worker"
+            )
+    for index in first:
+        told = [sender for sender, reached in links.items() if reached[index].reported]
+        for sender, reached in links.items():
+            if told and not reached[index].reported and not reached[index].dead:
+                raise ValueError(
+                    f"worker {index} was registered anew for {sender.model_id!r}, but not for {told[0].model_id!r}, "
+                    "where it is dead; register it with every sender"
+                )
+        if told:
+            _report(links, index, True)
+    return {sender: sender.carrier.reach(sender.model_id, reached) for sender, reached in links.items()}
+
+
 def _report(links: Mapping[PipeSender, Mapping[int, Link]], index: int, reported: bool) -> None:
     for reached in links.values():
         reached[index].reported = reported
@@ -114,9 +141,9 @@ def _report(links: Mapping[PipeSender, Mapping[int, Link]], index: int, reported
 class _Meeting:
     """The workers, on their way to a receive() in which they stay until all models are there."""
 
-    def __init__(self, model_ids: list[str], version: int, links: Mapping[int, Link]) -> None:
+    def __init__(self, model_ids: list[str], version: int, links: Mapping[int, Link], deadline: float) -> None:
         self._number = next(_numbers)
-        self._content = (tuple(model_ids), (self._number, version))
+        self._content = (tuple(model_ids), (self._number, version, deadline))
         self._links = links
         self._tag = Tag(messages.PREPARE, self._number)
 

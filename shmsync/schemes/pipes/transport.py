@@ -8,7 +8,8 @@ from typing import Any
 
 from ...engine.outcome import listed
 from ...engine.timing import check_timeout, deadline_after
-from ...errors import AckTimeout, WorkerDied
+from ...errors import AckTimeout, ProtocolError, WorkerDied
+from ..turns import Turns, turn
 from . import messages
 from .carrier import PipeCarrier, Posted
 from .connection import Channel
@@ -49,22 +50,24 @@ class PipeTransport:
 
         Raises WorkerDied, AckTimeout, a worker's exception, or RuntimeError for an unexpected answer.
         """
-        self.send_weights_async(model_id, weights)
-        self.wait_ack()
+        deadline = deadline_after(None, self.timeout)
+        with turn(self._turns(model_id), deadline, "send_weights"):
+            posted = self.carrier.post(model_id, weights, dict(self._links()), deadline)
+            self.carrier.collect(posted, deadline)
+
+    def _turns(self, model_id: str) -> list[Turns]:
+        return [link.end.turns(model_id) for link in list(self._links().values())]
 
     def send_weights_async(self, model_id: str, weights: Any) -> None:
         """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
         deadline = deadline_after(None, self.timeout)
-        self._posted.append(self.carrier.post(model_id, weights, dict(self._links()), deadline))
+        with turn(self._turns(model_id), deadline, "send_weights_async"):
+            self._posted.append(self.carrier.post(model_id, weights, dict(self._links()), deadline))
 
     def wait_ack(self) -> None:
         """Wait for the answers to the oldest send_weights_async() that was not waited for. Raises as send_weights()."""
         if self._posted:
-            posted = self._posted.popleft()
-            # What newer weights have replaced before it left is not answered any more.
-            ends = {index: link.end for index, link in posted.links.items()}
-            tags = {index: [tag for tag in tags if ends[index].owes(tag)] for index, tags in posted.tags.items()}
-            self.carrier.collect(posted._replace(tags=tags), deadline_after(None, self.timeout))
+            self.carrier.collect(self._posted.popleft(), deadline_after(None, self.timeout))
         else:
             self.check_ack(messages.UPDATED)
 
@@ -83,7 +86,7 @@ class PipeTransport:
             _wait_for_word(index, link, message, deadline)
             return
         self._posted.clear()
-        outcome = gather({index: link}, {index: [tag]}, deadline)
+        outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
             link.end.channel.pending.pop()
             return
@@ -124,6 +127,8 @@ def _wait_for_word(index: int, link: Link, word: str, deadline: float) -> None:
         end.pump()
         if end.channel.pending:
             raise RuntimeError(f"expected the answer {word!r} but got {end.channel.pending[-1]!r}")
+        if end.channel.garbage:
+            raise ProtocolError(f"worker {index} has sent {end.channel.garbage}; its pipe is lost", missing=[index])
         if link.dead:
             raise WorkerDied(f"{listed([index])} died before it answered {word!r} ({link})", missing=[index])
         if time.monotonic() >= deadline:

@@ -13,11 +13,11 @@ from ... import _native
 from ...engine.outcome import Failure
 from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
-from ...errors import WriterDied
+from ...errors import ProtocolError, WriterDied
 from ...memory.process import dead_parent, me
 from . import messages
 from .connection import Channel
-from .messages import Message
+from .messages import Message, Tag
 
 
 class WorkerEnd:
@@ -29,6 +29,7 @@ class WorkerEnd:
         self.lock = threading.RLock()  # receivers in several threads may share a pipe
         self._messages: deque[Message] = deque()
         self._given: Message | None = None  # by take(); ack() answers it
+        self._told: set[Tag] = set()  # of which messages the sender knows that no receiver here is for them
         self._looked = 0.0  # when the sender's process was last looked for
 
     @classmethod
@@ -54,6 +55,12 @@ class WorkerEnd:
                         return message
                 if self._read():
                     continue
+                self._tell_of_unknown()
+            if self.channel.garbage:
+                raise ProtocolError(
+                    f"what came from the sender is no message: {self.channel.garbage}. Nothing that follows can be "
+                    "read, so this pipe is lost; make the receiver anew with a new pipe"
+                )
             if self.channel.ended:
                 raise WriterDied(
                     "the sender closed its end of the pipe or died, so no weights will come; leave the loop"
@@ -95,6 +102,32 @@ class WorkerEnd:
         del channel.arrived[0]
         return True
 
+    def _tell_of_unknown(self) -> None:
+        """Tell the sender of messages that no receiver here is for, once each: it names that if none comes in time.
+
+        A receiver may be made later, so the message is kept; of weights the newest.
+        """
+        for message in list(self._messages):
+            if message.tag is None or message.tag in self._told:
+                continue
+            if message.kind == messages.UPDATE:
+                known = message.model_id in self.receivers
+                ids: tuple[str, ...] = (message.model_id,)
+            elif message.kind == messages.PREPARE:
+                ids = tuple(sorted(message.content[0]))
+                known = any(model_id in self.receivers for model_id in ids)
+            else:
+                continue
+            if not known:
+                content = (", ".join(ids), tuple(sorted(self.receivers)))
+                self.channel.send(small(messages.Tagged((content, messages.UNKNOWN), message.tag, me().owner)))
+                self._told.add(message.tag)
+                older = [m for m in self._messages if (m.kind, m.model_id) == (messages.UPDATE, message.model_id)][:-1]
+                for each in older:
+                    self._messages.remove(each)
+        if self._told:
+            self._told &= {message.tag for message in self._messages if message.tag is not None}
+
     def _look_for_sender(self) -> None:
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
         now = time.monotonic()
@@ -132,7 +165,10 @@ class WorkerEnd:
     def ack(self, word: str) -> None:
         """Answer what take() gave, or what the worker has read from the pipe by itself."""
         answered, self._given = self._given, None
-        self.answer(answered or Message(messages.UPDATE, "", None, None), word)
+        if answered is None:  # for the oldest message without an answer, and no other word
+            self.channel.send(small(messages.Tagged((None, word), None, me().owner)))
+        else:
+            self.answer(answered, word)
 
     def fail(self, message: Message, error: BaseException) -> None:
         """Say that it could not be applied, in place of answer() or ack()."""

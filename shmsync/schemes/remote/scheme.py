@@ -14,7 +14,7 @@ from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, check_worker, deadline_after
-from ...errors import ProtocolError, WorkerDied
+from ...errors import WorkerDied
 from ..api import WeightSender, WeightSyncScheme
 from ..lookup import Arguments
 from ..owed import Leaves, Owed, private_leaves
@@ -128,7 +128,6 @@ class RemoteSender(WeightSender):
 
     def __init__(self, scheme: RemoteScheme) -> None:
         super().__init__(scheme)
-        self._unpickled = False
         self._start()
 
     def _start(self) -> None:
@@ -210,11 +209,6 @@ class RemoteSender(WeightSender):
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         self._update_workers()
-        if self._unpickled and not self._transports:
-            raise ProtocolError(
-                f"this sender of {self._model_id!r} was unpickled, and its workers stayed in the process that it came "
-                "from; call init_on_sender() of its scheme here, or register_worker() for each worker. Nothing was sent"
-            )
         return self._reached(super()._chosen(worker_ids))
 
     @override
@@ -279,7 +273,7 @@ class RemoteSender(WeightSender):
         state = super().__getstate__()
         for name in ("_carrier", "_packer", "_roster", "_fan_out", "_owed", "_given"):
             state.pop(name)
-        return {**state, "_version": 0, "_unpickled": True}
+        return {**state, "_version": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -111,6 +111,10 @@ class Fleet:
         """As the function, where the trainer is."""
         return send_and_change(sender, name)
 
+    def with_sender(self, sender, function, *args):
+        """function(sender, *args), where the trainer is."""
+        return function(sender, *args)
+
     def versions(self, model_id="policy"):
         return [worker.call(peers.version, model_id) for worker in self.workers]
 

@@ -140,6 +140,9 @@ class WorldFleet(RemoteFleet):
         self.workers[index] = self.world.ranks[SIZE - 1]
         self.begin(index)
 
+    def with_sender(self, sender, function, *args):
+        return self.world.trainer.call(remote_trainer.with_sender, sender.key, function, *args)
+
     def send_and_change(self, sender, name):
         return self.world.trainer.call(remote_trainer.send_and_change, sender.key, name)
 

@@ -95,6 +95,10 @@ def use_sender(state, key, context, name, packed):
         return False, error, error.__cause__
 
 
+def with_sender(state, key, function, *args):
+    return function(state.schemes[key][0].get_sender(), *args)
+
+
 def shut_down(state, key):
     if key in vars(state).get("schemes", {}):
         state.schemes.pop(key)[0].shutdown()

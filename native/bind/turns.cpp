@@ -1,0 +1,156 @@
+// Taking turns: one call at a time, in the order in which the threads came, each within its own deadline.
+//
+// In C++ for the same reason as WriterLock: an interrupt may land between any two lines of Python, and nobody would
+// give back a lock that was taken on the line before. Everything here is looked at with the GIL only; a thread that
+// waits sleeps on a futex, because a mutex that another thread held at a fork() would stay locked in the child.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "gil.hpp"
+#include "shmsync/futex.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmsync::bind {
+namespace {
+
+class TurnLock {
+ public:
+  TurnLock() : serial_(next_serial_++) {}
+  std::uint64_t serial() const { return serial_; }
+
+  bool locked() {
+    leave_what_the_parent_held();
+    return !line_.empty();
+  }
+  bool mine() {
+    leave_what_the_parent_held();
+    return !line_.empty() && pthread_equal(line_.front().thread, pthread_self()) != 0;
+  }
+  // Gets in line; the ticket. It is this one's turn when it stands at the front.
+  std::uint64_t line_up() {
+    leave_what_the_parent_held();
+    line_.push_back({pthread_self(), ++tickets_});
+    return tickets_;
+  }
+  bool at_front(std::uint64_t ticket) const { return !line_.empty() && line_.front().ticket == ticket; }
+  // Leaves the line, wherever in it; does nothing when the ticket is not there any more.
+  void leave(std::uint64_t ticket) {
+    if (std::erase_if(line_, [&](const Place& place) { return place.ticket == ticket; }) == 0) return;
+    bell_.fetch_add(1, std::memory_order_relaxed);
+    futex_wake_all(bell_);
+  }
+  std::uint32_t rung() const { return bell_.load(std::memory_order_relaxed); }
+  void sleep(std::uint32_t rung, Nanoseconds timeout) const {
+    const WithoutGil released;
+    futex_wait(bell_, rung, timeout);
+  }
+
+ private:
+  struct Place {
+    pthread_t thread;
+    std::uint64_t ticket;
+  };
+  void leave_what_the_parent_held() {  // the threads of the parent do not run in a child forked from it
+    if (const pid_t now = ::getpid(); now != pid_) {
+      line_.clear();
+      pid_ = now;
+    }
+  }
+
+  static inline std::uint64_t next_serial_ = 0;
+  std::uint64_t serial_;
+  std::deque<Place> line_;  // the one at the front has its turn
+  std::uint64_t tickets_ = 0;
+  Word32 bell_{0};
+  pid_t pid_ = ::getpid();
+};
+
+// What `with` takes: the turns of one or several locks, in one order for everybody.
+class Turn {
+ public:
+  Turn(nb::list locks, double deadline, std::string call) : deadline_(deadline), call_(std::move(call)) {
+    for (nb::handle lock : locks) add(lock);
+    std::sort(held_.begin(), held_.end(),
+              [](const Held& a, const Held& b) { return a.lock->serial() < b.lock->serial(); });
+    held_.erase(std::unique(held_.begin(), held_.end(), [](const Held& a, const Held& b) { return a.lock == b.lock; }),
+                held_.end());
+  }
+
+  void enter() {
+    for (Held& held : held_)
+      if (held.lock->mine())
+        raise("WriterBusy",
+              (call_ + "() from inside a send of the same thread (a signal handler, or a hook that sends); nothing was "
+                       "sent. Let that send end first")
+                  .c_str());
+    try {
+      for (Held& held : held_) take(held);
+    } catch (...) {
+      exit();
+      throw;
+    }
+  }
+
+  void exit() {
+    for (Held& held : held_)
+      if (held.ticket != 0) held.lock->leave(std::exchange(held.ticket, 0));
+  }
+
+ private:
+  struct Held {
+    nb::object object;
+    TurnLock* lock;
+    std::uint64_t ticket = 0;
+  };
+
+  void add(nb::handle lock) { held_.push_back({nb::borrow(lock), nb::cast<TurnLock*>(lock)}); }
+
+  void take(Held& held) {
+    held.ticket = held.lock->line_up();
+    while (!held.lock->at_front(held.ticket)) {
+      const auto rung = held.lock->rung();
+      const double left = deadline_ - static_cast<double>(monotonic_ns()) / 1e9;
+      if (!(left > 0))
+        raise("WriterBusy", ("another thread was sending this model all the time that " + call_ +
+                             "() had; nothing was sent. Give it more with timeout=, or send from one thread")
+                                .c_str());
+      held.lock->sleep(rung, Nanoseconds(static_cast<std::int64_t>(std::min(left, 0.05) * 1e9)));
+      // A handler that raises leaves the line; see enter().
+      if (in_python([] { return PyErr_CheckSignals(); }) != 0) throw nb::python_error();
+    }
+  }
+
+  std::vector<Held> held_;
+  double deadline_;
+  std::string call_;
+};
+
+}  // namespace
+
+void bind_turns(nb::module_& m) {
+  nb::class_<TurnLock>(m, "TurnLock", "One call at a time, in the order in which threads came. See Turn.")
+      .def(nb::init<>())
+      .def("locked", &TurnLock::locked, "Does any thread have its turn?")
+      .def("mine", &TurnLock::mine, "Does the calling thread have its turn?");
+  nb::class_<Turn>(m, "Turn", "The turns of these locks, in a with statement; taken in one order, whatever theirs is.")
+      .def(nb::init<nb::list, double, std::string>(), "locks"_a, "deadline"_a, "call"_a,
+           nb::sig("def __init__(self, locks: list[TurnLock], deadline: float, call: str) -> None"))
+      .def("__enter__", &Turn::enter,
+           "Wait for the turn. Raises WriterBusy at the monotonic time `deadline`, and at once for a thread that has "
+           "the turn already.")
+      .def(
+          "__exit__", [](Turn& self, nb::handle, nb::handle, nb::handle) { self.exit(); }, "exc_type"_a.none(),
+          "exc"_a.none(), "traceback"_a.none());
+}
+
+}  // namespace shmsync::bind

@@ -1,0 +1,92 @@
+"""What a trainer does with its sender, in several threads and against the clock. Runs where the trainer is."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+
+from shmsync.schemes import send_together
+from support.calls import Call
+from support.conformance.nets import Stamped
+from support.processes import until_waits
+
+ENOUGH = 60.0  # seconds: more than anything here takes
+
+
+def send_from_threads(sender, threads, rounds):
+    """Each thread sends its own numbers; [(version, number)] of all sends, in the order of their versions."""
+
+    def send(first):
+        found = []
+        for number in range(first, first + rounds):
+            found.append((sender.send(Stamped(number), timeout=ENOUGH), number))
+        return found
+
+    calls = [Call(send, 1 + rounds * thread) for thread in range(threads)]
+    return sorted(pair for call in calls for pair in call.result())
+
+
+def send_beside(sender, timeout):
+    """What sends and waits of this thread say while another thread is inside send(), and how late they say it."""
+    other = Call(outcome_of, sender, "send", 2.0)
+    until_waits(other, "send")
+    here = [outcome_of(sender, name, timeout) for name in ("send", "send_async", "wait_async")]
+    return here, other.result()
+
+
+def send_in_handler(sender, timeout):
+    """What a send says in a signal handler that has interrupted a send of the same thread; and what that one says."""
+    inner = []
+    before = signal.signal(signal.SIGALRM, lambda *_: inner.append(outcome_of(sender, "send", ENOUGH)))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, timeout / 2)
+        outer = outcome_of(sender, "send", timeout)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return inner, outer
+
+
+def outcome_of(sender, name, timeout, width=4):
+    """(what a call of this timeout raised, or "returned"; the seconds by which it outlived its deadline)"""
+    net = None if name in ("resend", "wait_async") else Stamped(7, width)
+    start = time.monotonic()
+    try:
+        if name == "together":
+            send_together({sender: net}, timeout=timeout)
+        else:
+            getattr(sender, name)(*([] if net is None else [net]), timeout=timeout)
+        said = "returned"
+    except Exception as error:
+        said = type(error).__name__
+    return said, time.monotonic() - start - timeout
+
+
+def overrun(sender, name, timeout, width=4, times=3):
+    """What that many calls said, and the smallest overrun: a busy machine may delay any one of them."""
+    found = []
+    for _ in range(times):
+        if name == "async":
+            found += [outcome_of(sender, "send_async", timeout, width)]
+            found += [outcome_of(sender, "wait_async", timeout)] if found[-1][0] == "returned" else []
+        else:
+            found.append(outcome_of(sender, name, timeout, width))
+    return {said for said, _ in found}, min(late for said, late in found if said != "returned")
+
+
+def overrun_beside(sender, name, timeout, times=3):
+    """As overrun(), while another thread is inside send() all the time."""
+    done = threading.Event()
+
+    def send():
+        with contextlib.suppress(Exception):
+            sender.send(Stamped(1), timeout=ENOUGH)
+        done.set()
+
+    other = Call(send)
+    until_waits(other, "send")
+    found = [outcome_of(sender, name, timeout) for _ in range(times)]
+    assert not done.is_set()
+    return {said for said, _ in found}, min(late for _, late in found)
