@@ -155,8 +155,8 @@ class _Worker:
             self._control.send((BATCH, order))
 
     def _between(self) -> bool:
-        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP."""
-        if not self._look(0):
+        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP or LOAD."""
+        if not self._look(0) and not self._commands:
             return True
         words = [word for word, _ in self._commands]
         # A trainer that was interrupted in its wait for this batch saves the state now, not when the batch is done.
@@ -164,7 +164,7 @@ class _Worker:
             _, content = self._commands[words.index(STATE)]
             del self._commands[words.index(STATE)]
             self._state(content)
-        return STOP not in words
+        return STOP not in words and LOAD not in words  # what was ordered before a LOAD counts for nothing
 
     def _state(self, number_and_nothing: tuple[int, None]) -> None:
         self._control.send((STATE, (number_and_nothing[0], saved.generators(self._rollout.envs))))

@@ -305,7 +305,7 @@ class SlowEnd(Counting):
 class Huge(Counting):
     """An observation of 8 TiB."""
 
-    observation_space = spaces.Box(-1, 1, (1 << 20, 1 << 21), np.float32)
+    observation_space = spaces.MultiBinary((1 << 22, 1 << 21))
 
     def reset(self, *, seed=None, options=None):
         raise AssertionError("nobody has room for it")
