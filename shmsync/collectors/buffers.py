@@ -9,12 +9,25 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
+from ..errors import NoSpace
 from ..memory.arena import nested, view
+from ..memory.available import available_bytes
 from ..memory.manifest import Key, Manifest
 from ..memory.plainly import plainly
+from ..memory.system import refusals
 
 BUFFERS = 2
 Leaves = dict[Key, tuple[torch.dtype, tuple[int, ...]]]  # of one frame
+# What every frame has besides its observations and what the policy returned.
+RESULTS: Leaves = {
+    ("next", "reward"): (torch.float32, (1,)),
+    ("next", "terminated"): (torch.bool, (1,)),
+    ("next", "truncated"): (torch.bool, (1,)),
+    ("next", "done"): (torch.bool, (1,)),
+    ("next", "episode_return"): (torch.float32, (1,)),  # of the episode that ends with this frame, else NaN
+    ("policy_version",): (torch.int64, ()),
+    ("worker",): (torch.int64, ()),
+}
 
 
 class BufferSpec(NamedTuple):
@@ -51,16 +64,32 @@ class Buffers:
         return batch
 
 
+def check_room(leaves: Leaves, rows: int, steps: int) -> int:
+    """The bytes of buffers for such frames. Raises NoSpace where the memory that is left does not suffice."""
+    needed = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
+    available = available_bytes()
+    if needed > available:
+        raise NoSpace(
+            f"{BUFFERS} batches of {rows * steps:,} frames need {needed:,} bytes but {available:,} are available to "
+            "this process (machine and cgroup), and nothing was taken; use a smaller frames_per_batch"
+        )
+    return needed
+
+
 def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
-    """New buffers, and the descriptor that keeps them reachable for workers that join."""
-    nbytes = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
-    fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", nbytes, leaves, rows, steps)), fd
-    except BaseException:
-        os.close(fd)
-        raise
+    """New buffers, and the descriptor that keeps them reachable for workers that join.
+
+    Raises NoSpace, before it takes anything, when memory does not suffice.
+    """
+    nbytes = check_room(leaves, rows, steps)
+    with refusals("making the buffers of batches"):
+        fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", nbytes, leaves, rows, steps)), fd
+        except BaseException:
+            os.close(fd)
+            raise
 
 
 def frame(tensors: Mapping[Key, torch.Tensor]) -> Leaves:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import secrets
+import sys
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,13 +21,18 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.strategy import WeightStrategy
+from ..engine.wrappers import state_of
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..memory.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from . import buffers, checks
-from .buffers import BUFFERS
-from .fleet import DIED, Fleet, WorkerProcess, pack, raise_for
-from .worker import BATCH, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, WorkerSpec
+from .buffers import BUFFERS, RESULTS
+from .ending import Ending
+from .fleet import Fleet, raise_closing
+from .orders import Orders
+from .packing import pack
+from .spaces import DiscreteActions
+from .worker import LAYOUT, LOAD, START, STATE, WorkerSpec
 
 OnLag = Literal["warn", "wait", "drop"]
 
@@ -81,10 +87,16 @@ class MultiprocessCollector:
         timeout: seconds to wait for a batch; math.inf waits for ever (but never for a dead worker).
         start_timeout: seconds that the workers have to start.
         start_method: of multiprocessing.
+        discrete_actions: what integer actions of Discrete and MultiDiscrete spaces mean that do not start at 0:
+            "index", counted from 0 as argmax does, or "value" of the space. None: whichever it can be; a space where
+            one number may be both is refused.
 
     Raises:
-        ValueError, TypeError: arguments. WorkerDied: a worker died while it started. The exception of a worker's
-        environment or policy, with the worker's traceback as its cause.
+        ValueError, TypeError: arguments. NoSpace: the batches, the observations or the weights need more memory than
+        is left. WorkerDied: a worker died while it started. The exception of a worker's environment or policy, with
+        the worker's traceback as its cause; one that is no Exception (SystemExit), or would end the loop
+        (StopIteration), is a RuntimeError that quotes it. ManifestMismatch: what an environment or a policy gave does
+        not fit its space.
     """
 
     def __init__(
@@ -106,10 +118,15 @@ class MultiprocessCollector:
         timeout: float = math.inf,
         start_timeout: float = 120.0,
         start_method: str = "forkserver",
+        discrete_actions: DiscreteActions | None = None,
     ) -> None:
         self._closed = True  # until the constructor is done
         makers = list(create_env_fn) if isinstance(create_env_fn, Sequence) else [create_env_fn] * num_workers
         rows = checks.arguments(num_workers, frames_per_batch, envs_per_worker, sync, device, on_lag, max_lag, makers)
+        if discrete_actions not in (None, "index", "value"):
+            raise ValueError(f'discrete_actions is None, "index" or "value", not {discrete_actions!r}')
+        steps = frames_per_batch // (rows if sync else envs_per_worker)
+        buffers.check_room(RESULTS, rows, steps)  # the least that they will take
         self.policy = policy
         self._sync = sync
         self._total_frames = total_frames
@@ -119,14 +136,14 @@ class MultiprocessCollector:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self._frames = self._batches = self._dropped = self._restarts = 0
-        self._turn = 0  # the buffer of the next batch in sync mode
+        # In sync mode: the buffer of the next batch, and the serial that its orders must be newer than. One attribute,
+        # so that an interrupt finds the batch handed out, or not.
+        self._round = (0, 0)
         self._handed: tuple[int, int] | None = None  # (worker, buffer) that the trainer has, without sync
-        self._ready: deque[tuple[int, int]] = deque()
-        # By worker: the buffers that it has yet to fill, each with the newest version when it was told to.
-        self._owed: dict[int, dict[int, int]] = {index: {} for index in range(num_workers)}
         self._scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
         self._fleet = Fleet(start_method)
-        self._fd = -1
+        self._orders = Orders(self._fleet, num_workers)
+        self._ending = Ending(self._fleet, self._scheme)
         base = secrets.randbits(31) if seed is None else seed
         packed = pack(policy, values=not isinstance(self._scheme, SharedMemWeightSyncScheme))
         self._specs = [
@@ -137,37 +154,39 @@ class MultiprocessCollector:
                 self._scheme,
                 base + index * envs_per_worker,
                 (index * envs_per_worker, (index + 1) * envs_per_worker),
+                discrete_actions,
             )
             for index in range(num_workers)
         ]
-        steps = frames_per_batch // (rows if sync else envs_per_worker)
+        self._finalizer = weakref.finalize(self, self._ending.abandon)
         try:
             self._start(rows, steps)
         except BaseException:
-            _end(self._fleet, self._scheme, self._fd)
+            self._ending.abandon()
             raise
-        self._finalizer = weakref.finalize(self, _end, self._fleet, self._scheme, self._fd)
         self._closed = False
         watch_exit()
 
     def _start(self, rows: int, steps: int) -> None:
         deadline = time.monotonic() + self._start_timeout
         members = [self._fleet.start(spec) for spec in self._specs]
-        self._fleet.gather(HELLO, deadline)
-        self._scheme.init_on_sender(
-            "policy",
-            pipes=[member.weights for member in members],
-            procs=[member.process for member in members],
-            model=self.policy,
-        )
-        self._sender = self._scheme.get_sender()
-        self._sender.send(timeout=self._start_timeout)
-        self._fleet.tell_all(LAYOUT)
-        layouts = self._fleet.gather(LAYOUT, deadline)
-        self._memory, self._fd = buffers.create(checks.agreed(layouts), rows, steps)
-        self._fleet.tell_all(START, self._memory.spec)
+        self._fleet.greet(deadline)
+        with self._reasons():
+            self._scheme.init_on_sender(
+                "policy",
+                pipes=[member.weights for member in members],
+                procs=[member.process for member in members],
+                model=self.policy,
+            )
+            self._sender = self._scheme.get_sender()
+            self._sender.send(timeout=self._start_timeout)
+        layouts = self._fleet.ask(LAYOUT, deadline)
+        self._memory, self._ending.fd = buffers.create(checks.agreed(layouts), rows, steps)
+        for member in members:
+            member.tell(START, self._memory.spec)
+            member.joined = True
         if not self._sync:
-            for index in self._owed:
+            for index in self._orders.open:
                 for buffer in range(BUFFERS):
                     self._order(index, buffer)
 
@@ -175,7 +194,7 @@ class MultiprocessCollector:
         return self
 
     def __next__(self) -> TensorDict:
-        self._check()
+        self._go_on()
         if 0 <= self._total_frames <= self._frames:
             raise StopIteration
         batch = self._next_sync() if self._sync else self._next_async()
@@ -192,9 +211,10 @@ class MultiprocessCollector:
 
         Raises as WeightSender.send(); with restart_workers, dead workers are started again instead.
         """
-        self._check()
+        self._go_on()
         try:
-            return self._sender.send(weights, worker_ids)
+            with self._reasons(but_restarted=True):
+                return self._sender.send(weights, worker_ids)
         except WorkerDied as error:
             if not self._restart_workers:
                 raise
@@ -215,13 +235,13 @@ class MultiprocessCollector:
         return CollectorStats(self._frames, self._batches, self._dropped, self._restarts, self._sender.version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, the policy, and in sync mode every worker's random generators. Environments are not saved."""
-        self._check()
-        workers = None
-        if self._sync:
-            self._fleet.tell_all(STATE)
-            workers = self._fleet.gather(STATE, time.monotonic() + self._start_timeout)
-        policy = {key: value.clone() for key, value in self.policy.state_dict().items() if torch.is_tensor(value)}
+        """Counts, the policy, and in sync mode every worker's random generators. Environments are not saved.
+
+        torch.load() reads it with its defaults. After a KeyboardInterrupt it answers at once, between two steps.
+        """
+        self._go_on()
+        workers = self._fleet.ask(STATE, time.monotonic() + self._start_timeout) if self._sync else None
+        policy = {key: value.detach().clone() for key, value in state_of(self.policy).items() if torch.is_tensor(value)}
         return {"frames": self._frames, "batches": self._batches, "policy": policy, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,26 +249,32 @@ class MultiprocessCollector:
 
         Raises ValueError when it is of a collector with another number of workers.
         """
-        self._check()
+        self._go_on()
         workers = state["workers"]
-        if workers is not None and self._sync:
-            if workers.keys() != self._fleet.members.keys():
-                raise ValueError(
-                    f"the state is of {len(workers)} workers but this collector has {len(self._fleet.members)}; make "
-                    f"one with num_workers={len(workers)}"
-                )
-            for index, content in workers.items():
-                self._fleet.members[index].tell(LOAD, content)
-            self._fleet.gather(STATE, time.monotonic() + self._start_timeout)
-        self._frames, self._batches = state["frames"], state["batches"]
+        restores = workers is not None and self._sync
+        if restores and workers.keys() != self._fleet.members.keys():
+            raise ValueError(
+                f"the state is of {len(workers)} workers but this collector has {len(self._fleet.members)}; make "
+                f"one with num_workers={len(workers)}"
+            )
         WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
+        if restores:
+            self._round = (self._round[0], self._orders.serial)  # what was ordered before is of another life
+            self._fleet.ask(LOAD, time.monotonic() + self._start_timeout, workers)
+        self._frames, self._batches = state["frames"], state["batches"]
         self.update_policy_weights_()
 
     def shutdown(self) -> None:
-        """End the workers and give their memory back; batches that were handed out stay readable. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._finalizer()
+        """End the workers and give their memory back; batches that were handed out stay readable. Idempotent.
+
+        Raises what an environment's close() raised, when all is done; while another exception is on its way, that is
+        logged. A Ctrl-C meanwhile ends the workers at once.
+        """
+        underway = sys.exc_info()[1] is not None
+        self._closed = True
+        failures = self._ending.end()
+        self._finalizer.detach()
+        raise_closing(failures, quietly=underway)
 
     def __enter__(self) -> MultiprocessCollector:
         return self
@@ -258,24 +284,50 @@ class MultiprocessCollector:
     ) -> None:
         self.shutdown()
 
-    def _check(self) -> None:
+    def _go_on(self) -> None:
+        """Refuse a closed collector, and finish what an interrupted call has left half done."""
         if self._closed:
             raise ClosedError("this collector was shut down; make a new one")
+        for index, member in self._fleet.members.items():
+            if not member.joined:
+                self._restart(index)
+            self._orders.tell(index)
+
+    @contextmanager
+    def _reasons(self, *, but_restarted: bool = False) -> Iterator[None]:
+        """Raise what ended a worker in place of a send's WorkerDied; `but_restarted`: not if it can start again."""
+        try:
+            yield
+        except WorkerDied as error:
+            for index in error.missing:
+                member = self._fleet.members.get(index) if isinstance(index, int) else None
+                if member is None:
+                    continue
+                self._fleet.listen(member)
+                if member.failure is not None and not (but_restarted and self._restart_workers and member.delivered):
+                    member.raise_loss()
+            raise
 
     # Batches.
 
     def _next_sync(self) -> TensorDict:
-        buffer = self._turn
         while True:
-            for index, owed in self._owed.items():
-                if buffer not in owed:  # else an interrupted next() has ordered it already
-                    self._order(index, buffer)
-            while any(self._owed.values()):
-                self._await_batch(None)
+            buffer = self._begin_round()
+            self._await(partial(self._orders.filled, buffer), list(self._orders.open))
             batch = self._memory.batch(buffer)
-            if not self._too_old(batch):
-                self._turn = (buffer + 1) % BUFFERS
-                return batch
+            if self._too_old(batch):
+                self._round = (buffer, self._orders.serial)
+                continue
+            self._round = ((buffer + 1) % BUFFERS, self._orders.serial)
+            return batch
+
+    def _begin_round(self) -> int:
+        """Order the next batch from all workers, if an interrupted next() has not done so already."""
+        buffer, after = self._round
+        for index, orders in self._orders.open.items():
+            if buffer not in orders or orders[buffer].serial <= after:
+                self._order(index, buffer)
+        return buffer
 
     def _next_async(self) -> TensorDict:
         if self._handed is not None:
@@ -283,11 +335,11 @@ class MultiprocessCollector:
             self._handed = None
         while True:
             behind = self._furthest_behind()
-            chosen = next((item for item in self._ready if behind is None or item[0] == behind), None)
-            if chosen is None:
-                self._ready.append(self._await_batch(None if behind is None else [behind]))
+            workers = list(self._orders.open) if behind is None else [behind]
+            self._await(partial(self._first_of, workers), workers)
+            chosen = self._first_of(workers)
+            if chosen is None:  # the worker that had it was started again
                 continue
-            self._ready.remove(chosen)
             index, buffer = chosen
             batch = self._memory.batch(buffer, slice(*self._specs[index].rows))
             if self._too_old(batch):
@@ -296,43 +348,37 @@ class MultiprocessCollector:
             self._handed = chosen
             return batch
 
+    def _first_of(self, workers: list[int]) -> tuple[int, int] | None:
+        return next((chosen for chosen in self._orders.ready() if chosen[0] in workers), None)
+
     def _order(self, index: int, buffer: int) -> None:
-        self._owed[index][buffer] = self._sender.version
-        self._fleet.members[index].tell(COLLECT, buffer)
+        self._orders.give(index, buffer, self._sender.version)
 
-    def _await_batch(self, workers: list[int] | None) -> tuple[int, int]:
-        """Wait for the next batch of one of these workers, or of any."""
-        while True:
-            event = next(self._fleet.events(time.monotonic() + self._timeout, workers))
-            member, word, content = event
-            if word == BATCH:
-                member.delivered = True
-                if self._owed[member.index].pop(content, None) is not None:
-                    return member.index, content
-            if word in (DIED, ERROR):
-                self._lost(event)
-
-    def _lost(self, event: tuple[WorkerProcess, str, Any]) -> None:
-        member = event[0]
-        if not (self._restart_workers and member.delivered):
-            raise_for(event)
-        self._restart(member.index)
+    def _await(self, done: Callable[[], Any], workers: list[int]) -> None:
+        """Wait until done(). Workers that are lost meanwhile are started again, or raise."""
+        deadline = time.monotonic() + self._timeout
+        while (lost := self._fleet.wait(done, deadline, workers)) is not None:
+            if not (self._restart_workers and lost.delivered):
+                lost.raise_loss()
+            self._restart(lost.index)
 
     def _restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
         deadline = time.monotonic() + self._start_timeout
         self._restarts += 1
+        self._fleet.members[index].log_loss()
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self._specs[index], seed=self._specs[index].seed + 7919 * self._restarts)
         member = self._fleet.start(spec)
-        self._fleet.gather(HELLO, deadline, [index])
-        self._sender.register_worker(index, member.weights, member.process)
-        resend = getattr(self._sender, "resend", None)  # not in schemes without pipes
-        if resend is not None:
-            resend(index, timeout=self._start_timeout)
+        self._fleet.greet(deadline, [index])
+        with self._reasons():
+            self._sender.register_worker(index, member.weights, member.process)
+            resend = getattr(self._sender, "resend", None)  # not in schemes without pipes
+            if resend is not None:
+                resend(index, timeout=self._start_timeout)
         member.tell(START, self._memory.spec)
-        for buffer in list(self._owed[index]):
-            self._order(index, buffer)
+        member.joined = True
+        self._orders.tell(index)
 
     # Lag.
 
@@ -355,23 +401,14 @@ class MultiprocessCollector:
         """The worker to wait for, whose frames would be too old with the next version; None: any worker."""
         if self._on_lag != "wait":
             return None
-        oldest = {index: min([*owed.values()], default=self._sender.version) for index, owed in self._owed.items()}
-        for index, buffer in self._ready:
+        newest = self._sender.version
+        oldest = {
+            index: min([order.version for order in orders.values() if not order.arrived], default=newest)
+            for index, orders in self._orders.open.items()
+        }
+        for index, buffer in self._orders.ready():
             rows = slice(*self._specs[index].rows)
             version = int(self._memory.tensors[buffer][("policy_version",)][rows].min())
             oldest[index] = min(oldest[index], version)
         index = min(oldest, key=oldest.__getitem__)
-        return index if self._sender.version - oldest[index] >= self._max_lag else None
-
-
-def _end(fleet: Fleet, scheme: WeightSyncScheme, fd: int) -> None:
-    if fleet.pid != os.getpid():  # this is a forked child that ends; the workers are the trainer's
-        return
-    try:
-        fleet.stop()
-    finally:
-        try:
-            scheme.shutdown()
-        finally:
-            if fd >= 0:
-                os.close(fd)
+        return index if newest - oldest[index] >= self._max_lag else None

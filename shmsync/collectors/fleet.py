@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import math
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import cloudpickle
-import torch
-from torch import nn
-
+from ..engine.outcome import Failure
 from ..errors import AckTimeout, WorkerDied
 from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peer
-from .worker import ERROR, STOP, WorkerSpec, run
+from .control import ControlPipe
+from .worker import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
 
-DIED = "died"
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
+_SLICE = 0.05  # seconds; so often somebody looks whether a full pipe takes more
+
+_log = logging.getLogger("shmsync")
+Handler = Callable[["WorkerProcess", Any], None]
 
 
 class WorkerProcess:
@@ -30,13 +31,39 @@ class WorkerProcess:
     def __init__(self, context: Any, spec: WorkerSpec) -> None:
         self.index = spec.index
         self.weights, weights_there = context.Pipe()
-        self.control, control_there = context.Pipe()
+        control, control_there = context.Pipe()
+        self.control = ControlPipe(control)
         name = f"shmsync-collector-{spec.index}"
         self.process = context.Process(target=run, args=(spec, weights_there, control_there), name=name, daemon=True)
         self.process.start()
         weights_there.close()
         control_there.close()
+        self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
+        self.told = 0  # the serial of the newest order that it knows
+        self.answers: dict[str, tuple[int, Any]] = {}  # by word: the number of the question, and what it said
+        self.failure: Failure | None = None
+        self.closing: Failure | None = None  # what a close() of an environment raised
+        self.over = False  # it is dead, and all that it has sent was read
+        self._raised = False  # its failure was
+
+    @property
+    def lost(self) -> bool:
+        """Will nothing come from it any more?"""
+        return self.over or self.failure is not None
+
+    def raise_loss(self) -> None:
+        """Raise what it failed with, or how it died."""
+        if self.failure is None:
+            raise self.died()
+        self._raised = True
+        raise exception_of(self.failure) from _trace(self.index, self.failure)
+
+    def log_loss(self) -> None:
+        """Log what it failed with, if nobody was told."""
+        if self.failure is not None and not self._raised:
+            self._raised = True
+            _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
 
     def died(self) -> WorkerDied:
         """The error that says how this worker died."""
@@ -48,24 +75,21 @@ class WorkerProcess:
         )
 
     def tell(self, word: str, content: Any = None) -> None:
-        """Send a command. Does nothing for a dead worker; events() reports its death."""
-        try:
-            self.control.send((word, content))
-        except (BrokenPipeError, ConnectionResetError):
-            pass
+        """Send a command. Does nothing for a dead worker; its death is noticed by whoever waits for it."""
+        self.control.send(word, content)
 
     def end(self, deadline: float) -> None:
-        """Wait until the deadline for the process to stop, then kill it."""
+        """Wait until the deadline for the process to stop, then kill it. Idempotent."""
         self.process.join(max(0.0, deadline - time.monotonic()))
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
         self.weights.close()
-        self.control.close()
+        self.control.connection.close()
 
 
 class Fleet:
-    """All workers, by index."""
+    """All workers, by index. Any of its waits may be interrupted, and called again."""
 
     def __init__(self, start_method: str) -> None:
         self._context = multiprocessing.get_context(start_method)
@@ -73,14 +97,20 @@ class Fleet:
             self._context.set_forkserver_preload(PRELOADED)
         self.pid = os.getpid()
         self.members: dict[int, WorkerProcess] = {}
-        self._unheard: list[tuple[WorkerProcess, str, Any]] = []
+        self.hurry = False  # stop() kills at once
+        self._handlers: dict[str, Handler] = {}
+        self._questions = 0
+
+    def hear(self, word: str, handler: Handler) -> None:
+        """Call this with (worker, content) for messages of a word. It must bear to be called twice with the same."""
+        self._handlers[word] = handler
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
         """Start a worker, in place of an earlier one of its index."""
         earlier = self.members.get(spec.index)
         if earlier is not None:
+            earlier.joined = False  # if this is interrupted, somebody knows that it has to be done again
             earlier.end(0.0)
-            self._unheard = [event for event in self._unheard if event[0] is not earlier]
         member = self.members[spec.index] = WorkerProcess(self._context, spec)
         return member
 
@@ -89,90 +119,125 @@ class Fleet:
         for member in self.members.values():
             member.tell(word, content)
 
-    def events(self, deadline: float, workers: Iterable[int] | None = None) -> Iterator[tuple[WorkerProcess, str, Any]]:
-        """Yield (worker, word, content) for each message, without end; ERROR from a failed worker, DIED for a dead one.
+    def listen(self, member: WorkerProcess) -> None:
+        """Take in what has come from a worker."""
+        if member.over or member.control.connection.closed:
+            return
+        gone = member.process.exitcode is not None  # before it is read: what comes after the end is nothing
+        while (message := member.control.peek()) is not None:
+            word, content = message
+            if word == ERROR:
+                member.failure = content
+            elif word == CLOSED:
+                member.closing = content
+            elif word in self._handlers:
+                self._handlers[word](member, content)
+            else:
+                member.answers[word] = content
+            member.control.drop()
+        member.over = gone or member.control.ended
 
-        Raises AckTimeout when nothing has come until the deadline.
+    def wait(self, done: Callable[[], Any], deadline: float, workers: Iterable[int]) -> WorkerProcess | None:
+        """Until done(), or one of these workers has failed or died: it is returned.
+
+        Raises AckTimeout when neither is so at the deadline.
         """
-        members = [member for member in self.members.values() if workers is None or member.index in workers]
-        while True:
-            for event in [event for event in self._unheard if event[0] in members]:
-                self._unheard.remove(event)
-                yield event
-            sources: dict[Any, WorkerProcess] = {member.control: member for member in members}
-            sources |= {member.process.sentinel: member for member in members}
-            timeout = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
-            ready = wait(list(sources), timeout)
-            stay_if_exiting()  # what has come is the end of the workers
-            if not ready:
+        members = [self.members[index] for index in workers]
+        for member in members:
+            self.listen(member)
+        while not done():
+            lost = next((member for member in members if member.lost), None)
+            if lost is not None:
+                return lost
+            left = deadline - time.monotonic()
+            if left <= 0:
                 silent = [member.index for member in members]
                 raise AckTimeout(
                     f"collector workers {silent} have not answered in time; is an environment slow or stuck? Give them "
                     "more with timeout=",
                     missing=silent,
                 )
-            for source in ready:
-                member = sources[source]
-                if isinstance(source, Connection):
-                    yield (member, *_heard(member))
-                elif not member.control.poll():  # else its last messages come first
-                    yield member, DIED, None
+            sources: dict[Any, WorkerProcess] = {member.control.connection: member for member in members}
+            sources |= {member.process.sentinel: member for member in members}
+            # Of all: one that only orders and never waits for this worker may have left something in a full pipe.
+            unsent = [member.control.flush() for member in self.members.values() if not member.lost]
+            left = min(left, _SLICE) if any(unsent) else left
+            ready = wait(list(sources), None if math.isinf(left) else left)
+            stay_if_exiting()  # what has come is the end of the workers
+            for member in {id(sources[source]): sources[source] for source in ready}.values():
+                self.listen(member)
+        return None
 
-    def gather(self, word: str, deadline: float, workers: Iterable[int] | None = None) -> dict[int, Any]:
-        """Wait until each of these workers has sent this word. Returns the contents by worker.
+    def answers(self, word: str, number: int, deadline: float, workers: Iterable[int]) -> dict[int, Any]:
+        """Wait until each of these workers has answered this question.
 
-        Other messages are kept for events(). Raises WorkerDied, AckTimeout, or what a worker failed with.
+        Raises WorkerDied, AckTimeout, or what a worker failed with.
         """
-        awaited = set(self.members if workers is None else workers)
-        said: dict[int, Any] = {}
-        others: list[tuple[WorkerProcess, str, Any]] = []
-        try:
-            for event in self.events(deadline, awaited):
-                member, heard, content = event
-                if heard in (DIED, ERROR):
-                    raise_for(event)
-                if heard == word:
-                    said[member.index] = content
-                else:
-                    others.append(event)
-                if said.keys() == awaited:
-                    break
-        finally:
-            self._unheard += others
-        return said
+        asked = list(workers)
 
-    def stop(self) -> None:
-        """End every worker. Idempotent."""
+        def answered() -> bool:
+            return all(self.members[index].answers.get(word, (-1, None))[0] == number for index in asked)
+
+        lost = self.wait(answered, deadline, asked)
+        if lost is not None:
+            lost.raise_loss()
+        return {index: self.members[index].answers[word][1] for index in asked}
+
+    def greet(self, deadline: float, workers: Iterable[int] | None = None) -> None:
+        """Wait until these workers have started. Raises as answers() does."""
+        self.answers(HELLO, 0, deadline, self.members if workers is None else workers)
+
+    def ask(self, word: str, deadline: float, contents: dict[int, Any] | None = None) -> dict[int, Any]:
+        """Ask all workers, each with its content, and wait for their answers. Raises as answers() does."""
+        self._questions += 1  # so that the answer to a question that was interrupted counts for no later one
+        number = self._questions
+        for index, member in self.members.items():
+            member.tell(word, (number, None if contents is None else contents[index]))
+        return self.answers(word, number, deadline, self.members)
+
+    def stop(self) -> list[tuple[int, Failure]]:
+        """End every worker. Idempotent. Returns what closing their environments raised."""
         self.tell_all(STOP)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + (0.0 if self.hurry else 5.0)
+        while (living := [member for member in self.members.values() if member.process.exitcode is None]) and (
+            left := deadline - time.monotonic()
+        ) > 0:
+            sources: dict[Any, WorkerProcess] = {member.process.sentinel: member for member in living}
+            sources |= {member.control.connection: member for member in living if not member.control.ended}
+            unsent = [member.control.flush() for member in living]
+            for source in wait(list(sources), min(left, _SLICE) if any(unsent) else left):
+                if isinstance(source, Connection):
+                    self.listen(sources[source])
+        failures = []
         for member in self.members.values():
+            self.listen(member)
             member.end(deadline)
-        self.members.clear()
+            member.log_loss()
+            if member.closing is not None:
+                failures.append((member.index, member.closing))
+        self.members = {}
+        return failures
 
 
-def _heard(member: WorkerProcess) -> tuple[str, Any]:
-    try:
-        return member.control.recv()
-    except (EOFError, ConnectionResetError):
-        return DIED, None
+def exception_of(failure: Failure) -> Exception:
+    """The worker's exception, as one that an iterator or a whole program may be left with.
+
+    StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
+    """
+    error = failure.exception()
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+        return error
+    return RuntimeError(failure.summary)
 
 
-def raise_for(event: tuple[WorkerProcess, str, Any]) -> None:
-    """Raise the exception that an ERROR event brought, or WorkerDied for a DIED event."""
-    member, word, content = event
-    if word == DIED:
-        raise member.died()
-    raise content.exception() from RuntimeError(f"collector worker {member.index} failed:\n{content.trace}")
+def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None:
+    """Raise what closing environments raised; `quietly`: log it, since another error is on its way."""
+    for index, failure in failures if quietly else failures[1:]:
+        _log.warning("an environment of collector worker %d failed to close:\n%s", index, failure.trace)
+    if failures and not quietly:
+        index, failure = failures[0]
+        raise exception_of(failure) from _trace(index, failure)
 
 
-def pack(policy: nn.Module, *, values: bool) -> bytes:
-    """Pickle the policy for the workers. Without `values`, its parameters are left to shared memory."""
-    if not values:
-        memo = {
-            id(parameter): nn.Parameter(
-                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-            )
-            for parameter in policy.parameters()
-        }
-        policy = copy.deepcopy(policy, memo)
-    return cloudpickle.dumps(policy)
+def _trace(index: int, failure: Failure) -> RuntimeError:
+    return RuntimeError(f"collector worker {index} failed:\n{failure.trace}")

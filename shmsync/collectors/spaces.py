@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 
+from ..errors import ManifestMismatch
 from ..memory.manifest import Key
+from .casting import cast
+
+DiscreteActions = Literal["index", "value"]
 
 
 def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
@@ -28,49 +33,129 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
             f"an observation of {type(space).__name__} has no fixed tensor form; wrap the environment, for example "
             "with gymnasium.wrappers.FlattenObservation"
         )
-    sample = torch.from_numpy(np.empty(space.shape or (), space.dtype))
-    return {key: torch.empty(sample.shape, dtype=sample.dtype, device="meta")}
+    dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+    return {key: torch.empty(tuple(space.shape or ()), dtype=dtype, device="meta")}
 
 
-def part(observation: Any, path: Key) -> Any:
-    """The leaf of an observation at a path below the observation itself."""
-    for name in path:
-        observation = observation[name]
+def part(observation: Any, path: Key, what: str) -> Any:
+    """The leaf of an observation at a path below the observation itself. Raises ManifestMismatch if it is not there."""
+    for depth, name in enumerate(path):
+        try:
+            observation = observation[name]
+        except (KeyError, IndexError, TypeError) as error:
+            has = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
+            raise ManifestMismatch(
+                f"{what} lacks {'.'.join(path[: depth + 1])}: it has {has}. Correct the space, or what the environment "
+                "returns"
+            ) from error
     return observation
 
 
-def to_env(space: gymnasium.Space[Any]) -> Callable[[torch.Tensor], list[Any]]:
+def unknown(observation: Any, space: gymnasium.Space[Any], path: Key = ()) -> list[str]:
+    """The keys of an observation that its space does not have."""
+    if not isinstance(space, spaces.Dict) or not isinstance(observation, Mapping):
+        return []
+    found = [".".join((*path, str(name))) for name in observation if name not in space.spaces]
+    for name, inner in space.spaces.items():
+        if name in observation:
+            found += unknown(observation[name], inner, (*path, name))
+    return found
+
+
+def form(space: gymnasium.Space[Any]) -> tuple[Any, ...]:
+    """What two action spaces must have in common, so that one policy acts in both."""
+    details = [np.asarray(getattr(space, name, 0)).tolist() for name in ("n", "nvec", "start")]
+    return (type(space).__name__, space.shape, str(space.dtype), *details)
+
+
+def to_env(
+    space: gymnasium.Space[Any], discrete_actions: DiscreteActions | None = None
+) -> Callable[[torch.Tensor], list[Any]]:
     """How a batch of actions `[n, ...]` becomes n actions of this space. Discrete actions may be one-hot.
 
     The function raises ValueError for actions that do not fit.
     """
     if isinstance(space, spaces.Discrete):
-        count, start = int(space.n), int(space.start)
-
-        def discrete(actions: torch.Tensor) -> list[Any]:
-            if actions.dtype.is_floating_point:
-                raise ValueError(
-                    f"the policy gave {actions.dtype} {tuple(actions.shape)} as actions of {space}; let it return the "
-                    "index of the action, for example logits.argmax(-1)"
-                )
-            if actions.ndim == 2 and actions.shape[1] == count > 1:  # one-hot
-                return [start + i for i in actions.to(torch.uint8).argmax(-1).tolist()]
-            return actions.reshape(len(actions)).tolist()
-
-        return discrete
-    if isinstance(space, (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)):
-        shape, dtype = space.shape, space.dtype
-
-        def array(actions: torch.Tensor) -> list[Any]:
-            if tuple(actions.shape[1:]) != shape:
-                raise ValueError(
-                    f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
-                    f"return [environments, {', '.join(map(str, shape or ()))}]"
-                )
-            return list(actions.detach().numpy().astype(dtype, copy=False))
-
-        return array
+        return _discrete(space, discrete_actions)
+    if isinstance(space, spaces.MultiDiscrete):
+        started = _started(space, discrete_actions) if np.any(space.start) else None
+        return _array(space, started)
+    if isinstance(space, (spaces.Box, spaces.MultiBinary)):
+        return _array(space, None)
     raise TypeError(f"actions of {type(space).__name__} are not supported; wrap the environment")
+
+
+def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callable[[torch.Tensor], list[Any]]:
+    count, start = int(space.n), int(space.start)
+    started = _started(space, choice) if start else None
+
+    def discrete(actions: torch.Tensor) -> list[Any]:
+        if actions.dtype.is_floating_point or actions.dtype.is_complex:
+            raise ManifestMismatch(
+                f"the policy gave {actions.dtype} {tuple(actions.shape)} as actions of {space}; let it return the "
+                "index of the action, for example logits.argmax(-1)"
+            )
+        if actions.ndim == 2 and actions.shape[1] == count > 1:  # one-hot
+            return [start + i for i in actions.to(torch.uint8).argmax(-1).tolist()]
+        if actions.numel() != len(actions):
+            raise ManifestMismatch(
+                f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs one index for each "
+                f"environment, [{len(actions)}], or one-hot, [{len(actions)}, {count}]"
+            )
+        if started is not None:
+            return started(actions.detach().reshape(len(actions)).numpy()).tolist()
+        chosen: list[Any] = actions.reshape(len(actions)).tolist()
+        for action in chosen:
+            if not 0 <= action < count:
+                raise ManifestMismatch(f"the policy gave the action {action}, which is not in {space}")
+        return chosen
+
+    return discrete
+
+
+def _started(space: Any, choice: DiscreteActions | None) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """How actions of a space whose first one is not 0 are understood: as indices, or as values of the space."""
+    count, start = np.asarray(getattr(space, "nvec", getattr(space, "n", 0))), np.asarray(space.start)
+    if choice is None and np.any((start != 0) & (np.abs(start) < count)):
+        raise ManifestMismatch(
+            f"an action of {space} may be meant as an index from 0 or as a value from {start.tolist()}, and some "
+            'numbers are both; say which the policy gives: discrete_actions="index" (argmax) or "value"'
+        )
+
+    def shifted(actions: NDArray[Any]) -> NDArray[Any]:
+        given = actions.astype(np.int64)
+        is_index, is_value = (given >= 0) & (given < count), (given >= start) & (given < start + count)
+        taken = {"index": is_index, "value": is_value, None: is_index | is_value}[choice]
+        if not taken.all():
+            raise ManifestMismatch(
+                f"the policy gave the actions {given.tolist()}, which are not all in {space}"
+                + (f', as discrete_actions="{choice}" understands them' if choice else " or indices of it")
+            )
+        as_index = is_index if choice is None else np.full(given.shape, choice == "index")
+        return np.where(as_index, given + start, given)
+
+    return shifted
+
+
+def _array(
+    space: gymnasium.Space[Any], started: Callable[[NDArray[Any]], NDArray[Any]] | None
+) -> Callable[[torch.Tensor], list[Any]]:
+    shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
+
+    def array(actions: torch.Tensor) -> list[Any]:
+        if tuple(actions.shape[1:]) != shape:
+            raise ManifestMismatch(
+                f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
+                f"return [environments, {', '.join(map(str, shape))}]"
+            )
+        given = actions.detach().numpy()
+        if started is not None:
+            given = started(cast(given, np.dtype(np.int64), f"the policy's action of {space}"))
+        made = cast(given, dtype, f"the policy's action of {space}")
+        # An environment may write into its action, and the policy's tensor may be a view of the weights.
+        return list(made.copy() if made is given else made)
+
+    return array
 
 
 def as_mapping(out: Any) -> Mapping[Any, torch.Tensor]:

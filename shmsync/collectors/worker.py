@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import select
+import signal
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +17,17 @@ import numpy as np
 import torch
 
 from ..engine.outcome import Failure
-from ..errors import WriterDied
 from ..memory.process import dead_parent
 from ..memory.system import poll
 from ..schemes import WeightSyncScheme
+from . import saved
 from .buffers import Buffers, BufferSpec
 from .rollout import Rollout
+from .spaces import DiscreteActions
 
 # The words of the trainer, then those of the worker. A message is (word, content).
-START, COLLECT, STATE, LOAD, STOP = "start", "collect", "state", "load", "stop"
-HELLO, LAYOUT, BATCH, ERROR = "hello", "layout", "batch", "error"
+START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
+HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT, STATE, LOAD: (number, answer)
 
 
 @dataclass(frozen=True)
@@ -38,34 +40,48 @@ class WorkerSpec:
     scheme: WeightSyncScheme
     seed: int
     rows: tuple[int, int]  # first and end: its rows of a batch
+    discrete_actions: DiscreteActions | None = None
 
 
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
-    """Run a worker, until the trainer says STOP or is gone."""
+    """Run a worker, until the trainer says STOP or is gone. Whatever ends it otherwise is sent to the trainer."""
+    # Ctrl-C in a terminal reaches every process of the group. What follows from it is the trainer's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    envs: list[Any] = []
+    failed = False
     try:
-        with contextlib.suppress(EOFError, WriterDied, BrokenPipeError, KeyboardInterrupt):  # the trainer is gone
-            _serve(spec, weights, control)
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            control.send((ERROR, Failure.of(error)))
-        raise SystemExit(1) from None
+        _serve(spec, weights, control, envs)
+    except BaseException as error:  # of the environments, the policy, or because the trainer is gone
+        failed = True
+        _report(control, ERROR, error)
+    for env in envs:
+        try:
+            env.close()
+        except BaseException as error:
+            if not failed:
+                _report(control, CLOSED, error)
+            failed = True
+    if failed:
+        raise SystemExit(1)
 
 
-def _serve(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
+def _report(control: Connection, word: str, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        control.send((word, Failure.of(error)))
+
+
+def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
     random.seed(spec.seed)
     np.random.seed(spec.seed % 2**32)
     torch.manual_seed(spec.seed)
     policy = cloudpickle.loads(spec.policy)
-    envs = [make() for make in cloudpickle.loads(spec.makers)]
-    try:
-        scheme = spec.scheme
-        scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
-        _Worker(spec, policy, envs, weights, control).serve()
-        scheme.get_receiver().close()
-    finally:
-        for env in envs:
-            env.close()
+    for make in cloudpickle.loads(spec.makers):
+        envs.append(make())  # one by one: those that were made are closed
+    scheme = spec.scheme
+    scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
+    _Worker(spec, policy, envs, weights, control).serve()
+    scheme.get_receiver().close()
 
 
 class _Worker:
@@ -75,17 +91,20 @@ class _Worker:
         self._receiver = receiver = spec.scheme.get_receiver()
         self._spec = spec
         self._control = control
-        self._rollout = Rollout(envs, policy, lambda: receiver.version, worker=spec.index)
+        self._rollout = Rollout(
+            envs, policy, lambda: receiver.version, worker=spec.index, discrete_actions=spec.discrete_actions
+        )
         self._weights_fd = weights.fileno()
         self._control_fd = control.fileno()
         self._poll = select.poll()
         self._poll.register(self._weights_fd, select.POLLIN)
         self._poll.register(self._control_fd, select.POLLIN)
         self._commands: deque[tuple[str, Any]] = deque()
+        self._obeyed = 0  # the serial of the newest order
 
     def serve(self) -> None:
         """Do what the trainer says, until it says stop."""
-        self._control.send((HELLO, None))
+        self._control.send((HELLO, (0, None)))
         do: dict[str, Callable[[Any], None]] = {
             START: self._start,
             LAYOUT: self._layout,
@@ -116,9 +135,9 @@ class _Worker:
                 self._commands.append(self._control.recv())
         return bool(ready)
 
-    def _layout(self, _: Any) -> None:
+    def _layout(self, number_and_nothing: tuple[int, None]) -> None:
         self._rollout.reset(self._spec.seed)
-        self._control.send((LAYOUT, self._rollout.layout()))
+        self._control.send((LAYOUT, (number_and_nothing[0], self._rollout.layout())))
 
     def _start(self, memory: BufferSpec) -> None:
         self._rollout.use(Buffers(memory), slice(*self._spec.rows))
@@ -127,26 +146,31 @@ class _Worker:
         for i, env in enumerate(self._rollout.envs):
             env.action_space.seed(self._spec.seed + i)
 
-    def _collect(self, buffer: int) -> None:
+    def _collect(self, order: tuple[int, int]) -> None:
+        buffer, serial = order
+        if serial <= self._obeyed:  # the trainer was interrupted, and said it once more
+            return
+        self._obeyed = serial
         if self._rollout.collect(buffer, self._between):
-            self._control.send((BATCH, buffer))
+            self._control.send((BATCH, order))
 
     def _between(self) -> bool:
-        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP."""
-        return not self._look(0) or not any(word == STOP for word, _ in self._commands)
+        """Apply new weights between two steps, when no forward runs. False: the trainer has said STOP or LOAD."""
+        if not self._look(0) and not self._commands:
+            return True
+        words = [word for word, _ in self._commands]
+        # A trainer that was interrupted in its wait for this batch saves the state now, not when the batch is done.
+        if STATE in words and LOAD not in words[: words.index(STATE)]:
+            _, content = self._commands[words.index(STATE)]
+            del self._commands[words.index(STATE)]
+            self._state(content)
+        return STOP not in words and LOAD not in words  # what was ordered before a LOAD counts for nothing
 
-    def _state(self, _: Any) -> None:
-        generators = [env.unwrapped.np_random.bit_generator.state for env in self._rollout.envs]
-        # Bytes: a tensor would go through a pipe as shared memory, with a thread to serve it.
-        torch_state = torch.get_rng_state().numpy().tobytes()
-        state = {"torch": torch_state, "numpy": np.random.get_state(), "python": random.getstate()}
-        self._control.send((STATE, {**state, "environments": generators}))
+    def _state(self, number_and_nothing: tuple[int, None]) -> None:
+        self._control.send((STATE, (number_and_nothing[0], saved.generators(self._rollout.envs))))
 
-    def _load(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-        np.random.set_state(state["numpy"])
-        random.setstate(state["python"])
-        for env, generator in zip(self._rollout.envs, state["environments"], strict=True):
-            env.unwrapped.np_random.bit_generator.state = generator
+    def _load(self, number_and_state: tuple[int, dict[str, Any]]) -> None:
+        number, state = number_and_state
+        saved.restore(state, self._rollout.envs)
         self._rollout.reset()
-        self._control.send((STATE, None))
+        self._control.send((LOAD, (number, None)))

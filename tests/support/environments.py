@@ -14,6 +14,8 @@ from torch import nn
 
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 
+THREE = spaces.Box(-1e9, 1e9, (3,), np.float32)
+BYTES = spaces.Box(0, 255, (3,), np.uint8)
 SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 
 
@@ -155,3 +157,187 @@ class Logits(nn.Module):
 def flat(batch):
     """Its tensors by dotted name, copied."""
     return batch.clone().flatten_keys(".").to_dict()
+
+
+class Odd(Counting):
+    """Returns what it is told to, from its resets or its steps; its space is `space`."""
+
+    def __init__(self, space, *, reset=None, step=..., reward=1.0, terminated=False, result=None):
+        super().__init__()
+        self.observation_space = space
+        self._reset, self._step, self._reward, self._terminated = reset, step, reward, terminated
+        self._result = result  # instead of all
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._reset, {}
+
+    def step(self, action):
+        if self._result is not None:
+            return self._result
+        return self._reset if self._step is ... else self._step, self._reward, self._terminated, False, {}
+
+
+class Reusing(Counting):
+    """Gives the same array out each time, and writes into it; clears its action too."""
+
+    action_space = spaces.Box(-1e9, 1e9, (1,), np.float32)
+
+    def __init__(self):
+        super().__init__()
+        self._array = np.zeros(1, np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self._array[:] = super().reset(seed=seed)[0]
+        return self._array, {}
+
+    def step(self, action):
+        action[:] = -7
+        self._array[:], *rest = super().step(action)
+        return self._array, *rest
+
+
+class Scribbling(nn.Module):
+    """Returns what it got as its action, then writes into it; keeps the one before."""
+
+    def __init__(self, takes_tensordict=False):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        self.last = None
+        if takes_tensordict:
+            self.in_keys, self.out_keys = ["observation"], ["action", "before"]
+
+    def forward(self, given):
+        observation = given if isinstance(given, torch.Tensor) else given["observation"]
+        before = torch.full_like(observation, -1) if self.last is None else self.last.clone()
+        out = {"action": observation + self.zero, "before": before}
+        self.last = observation
+        if not isinstance(given, torch.Tensor):
+            assert ("action",) not in given.keys(True)
+            given.update(out)
+            given["observation"] = observation * 100  # normalised in place of it
+            return given
+        keep = observation.clone()
+        observation.fill_(99.0)
+        self.last = keep
+        return out
+
+
+class Starting(Counting):
+    """Actions that do not begin at 0. Its reward is the action that it got, summed."""
+
+    def __init__(self, action_space):
+        super().__init__()
+        self.action_space = action_space
+
+    def step(self, action):
+        assert self.action_space.contains(np.asarray(action) if isinstance(action, np.ndarray) else action), action
+        observation, _, *rest = super().step(action)
+        return observation, float(np.sum(action)), *rest
+
+
+class Always(nn.Module):
+    """The same action for every environment."""
+
+    def __init__(self, action, dtype=torch.int64):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        self.action, self.dtype = action, dtype
+
+    def forward(self, observation):
+        one = torch.tensor(self.action, dtype=self.dtype)
+        return one.expand(len(observation), *one.shape)
+
+
+class EveryOther:
+    """Makes environments of two kinds in turn."""
+
+    def __init__(self):
+        self._made = 0
+
+    def __call__(self):
+        self._made += 1
+        return Odd(THREE if self._made % 2 else BYTES)
+
+
+class Other(nn.Module):
+    """Returns something that does not fit, from its n-th call on."""
+
+    def __init__(self, out, after=0):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        self.out, self.after, self.calls = out, after, 0
+
+    def forward(self, observation):
+        self.calls += 1
+        action = torch.zeros(len(observation), dtype=torch.int64)
+        return {
+            "action": action,
+            "x": torch.zeros(len(observation), 2),
+            **(self.out if self.calls > self.after else {}),
+        }
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.two = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, observation):
+        return observation * self.two, torch.zeros(len(observation), dtype=torch.int64)
+
+
+class SlowEnd(Counting):
+    """Takes its time to step, or to close."""
+
+    def __init__(self, step=0.0, close=0.0):
+        super().__init__()
+        self._step, self._close = step, close
+
+    def step(self, action):
+        time.sleep(self._step)
+        return super().step(action)
+
+    def close(self):
+        time.sleep(self._close)
+
+
+class Huge(Counting):
+    """An observation of 8 TiB."""
+
+    observation_space = spaces.MultiBinary((1 << 22, 1 << 21))
+
+    def reset(self, *, seed=None, options=None):
+        raise AssertionError("nobody has room for it")
+
+
+class Wide(Counting):
+    """An observation of 4 MiB: few of them fit."""
+
+    observation_space = spaces.Box(-1, 1, (1 << 20,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1 << 20, np.float32), {}
+
+
+class Enormous(nn.Module):
+    """Its one parameter is more than any machine has, and takes nothing here: every element is the same one."""
+
+    def __init__(self):
+        super().__init__()
+        self.action = nn.Parameter(torch.zeros(1).expand(1 << 42))
+
+    def forward(self, observation):
+        return torch.zeros(len(observation), dtype=torch.int64)
+
+
+class Drawing:
+    """Makes environments that draw from a generator of this kind."""
+
+    def __init__(self, bits):
+        self.bits = bits
+
+    def __call__(self):
+        env = Counting()
+        env.np_random = np.random.Generator(self.bits(1))
+        return env

@@ -1,0 +1,98 @@
+"""Values of environments and policies on their way into arrays of a fixed shape and dtype.
+
+Rounding to a smaller floating dtype is expected, and so is nothing else: where the value would become another one, or
+would be repeated to fill a larger shape, there is an error that names it. What has the right shape and dtype already,
+which is nearly everything, costs two comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ManifestMismatch
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Any:
+    """The value, as something that can be written into an array of this dtype and shape without changing it.
+
+    Raises ManifestMismatch, which calls the value `what`.
+    """
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype == dtype and value.shape == shape:
+        return value
+    array = _as_array(value, what)
+    if array.shape != shape:
+        raise ManifestMismatch(
+            f"{what} has shape {array.shape} but the space says {shape}; nothing is repeated to fill it. Correct the "
+            "space, or what the environment returns"
+        )
+    return cast(array, dtype, what)
+
+
+def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+    """The array in this dtype. Raises ManifestMismatch where a value would become another one."""
+    if array.dtype == dtype:
+        return array
+    if np.can_cast(array.dtype, dtype, "safe"):
+        return array.astype(dtype)
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            made = array.astype(dtype)
+        kept = np.isinf(made) == np.isinf(array)
+    elif dtype.kind in "iu" and array.dtype.kind in "iu":
+        made, limits = array.astype(dtype), np.iinfo(dtype)
+        if array.size == 0 or (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
+            return made
+        kept = np.array([limits.min <= int(each) <= limits.max for each in array.flat]).reshape(array.shape)
+    else:
+        with np.errstate(invalid="ignore"):
+            made = array.astype(dtype)
+        kept = made == array
+    if not kept.all():
+        at = np.argwhere(~np.atleast_1d(kept))[0]
+        before, after = np.atleast_1d(array)[tuple(at)], np.atleast_1d(made)[tuple(at)]
+        raise ManifestMismatch(
+            f"{what} has the value {before} in {array.dtype}, which would be {after} in {dtype}, the dtype of the "
+            "space; let the space have a dtype that can hold it, or convert it before"
+        )
+    return made
+
+
+def number(value: Any, what: str) -> float:
+    """A reward. Raises ManifestMismatch where it is not one number, or too large for float32."""
+    found: float = value if type(value) is float else _one(value, what)
+    if -_LARGEST <= found <= _LARGEST or math.isinf(found) or math.isnan(found):
+        return found
+    raise ManifestMismatch(f"{what} is {found}, and rewards are float32, up to {_LARGEST}; scale it")
+
+
+def flag(value: Any, what: str) -> bool:
+    """True or False. Raises ManifestMismatch for anything that is not one of them."""
+    if value is True or value is False:
+        return value
+    found = bool(value) if type(value) is np.bool_ else _one(value, what)
+    if found not in (0, 1):
+        raise ManifestMismatch(f"{what} is {found}, and must be True or False")
+    return bool(found)
+
+
+def _one(value: Any, what: str) -> float:
+    array = _as_array(value, what)
+    if array.size != 1:
+        raise ManifestMismatch(f"{what} has shape {array.shape}, and must be one value")
+    return float(array.reshape(()))
+
+
+def _as_array(value: Any, what: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise ManifestMismatch(f"{what} is a {type(value).__name__} that is no array: {error}") from error
+    if array.dtype.kind not in "biuf":
+        raise ManifestMismatch(f"{what} is a {type(value).__name__} with dtype {array.dtype}, and must have numbers")
+    return array

@@ -1,0 +1,169 @@
+"""Ctrl-C in a terminal reaches the trainer and its workers: the trainer decides what follows."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import termios
+
+import psutil
+import pytest
+import torch
+
+from support.environments import Constant, Counting, Policy
+from support.processes import segments, until
+
+PROGRAM = """
+import functools, sys, torch
+from support.environments import Constant, SlowEnd
+from shmsync.collectors import MultiprocessCollector
+if __name__ == "__main__":
+    place, sync, path = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+    env = functools.partial(SlowEnd, step=0.01 if place == "next" else 0, close=1.0 if place == "close" else 0)
+    frames = 20_000 if place == "next" else 40
+    collector = MultiprocessCollector(env, Constant(), num_workers=2, frames_per_batch=frames, sync=sync)
+    try:
+        if place != "next":
+            next(collector)
+        print(*[member.process.pid for member in collector._fleet.members.values()], flush=True)
+        while place == "next":
+            next(collector)
+        while place == "update":
+            collector.update_policy_weights_()
+        while place == "both":
+            next(collector)
+            collector.update_policy_weights_()
+        collector.shutdown()
+    except KeyboardInterrupt:
+        if place == "close":
+            print("interrupted", flush=True)
+            sys.exit()
+        torch.save(collector.state_dict(), path)
+    collector.load_state_dict(torch.load(path))
+    if place != "next":
+        next(collector)
+        collector.update_policy_weights_()
+    collector.shutdown()
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.parametrize("place", ["next", "update", "both", "close"])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("how", ["group", "terminal"])
+def test_ctrl_c_lets_the_trainer_save_its_state_and_leaves_nothing(tmp_path, place, sync, how):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    mine, theirs = os.openpty()
+    trainer = subprocess.Popen(
+        [sys.executable, str(program), place, str(sync), str(tmp_path / "state")],
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(pids) == 2
+    until(lambda: busy(trainer, place))
+    if how == "terminal":
+        os.write(mine, b"\x03")
+    else:
+        os.killpg(trainer.pid, signal.SIGINT)
+    out, err = trainer.communicate()
+    os.close(mine)
+    assert out.strip() == ("interrupted" if place == "close" else "saved"), err
+    assert "Traceback" not in err
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert not segments(trainer.pid)
+
+
+def busy(trainer, place):
+    """Is it where the interrupt is meant to find it?"""
+    times = psutil.Process(trainer.pid).cpu_times()
+    if not hasattr(trainer, "began"):
+        trainer.began = times.user, psutil.Process(trainer.pid).num_ctx_switches().voluntary
+    if place in ("update", "both"):
+        return psutil.Process(trainer.pid).num_ctx_switches().voluntary > trainer.began[1] + 20
+    return psutil.Process(trainer.pid).status() == psutil.STATUS_SLEEPING
+
+
+class Interrupt(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def alarms():
+    """Arms an alarm that raises; how many landed."""
+    armed, landed = [], []
+
+    def handler(number, frame):
+        if armed:
+            armed.clear()
+            landed.append(number)
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield armed, landed
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_interrupted_next_goes_on_where_it_was(collector, sync):
+    batches = collector(Counting, Constant(), frames_per_batch=20, sync=sync)
+    next(batches)
+    chance = random.Random(0)
+    steps = 10 if sync else 20
+    with alarms() as (armed, landed):
+        whole = 0
+        while whole < 150 or len(landed) < 150:
+            try:
+                armed.append(True)
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 4e-3))
+                batch = next(batches)
+                armed.clear()
+            except Interrupt:
+                if chance.random() < 0.1:
+                    state = batches.state_dict()
+                    assert state["frames"] == batches.stats().frames
+                continue
+            whole += 1
+            now, after = batch["observation"][..., 0], batch["next", "observation"][..., 0]
+            assert now.shape == ((2, steps) if sync else (1, steps))
+            assert torch.equal(after, now + 1)
+            assert torch.equal(now[:, 1:], after[:, :-1] % 5)
+            copy = batch.clone()
+            assert (copy == batch)["observation"].all()
+    assert whole >= 150
+
+
+def test_an_interrupted_restart_is_done_again(collector):
+    policy = Policy()
+    batches = collector(policy=policy, restart_workers=True)
+    next(batches)
+    chance = random.Random(1)
+    with alarms() as (armed, landed):
+        while len(landed) < 5:
+            os.kill(batches._fleet.members[1].process.pid, signal.SIGKILL)
+            try:
+                armed.append(True)
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-3, 0.2))
+                next(batches)
+                armed.clear()
+            except Interrupt:
+                pass
+            next(batches)
+            policy.set_tag(batches.stats().version + 1)
+            batches.update_policy_weights_()
+            batch = next(batches)
+            assert torch.equal(batch["tag"].long(), batch["policy_version"])
