@@ -2,8 +2,8 @@
 
     python -m support.storm --of shared-memory --seconds 600 --seed 7
 
-Prints a line every ten seconds and a table at the end. The exit status is 1 when a promise was broken; then the seed and
-the last events are printed.
+Prints a line every ten seconds and a table at the end. The exit status is 1 when a promise was broken; then the seed
+and the last events are printed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
+
+import psutil
 
 from shmsync.schemes import send_together
 from support.processes import segments
@@ -257,7 +259,7 @@ class Storm:
         number = self._number if number is None else number
         if call.error is None and call.name != "resend" and self.by_version.get(call.value) != number:
             raise Violation(f"{call} returned version {call.value}, which is that of {self.by_version.get(call.value)}")
-        self.judge.check(call, lives, number, self.lives)
+        self.judge.check(call, lives, number, self.lives, self.sender.is_dead)
 
     # Afterwards.
 
@@ -308,9 +310,10 @@ class Storm:
 
 
 def what_is_there():
-    """Of this process: descriptors, threads, arenas."""
+    """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
     return {
+        "processes": len(psutil.Process().children(recursive=True)),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "arenas": len(segments()),
@@ -382,7 +385,10 @@ def main():
     try:
         for seconds in (1, given.seconds):  # the first lets everything be imported that is imported only once
             sky = run(given.of, seconds, seed, lambda text: print(text, flush=True))
-            after = what_is_there()
+            after, until = what_is_there(), time.monotonic() + 20
+            while before is not None and any(after[each] > before[each] for each in after) and time.monotonic() < until:
+                time.sleep(0.1)  # what was killed needs a moment to be gone
+                after = what_is_there()
             if before is not None and any(after[each] > before[each] for each in after):
                 raise Violation(f"left behind: {before} before, {after} after")
             before = after

@@ -26,13 +26,14 @@ class Judge:
         self.worst_overrun = -math.inf
         self.beyond_grace = 0  # calls that ended more than GRACE late, whatever the machine's own lateness
 
-    def check(self, call, chosen, number, everybody):
-        """`chosen`: the Lives that the call went to; `number`: that of its weights; everybody: all lives."""
+    def check(self, call, chosen, number, everybody, is_dead):
+        """`chosen`: the Lives that the call went to; `number`: that of its weights; everybody: all lives; is_dead: what
+        the sender says of a worker by its index."""
         self._deadline(call)
         if call.error is None:
             self._success(call, chosen, number)
         elif isinstance(call.error, (WorkerDied, AckTimeout)):
-            self._names(call, chosen, number)
+            self._names(call, chosen, number, is_dead)
         elif not isinstance(call.error, ReaderStalled):
             raise Violation(f"{call} raised {call.error!r}") from call.error
         touched = not all(life.whole and life.untouched(call.start, call.end) for life in everybody)
@@ -74,7 +75,7 @@ class Judge:
                 f"{call} returned, but worker {life.index} computes with {life.row.last()[1]}, not with {life.least}"
             )
 
-    def _names(self, call, chosen, number):
+    def _names(self, call, chosen, number, is_dead):
         lives = {life.index: life for life in chosen}
         self.counts["named"] += len(call.error.missing)
         for index in call.error.missing:
@@ -103,8 +104,8 @@ class Judge:
             dying = [index for index in call.error.missing if lives[index].doomed]
             if not dying:
                 raise Violation(f"{call} says that workers died, but nobody did: {call.error}")
-            for life in chosen:
-                life.reported |= life.index in dying
+            for life in chosen:  # others that are dying were only late when it looked
+                life.reported |= life.index in dying and is_dead(life.index)
 
     def look(self, everybody):
         """What the workers saw since."""
