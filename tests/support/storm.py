@@ -29,7 +29,7 @@ import psutil
 from shmsync.schemes import send_together
 from support.processes import segments
 from support.storm_board import ROWS, STOP, Board, Lateness, beat
-from support.storm_fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, timed
+from support.storm_fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
 from support.storm_judge import CALM, Judge, Violation
 from support.storm_model import Weather
 from support.storm_trouble import DEADLY, KINDS, Hand, Life, resume
@@ -237,7 +237,7 @@ class Storm:
             life.sent.add(self._number)
         call = Call("send_together", f"{self._number}", timeout)
         models = {each: source("module", self._number, self._number) for each in (self.sender, self.critic)}
-        call.start, call.end, call.value, call.error = timed(send_together, {"models": models, "timeout": call.timeout})
+        take(call, timed(send_together, {"models": models, "timeout": call.timeout}))
         self._judge(call, list(self.lives))
 
     def _post(self, call, lives, form, kwargs):
@@ -366,6 +366,7 @@ def table(name, sky, seconds):
     # The first of these ends a storm, with exit status 1.
     rows += [("names in errors", judge.counts["named"]), ("torn", 0), ("wrong values", 0), ("wrong names", 0)]
     rows += [("worst overrun", f"{judge.worst_overrun:.3f} s"), ("calls over 0.1 s late", judge.beyond_grace)]
+    rows += [("the machine's part in them", f"{judge.worst_machine:.3f} s")]
     rows += [("lateness of the machine", f"{sky.lateness.worst:.3f} s"), ("seed", sky.seed)]
     return f"{name}, {seconds} s\n" + "\n".join(f"  {what:26}{value}" for what, value in rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from support.conformance import table
 from support.conformance.fleet import Crew
@@ -57,42 +58,55 @@ class Call:
     def __init__(self, name, what, timeout):
         self.name, self.what, self.timeout = name, what, timeout
         self.start = self.end = 0
+        self.waited = 0.0  # seconds in which its thread could have run, and the machine ran others
         self.value = self.error = None
 
     def __str__(self):
         return f"{self.name}({self.what}, timeout={self.timeout})"
 
 
+def waited():
+    """Seconds that this thread has waited for a processor; always 0 where the kernel does not count that."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 def timed(function, kwargs):
-    """(start, end, value, error) of a call, where the trainer is."""
+    """(start, end, waited, value, error) of a call, where the trainer is."""
     value = error = None
-    start = time.monotonic_ns()
+    before, start = waited(), time.monotonic_ns()
     try:
         value = function(**kwargs)
     except Exception as caught:
         error = caught
-    return start, time.monotonic_ns(), value, error
+    end = time.monotonic_ns()
+    return start, end, waited() - before, value, error
+
+
+def take(call, found):
+    call.start, call.end, call.waited, call.value, call.error = found
 
 
 def call_here(sender, call, kwargs):
-    call.start, call.end, call.value, call.error = timed(getattr(sender, call.name), kwargs)
+    take(call, timed(getattr(sender, call.name), kwargs))
 
 
 def call_there(sender, call, kwargs):
     """The same for a trainer in a process of its own."""
-    found = sender._trainer.call(run_there, sender.key, call.name, kwargs)
-    call.start, call.end, call.value, call.error = found
+    take(call, sender._trainer.call(run_there, sender.key, call.name, kwargs))
 
 
 def run_there(state, key, name, kwargs):
     sender = state.schemes[key][0].get_sender()
     if "weights" in kwargs:
         kwargs = {**kwargs, "weights": source(*kwargs["weights"])}
-    start, end, value, error = timed(getattr(sender, name), kwargs)
-    if error is not None:
-        error.__traceback__ = None
-        pickle.loads(pickle.dumps(error))
-    return start, end, value, error
+    found = timed(getattr(sender, name), kwargs)
+    if found[-1] is not None:
+        found[-1].__traceback__ = None
+        pickle.loads(pickle.dumps(found[-1]))
+    return found
 
 
 def source(form, number, pair=0):

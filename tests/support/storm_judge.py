@@ -24,6 +24,7 @@ class Judge:
         self._lateness = lateness
         self.counts = Counter()
         self.worst_overrun = -math.inf
+        self.worst_machine = 0.0  # how late the machine was in such a call
         self.beyond_grace = 0  # calls that ended more than GRACE late, whatever the machine's own lateness
 
     def check(self, call, chosen, number, everybody, is_dead):
@@ -46,7 +47,8 @@ class Judge:
         self.worst_overrun = max(self.worst_overrun, late)
         if late > GRACE:
             self.beyond_grace += 1
-            machine = self._lateness.between(call.start, call.end)
+            machine = self._lateness.between(call.start, call.end) + call.waited
+            self.worst_machine = max(self.worst_machine, machine)
             if late > GRACE + machine:
                 raise Violation(f"{call} ended {late:.3f} s after its deadline; the machine was {machine:.3f} s late")
 
@@ -84,7 +86,7 @@ class Judge:
             life = lives[index]
             if life.reported and not all(each.reported for each in chosen):  # when nobody is left, all are named
                 raise Violation(f"{call} names worker {index} a second time: {call.error}")
-            seen = life.row.seen(number)
+            seen = life.row.seen(number) if number else None  # 0: each has its own
             if life.untouched(call.start, call.end) and seen is not None:
                 early = call.timeout - (seen - call.start) / 1e9
                 if early > SETTLED + self._lateness.between(call.start, call.end):
