@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-rest test-all zoo test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
+.PHONY: demo test test-rest test-all zoo storm test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -31,6 +31,13 @@ test-all: test test-rest
 ROUNDS ?= 10
 zoo: $(STAMP)
 	export ZOO_ROUNDS=$(ROUNDS) && $(PYTEST) -n $(JOBS) --choice all $(abspath tests/zoo) $(ARGS)
+
+# A storm of troubles over one scheme or collector. SEED repeats the events of a storm.
+SECONDS ?= 600
+OF ?= shared-memory
+storm: $(STAMP)
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storm --of $(OF) \
+	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -172,7 +172,7 @@ class Peer:
     @property
     def finished(self) -> bool:
         """Did it exit with code 0? Only a multiprocessing.Process can tell; False without one."""
-        if self._process is None or not self.dead:
+        if self._process is None or not self.dead or self._replaced:  # the other program may run for long
             return False
         try:
             self._process.join(1)  # a fork server reports the exit code a moment after the death

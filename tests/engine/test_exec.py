@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import subprocess
+import time
 from math import inf as for_ever
 from multiprocessing import resource_sharer
 
@@ -11,7 +12,7 @@ import pytest
 import shmsync
 from shmsync import _native
 from shmsync.memory import leftovers
-from shmsync.memory.process import Peer, ProcessState, me
+from shmsync.memory.process import Peer, ProcessState, me, owner_word
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from shmsync.schemes.pipes.connection import Channel
 from support.calls import Call
@@ -39,6 +40,21 @@ def test_worker_that_execs_inside_a_section_holds_nobody_up(start, slots):
             assert pub.publish(stamped(v)) == v
         assert pub.readers() == []
         assert worker.process.is_alive()
+
+
+def test_nobody_waits_for_the_exit_code_of_a_worker_that_execs(start):
+    """Whoever asked how it ended waited for a second, beyond the deadline of the send that names it."""
+    took = []
+    for worker in start(3):
+        peer = Peer(process=worker.process)
+        peer.introduce(owner_word(worker.pid))
+        leave_by_exec(worker)
+        until(lambda peer=peer: peer.dead)
+        began = time.monotonic()
+        assert not peer.finished
+        took.append(time.monotonic() - began)
+        peer.close()
+    assert min(took) < 0.1
 
 
 @pytest.mark.parametrize("wait", ["all", [5]], ids=str)

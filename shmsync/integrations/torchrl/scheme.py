@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+from torchrl.collectors import BaseCollector
 from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
 from ...engine import extra_state
+from ...engine.dtypes import Dtypes, check_dtypes
 from ...engine.strategy import WeightStrategy, is_flat
 from ...engine.timing import check_timeout
+from ...errors import ClosedError, ProtocolError
 from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
 from .trainer.groups import Groups
 from .trainer.sender import Sender
 from .worker.receiver import Receiver
+
+_FRESH = "give each collector a scheme of its own: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -40,6 +47,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         timeout: of an update, in seconds; math.inf waits for ever.
         alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
             not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
+        dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
+            mapping of glob patterns on dotted keys to dtypes casts those that match.
 
     An update raises ManifestMismatch (a ValueError; nothing was published), a worker's own exception, WorkerDied, or
     AckTimeout and ReaderStalled (TimeoutErrors).
@@ -54,8 +63,15 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         slots: int = 1,
         timeout: float = 10.0,
         alias: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
         super().__init__(strategy)
+        check_dtypes(dtype)
+        if alias and dtype is not None:
+            raise ValueError(
+                f"alias=True shares the trainer's own parameters as they are, but dtype={dtype} would cast them; give "
+                "one of the two"
+            )
         if alias and (slots != 1 or per_worker_weights):
             raise ValueError(
                 f"alias=True is one storage for everybody: it needs slots=1 and no per_worker_weights, but "
@@ -66,6 +82,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.slots = slots
         self.timeout = check_timeout(timeout)
         self.alias = alias
+        self.dtype = dtype
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
         self._local = False
 
@@ -74,13 +91,41 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _receiver: Receiver | None = None
     _first: First | None = None
     _generation = -1  # of the process that is the trainer
+    _owner: weakref.ReferenceType[BaseCollector] | None = None  # the collector that sends through it
+    _shut = False
 
     # The trainer
 
     @property
     def initialized_on_sender(self) -> bool:
-        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer."""
-        return self._initialized_on_sender and self._generation == _native.fork_generation()
+        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer.
+
+        A collector that asks is about to take the scheme. ClosedError or ProtocolError when it cannot have it.
+        """
+        ready = self._initialized_on_sender and self._generation == _native.fork_generation()
+        if ready:
+            # A collector asks before it starts a process, and then no more: its workers would take the places of the
+            # first one's, and a Collector of one process would send to the model of the first.
+            asking = sys._getframe(1).f_locals.get("self")
+            if isinstance(asking, BaseCollector):
+                self._give_to(asking)
+        return ready
+
+    def _give_to(self, collector: BaseCollector) -> None:
+        self._check_open()
+        owner = collector if self._owner is None else self._owner()
+        if owner is not collector:
+            whose = (
+                "belonged to a collector that is gone"
+                if owner is None
+                else f"belongs to another {type(owner).__name__}"
+            )
+            raise ProtocolError(f"this ShmWeightSyncScheme {whose}; {_FRESH}")
+        self._owner = weakref.ref(collector)
+
+    def _check_open(self) -> None:
+        if self._shut:
+            raise ClosedError(f"this ShmWeightSyncScheme was shut down; {_FRESH}")
 
     def _init_on_sender_impl(
         self,
@@ -96,9 +141,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         ctx: Any = None,
     ) -> None:
         """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values."""
+        self._check_open()
         self._generation = _native.fork_generation()
         self.model_id = model_id
         self.context = context
+        self._owner = weakref.ref(context) if isinstance(context, BaseCollector) else None
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
             return
@@ -120,6 +167,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             slots=self.slots,
             timeout=self.timeout,
             alias=self.alias,
+            dtype=self.dtype,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(model_id or "policy", groups, self.timeout, _processes(self._context_ref))
@@ -149,6 +197,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
         Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers.
         """
+        self._check_open()
         if not self.initialized_on_sender:
             raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
         if not self.synchronized_on_sender:
@@ -204,8 +253,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         return 0
 
     def _needed_sender(self) -> Sender:
-        if self._sender is None:
-            raise RuntimeError("this scheme was shut down; make a new one")
+        self._check_open()
+        assert self._sender is not None
         return self._sender
 
     # A worker
@@ -217,7 +266,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         context: Any = None,
         model: Any = None,
         worker_idx: int | None = None,
-        **kwargs: Any,
     ) -> None:
         """Learn this worker's model and index, from the arguments or from the collector."""
         if context is not None:
@@ -265,7 +313,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             return None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Give this worker's model weights of its own, until the next update."""
+        """Give this worker's model weights of its own, until the next update. ValueError for inplace=False."""
+        if not inplace:
+            raise ValueError(
+                "inplace=False would put other tensors in the place of those that updates write to; leave it out, the "
+                "values are the model's own until the next update"
+            )
         if not self.initialized_on_receiver:
             raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
         if self.model is None:
@@ -334,15 +387,29 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""
         sender, receiver = self._sender, self._receiver
         self._sender = self._receiver = None
+        self._shut = self._shut or getattr(self, "_initialized_on_sender", False)  # unset: __init__ refused
         if receiver is not None:
             receiver.close()
         if sender is not None:
             sender.close()
         super().shutdown()
 
+    def __enter__(self) -> ShmWeightSyncScheme:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def connect(self, **kwargs: Any) -> None:
+        """Meet the other side, as in TorchRL. ClosedError after shutdown()."""
+        self._check_open()
+        super().connect(**kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_sender", "_receiver", "_first"):  # stay here
+        for name in ("_sender", "_receiver", "_first", "_owner", "_shut"):  # stay here
             state.pop(name, None)
         return state
 

@@ -139,7 +139,7 @@ def test_nothing_is_sent_after_the_shutdown(collector):
     scheme.shutdown()
     scheme.shutdown()
     assert segments() == []
-    with pytest.raises(RuntimeError, match="shut down"):
+    with pytest.raises(shmsync.ClosedError, match="shut down"):
         collecting.update_policy_weights_()
     assert parts.tags(collecting) == [0, 0]  # the workers go on with what they have
     assert policies.seen(next(iter(collecting))).unique().tolist() == [0]

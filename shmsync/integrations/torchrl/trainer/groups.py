@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ....engine import extra_state
+from ....engine.dtypes import Dtypes
 from ....engine.publisher import Publication, Publisher, publish_all
 from ....memory.reader_table import RowId
 from ....memory.segment import new_name
@@ -79,16 +80,23 @@ class Groups:
     Args:
         sources: the first weights by worker; workers with the same object share an arena.
         apart: give each worker an arena of its own in any case.
-        slots, timeout: of each Publisher.
+        slots, timeout, dtype: of each Publisher.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt).
 
     Nothing is made before open(), but the arenas' names are known: workers may look for them already.
     """
 
     def __init__(
-        self, sources: Mapping[int, Any], *, apart: bool, slots: int, timeout: float, alias: bool = False
+        self,
+        sources: Mapping[int, Any],
+        *,
+        apart: bool,
+        slots: int,
+        timeout: float,
+        alias: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
-        self._slots, self._timeout, self._alias = slots, timeout, alias
+        self._slots, self._timeout, self._alias, self._dtype = slots, timeout, alias, dtype
         self._readers = max(64, 2 * len(sources))
         planned: dict[int, tuple[str, list[int]]] = {}  # name, workers
         for worker, source in sources.items():
@@ -217,7 +225,13 @@ class Groups:
 
     def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:
         publisher = Publisher(
-            weights, name=name, slots=self._slots, max_readers=self._readers, device="cpu", timeout=self._timeout
+            weights,
+            name=name,
+            slots=self._slots,
+            max_readers=self._readers,
+            device="cpu",
+            dtype=self._dtype,
+            timeout=self._timeout,
         )
         self._groups.append(Group(publisher, told))
         return self._groups[-1]

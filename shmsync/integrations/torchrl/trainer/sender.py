@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class Sender:
         self.lines = Switchboard(groups.workers, process_of)
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = _native.WriterLock()
+        self._turns: dict[int, object] = {}  # what each thread's send holds the lock by, or tried to
 
     def send(self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None) -> int:
         """Publish each of these weights for its workers; `wait` until they have applied it. Returns the newest version.
@@ -53,10 +55,17 @@ class Sender:
         if not any(workers for _, workers in wanted):
             return self.groups.version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
-        holder = object()
+        thread, holder = threading.get_ident(), object()
+        outer = self._turns.get(thread)
+        if outer is not None and self._lock.held_by(outer):
+            raise WriterBusy(
+                f"{self._model_id!r} is being sent by this same thread: a signal handler, or something that send() "
+                "calls, sends again; nothing was published now, let the first send return"
+            )
         try:
+            self._turns[thread] = holder
             self._take_lock(holder, deadline)
-            earlier = dict(self.lines.look())  # also lets new workers in
+            earlier = dict(self.lines.look(deadline))  # also lets new workers in
             if earlier:
                 outcome = Outcome(WORDING)
                 outcome.failed.update(earlier)
@@ -81,6 +90,7 @@ class Sender:
             return max(post.version for post in posted)
         finally:
             self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+            self._turns.pop(thread, None)
 
     def _take_lock(self, holder: object, deadline: float) -> None:
         while True:
@@ -145,8 +155,8 @@ class _Wait:
         """Sleep in the kernel until the workers of one arena have acked, at most a slice."""
         post = next(iter(self._waiting.values()))
         workers = [worker for worker, each in self._waiting.items() if each is post]
-        until = int(max(0.0, self._deadline - time.monotonic()) * 1e9)
-        if not post.group.wait(post.version, workers, min(_SLICE, until)):
+        until = max(0.0, self._deadline - time.monotonic()) * 1e9
+        if not post.group.wait(post.version, workers, int(min(_SLICE, until))):
             time.sleep(0.0005)  # a worker has not attached to this arena yet
 
     def _take_acks(self) -> None:
@@ -158,7 +168,7 @@ class _Wait:
     def _look(self) -> None:
         """Take failures and deaths. Called after _take_acks(): a worker reports a failure before it acks."""
         lines = self._sender.lines
-        for worker, failure in lines.look():
+        for worker, failure in lines.look(self._deadline):
             self._waiting.pop(worker, None)
             self._outcome.failed[worker] = failure
         if self._waiting.keys() & lines.ended.keys():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pickle
 import secrets
 import select
 import socket
+import time
 from collections.abc import Callable, Collection, Iterable
 from multiprocessing import util
 from typing import Any
@@ -20,6 +22,8 @@ from ....memory.system import poll
 from ..lines import RING, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
+_A_MOMENT = 0.2  # seconds between the end of a dying process's line and its own
+_SHUT = "shut its scheme down"
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -48,6 +52,7 @@ class Switchboard:
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
         self._open = {self._listener: None}  # in order: the listener closes first, so that no worker connects again
         self._watch(self._listener.fileno(), self._let_in)
+        self._patience = _A_MOMENT
         self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 
     def move(self, worker: int, handle: Handle) -> None:
@@ -71,8 +76,12 @@ class Switchboard:
         if self._owed:
             self.ring(list(self._owed))
 
-    def look(self) -> list[Report]:
-        """Accept new connections, notice ended workers, and return the failures reported since the last call."""
+    def look(self, deadline: float = math.inf) -> list[Report]:
+        """Accept new connections, notice ended workers, and return the failures reported since the last call.
+
+        A worker whose line ended is given a moment to end too, but not beyond the deadline.
+        """
+        self._patience = min(_A_MOMENT, max(0.0, deadline - time.monotonic()))
         if self._unknown:
             self._find_processes()
         reports: list[Report] = []
@@ -123,7 +132,8 @@ class Switchboard:
     def _end(self, worker: int) -> list[Report]:
         """Note that the process of a worker has ended."""
         peer = self._peers[worker]
-        self.ended.setdefault(worker, str(peer))
+        if self.ended.get(worker, _SHUT) == _SHUT:  # there may have been no time to find out that it died
+            self.ended[worker] = str(peer)
         if peer.fd is not None:
             self._drop(peer.fd)
         return []
@@ -174,10 +184,12 @@ class Switchboard:
                 self._lines.pop(worker, None)
                 peer = self._peers.get(worker)
                 # A process that dies closes its line a moment before it is gone.
-                if peer is not None and peer.ends_within(0.2):
+                before = time.monotonic()
+                if peer is not None and peer.ends_within(self._patience):
                     self._end(worker)
                 else:
-                    self.ended.setdefault(worker, "shut its scheme down")
+                    self.ended.setdefault(worker, _SHUT)
+                self._patience = max(0.0, self._patience - (time.monotonic() - before))  # one moment for them all
                 break
             content = pickle.loads(message)
             if len(content) == len(Failure._fields):  # else it is the HELLO

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -21,6 +22,9 @@ from .carrier import RayCarrier
 from .requests import RayCall, require_ray
 from .scheme import RayTransport
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _STRATEGY = WeightStrategy("tensordict")
 
 
@@ -33,6 +37,15 @@ class WeightUpdaterBase(ABC):
 
     _collector_ref: weakref.ref[Any] | None = None
     _hooks: list[Callable[[], Any]] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _introduce_to_torchrl()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make one. TorchRL may have been imported since the class was."""
+        _introduce_to_torchrl()
+        return super().__new__(cls)
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> WeightUpdaterBase | None:
@@ -82,9 +95,13 @@ class WeightUpdaterBase(ABC):
         for hook in self.post_hooks:
             hook()
 
-    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        """push_weights()."""
+    def __call__(self, policy_or_weights: Any = None, worker_ids: Any = None) -> Self:
+        """push_weights(). Returns the updater itself."""
+        # A collector of TorchRL's calls an updater that it does not know as if it were a constructor, and keeps what
+        # that returns. It knows all but those that were made before TorchRL was imported; these it knows from now on.
+        _introduce_to_torchrl()
         self.push_weights(policy_or_weights, worker_ids)
+        return self
 
     def _push(self, policy_or_weights: Any, worker_ids: Any) -> None:
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
@@ -130,6 +147,14 @@ class WeightUpdaterBase(ABC):
     def _skip_update(self, worker_id: Any) -> bool:
         """Does this worker keep what it has, this time?"""
         return False
+
+
+def _introduce_to_torchrl() -> None:
+    """Let TorchRL's collectors, if there are any in this process, take our updaters for what they are."""
+    module = sys.modules.get("torchrl.collectors.weight_update")
+    base = getattr(module, "WeightUpdaterBase", None)  # None: its import is under way
+    if base is not None and not issubclass(WeightUpdaterBase, base):
+        base.register(WeightUpdaterBase)
 
 
 class RayWeightUpdater(WeightUpdaterBase):

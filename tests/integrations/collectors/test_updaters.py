@@ -1,0 +1,142 @@
+"""A shmsync updater given to a TorchRL collector: each update reaches the workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
+
+import shmsync
+from support.torchrl import parts, probes
+from support.torchrl.environments import Steps
+from support.torchrl.parts import tags
+from support.torchrl.policies import Tagged
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using WeightUpdaterBase is deprecated"),
+    pytest.mark.filterwarnings("ignore:weight_updater is None"),
+]
+
+
+class IntoPolicy(shmsync.WeightUpdaterBase):
+    """Gives what is pushed to the policies of the collector's workers; in a collector of one process to its own."""
+
+    def __init__(self):
+        self.pushes = 0
+
+    def all_worker_ids(self):
+        procs = getattr(self.collector, "procs", None)
+        return None if procs is None else list(range(len(procs)))
+
+    def _get_server_weights(self):
+        return Tagged(5)
+
+    def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
+        self.pushes += 1
+        tag = float(server_weights["tag"])
+        if worker_id is None:
+            self.collector.policy.set(tag)
+        else:
+            parts.ask_one(self.collector, worker_id, "policy.call", probes.assign, tag)
+
+
+def make_updater():
+    return IntoPolicy()
+
+
+GIVEN = {"an instance": IntoPolicy, "its class": lambda: IntoPolicy, "a constructor": lambda: make_updater}
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def make(kind, updater):
+        options = {"frames_per_batch": 20, "total_frames": -1, "weight_updater": updater}
+        with parts.starting():
+            collecting = kind(Steps if kind is Collector else [Steps] * 2, Tagged(), **options)
+        made.append(collecting)
+        return collecting
+
+    yield make
+    for collecting in made:
+        collecting.shutdown()
+
+
+def tags_of(collecting):
+    if isinstance(collecting, Collector):
+        return {float(collecting.policy.tag)}
+    return set(tags(collecting))
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("given", GIVEN)
+def test_each_update_gets_to_the_workers(start, kind, given):
+    collecting = start(kind, GIVEN[given]())
+    updater = collecting.weight_updater
+    assert isinstance(updater, IntoPolicy) and isinstance(updater, WeightUpdaterBase)
+    assert updater.collector is collecting and updater.pushes == 0
+    for number in (1, 2):
+        collecting.update_policy_weights_(Tagged(number))
+        assert tags_of(collecting) == {number}
+    collecting.update_policy_weights_(policy_or_weights=Tagged(3))
+    assert tags_of(collecting) == {3}
+    collecting.update_policy_weights_()  # those of the server
+    assert tags_of(collecting) == {5}
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_worker_ids_reach_the_updater(start, kind):
+    collecting = start(kind, IntoPolicy())
+    collecting.update_policy_weights_(Tagged(1))
+    collecting.update_policy_weights_(Tagged(2), worker_ids=[1])
+    assert tags(collecting) == [1, 2]
+    collecting.update_policy_weights_(Tagged(3), worker_ids=0)
+    assert tags(collecting) == [3, 2]
+
+
+def test_a_second_collector_is_refused(start):
+    updater = IntoPolicy()
+    start(Collector, updater)
+    with pytest.raises(RuntimeError, match="has a collector already"):
+        start(Collector, updater)
+
+
+def test_an_updater_is_set_later_and_taken_away(start):
+    collecting = start(Collector, IntoPolicy())
+    collecting.weight_updater = updater = IntoPolicy()
+    collecting.update_policy_weights_(Tagged(4))
+    assert updater.pushes == 1 and tags_of(collecting) == {4}
+
+
+def test_one_that_was_made_before_torchrl_was_imported_is_not_dropped():
+    """TorchRL knows an updater by its type, and calls what it does not know, as if that were a constructor."""
+    program = """
+        import warnings; warnings.simplefilter("ignore")
+        import sys, torch, shmsync
+
+        class Mine(shmsync.WeightUpdaterBase):
+            def _get_server_weights(self):
+                return {"tag": torch.ones(1)}
+
+            def _sync_weights_with_worker(self, *, worker_id=None, server_weights):
+                if self.collector is not None:
+                    self.collector.policy.set(float(server_weights["tag"]))
+
+        updater = Mine()
+        assert "torchrl" not in sys.modules
+        from torchrl.collectors import Collector
+        from support.torchrl.environments import Steps
+        from support.torchrl.policies import Tagged
+
+        collecting = Collector(Steps, Tagged(), frames_per_batch=5, total_frames=-1, weight_updater=updater)
+        assert collecting.weight_updater is updater, collecting.weight_updater
+        collecting.update_policy_weights_({"tag": torch.full((1,), 7.0)})
+        assert float(collecting.policy.tag) == 7
+        collecting.shutdown()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

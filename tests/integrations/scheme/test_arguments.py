@@ -1,0 +1,104 @@
+"""Arguments of the scheme: each does something, or is refused before anything is changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl.pair import filled, net
+
+
+def test_unknown_keyword_arguments_are_errors(pair):
+    with pytest.raises(TypeError, match="slot"):
+        ShmWeightSyncScheme(slot=2)
+    scheme = ShmWeightSyncScheme()
+    with pytest.raises(TypeError, match="modle"):
+        scheme.init_on_sender(model_id="policy", modle=net(), devices=["cpu"])
+    assert not scheme.initialized_on_sender
+    with pytest.raises(TypeError, match="modle"):
+        scheme.init_on_receiver(model_id="policy", modle=net(), worker_idx=0)
+    assert not scheme.initialized_on_receiver
+    made = pair(net(), workers=1)
+    with pytest.raises(TypeError, match="workers"):
+        made.sender.send(net(), workers=[0])
+    with pytest.raises(TypeError, match="worker"):
+        ShmWeightSyncScheme().connect(worker=0)
+
+
+def test_weights_are_applied_in_place_or_not_at_all(pair):
+    made = pair(nn.Linear(2, 2), workers=1)
+    model, weights = made.models[0], filled(nn.Linear(2, 2), 3).state_dict()
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match="inplace=False"):
+        made.receivers[0].apply_weights(weights, inplace=False)
+    assert torch.equal(model.weight, before)
+    made.receivers[0].apply_weights(weights, inplace=True)
+    assert model.weight.unique().tolist() == [3]
+
+
+class Pair16:
+    """Workers whose model is bfloat16."""
+
+    def __init__(self, model, dtype, **options):
+        self.sender = ShmWeightSyncScheme(dtype=dtype, timeout=20, **options)
+        self.sender.init_on_sender(model_id="policy", model=model, devices=["cpu", "cpu"])
+        self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(2)]
+        self.models = [copy.deepcopy(model).to(torch.bfloat16) for _ in range(2)]
+        self.sender.connect()
+        for index, (receiver, own) in enumerate(zip(self.receivers, self.models, strict=True)):
+            receiver.init_on_receiver(model=own, model_id="policy", worker_idx=index)
+            receiver.connect(worker_idx=index)
+
+
+@pytest.fixture
+def pair16():
+    made = []
+
+    def make(*args, **options):
+        made.append(Pair16(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for scheme in (*each.receivers, each.sender):
+            scheme.shutdown()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, {"*": torch.bfloat16}], ids=["one", "patterns"])
+def test_workers_in_another_dtype_get_cast_values(pair16, dtype, slots):
+    trainer = nn.Linear(2, 2)
+    made = pair16(trainer, dtype, slots=slots)
+    assert all(torch.equal(own.weight, trainer.weight.to(torch.bfloat16)) for own in made.models)
+    filled(trainer, 1 / 3)
+    made.sender.send(trainer)
+    for own in made.models:
+        assert own.weight.dtype is torch.bfloat16 and torch.equal(own.weight, trainer.weight.to(torch.bfloat16))
+    assert trainer.weight.dtype is torch.float32 and trainer.weight.unique().tolist() == [pytest.approx(1 / 3)]
+    made.sender.send({0: filled(nn.Linear(2, 2), 5), 1: filled(nn.Linear(2, 2), 6)})  # in arenas of their own
+    assert [own.weight.unique().tolist() for own in made.models] == [[5], [6]]
+
+
+def test_without_dtype_weights_of_another_dtype_are_refused(pair):
+    made = pair(nn.Linear(2, 2), workers=1)
+    before = made.weights("weight")[0]
+    with pytest.raises(shmsync.ManifestMismatch, match="float64"):
+        made.sender.send(nn.Linear(2, 2, dtype=torch.float64))
+    assert torch.equal(made.weights("weight")[0], before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, {"*": 3}])
+def test_a_dtype_that_is_none_is_refused(dtype):
+    with pytest.raises((TypeError, ValueError), match="dtype="):
+        ShmWeightSyncScheme(dtype=dtype)
+
+
+def test_what_is_shared_cannot_be_cast():
+    with pytest.raises(ValueError, match="alias=True.*dtype="):
+        ShmWeightSyncScheme(alias=True, dtype=torch.bfloat16)

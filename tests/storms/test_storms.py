@@ -1,0 +1,24 @@
+"""Short storms; `make storm` makes long ones. See support/storm.py."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from support import storm
+
+HERE = ["multiprocess", "shared-memory", "shared-memory-3", "groups"]
+AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
+NEEDS = {"ray": "ray", "collector": "gymnasium", "torchrl": "torchrl"}
+
+
+@pytest.mark.parametrize(
+    "name", [*HERE, "collector", *(pytest.param(each, marks=pytest.mark.full) for each in [*AFAR, "torchrl"])]
+)
+def test_a_storm_breaks_no_promise(name, request):
+    needed = NEEDS.get(name.partition("-")[0])
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"this storm needs {needed}")
+    sky = storm.run(name, 4, seed=12)
+    assert sky.counts["send"] > 0 and sky.counts["steps"] > 0

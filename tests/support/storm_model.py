@@ -1,0 +1,56 @@
+"""Weights whose every element can be computed again from one number, and a model whose forward does so."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+SIZES = (3, 64, 4096, 65536)  # elements: a tear of one update is most likely to be seen in the largest
+FINE, TORN, WRONG = 0, 1, 2
+PRIME = 65521  # so that every value is exact in float32
+
+
+@lru_cache(maxsize=64)
+def leaf(number, index):
+    """What this leaf holds in the weights of this number."""
+    elements = torch.arange(SIZES[index], dtype=torch.int64)
+    return ((elements * (index + 3) + number * 7919 + index * 104729) % PRIME).float()
+
+
+class Weather(nn.Module):
+    """Its forward returns (number, what is the matter, which leaf): all leaves must be those of one number.
+
+    `pair`: the number, where the weights were sent together with another model's; else 0.
+    """
+
+    def __init__(self, number=0, pair=0):
+        super().__init__()
+        self.leaves = nn.ParameterList([torch.empty(size) for size in SIZES])
+        self.register_buffer("number", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("pair", torch.zeros(1, dtype=torch.int64))
+        self.become(number, pair)
+
+    def become(self, number, pair=0):
+        with torch.no_grad():
+            for index, each in enumerate(self.leaves):
+                each.copy_(leaf(number, index))
+            self.number.fill_(number)
+            self.pair.fill_(pair)
+        return self
+
+    def forward(self):
+        with torch.no_grad():
+            number, pair = int(self.number), int(self.pair)
+            for index, each in enumerate(self.leaves):
+                if not torch.equal(each.detach(), leaf(number, index)):
+                    return number, pair, self._matter(number, index), index
+            return number, pair, FINE, 0
+
+    def _matter(self, number, index):
+        """Is it made of other updates, or of nothing that was ever sent?"""
+        found = self.leaves[index].detach()
+        near = [leaf(other, index) for other in range(max(0, number - 100), number + 100)]
+        known = torch.stack(near).eq(found).any(dim=0).all()
+        return TORN if bool(known) else WRONG
