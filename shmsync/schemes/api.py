@@ -25,6 +25,7 @@ from .lookup import (
     check_names,
     chosen_workers,
     find_model,
+    model_at,
     model_in,
     named_content,
     process_of,
@@ -169,19 +170,17 @@ class WeightSyncScheme(ABC):
     def find_source(self, weights: Any, model_id: str, context: Any = None) -> Any:
         """What prepare_weights() extracts from: a module, weights, or None."""
         sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
-        if sender is not None and sender._model is not None and weights is None:
+        if sender is not None and sender._model is not None and (weights is None or _is_name(weights, model_id)):
             return sender._model
         if isinstance(weights, str):
-            if sender is not None and sender._model is not None and weights == model_id:
-                return sender._model
             if context is None:
                 raise ValueError(f"{weights!r} names a model of a context, and there is none; pass the model itself")
             return model_in(context, weights)
         if weights is not None:
             return weights
         found = None if context is None else find_model(context, model_id)
-        if found is None and context is not None and model_id == "policy":
-            found = find_model(context, "_fallback_policy")
+        if found is None and model_id == "policy":
+            found = model_at(context, "_fallback_policy")
         return sender._context_model if found is None and sender is not None else found
 
     def make_strategy(self) -> WeightStrategy:
@@ -231,6 +230,10 @@ class WeightSyncScheme(ABC):
         self.__dict__.update(state)
 
 
+def _is_name(weights: Any, model_id: str) -> bool:
+    return isinstance(weights, str) and weights == model_id
+
+
 class WeightSender:
     """Sends the weights of one model to its workers, over any transport. Made by a scheme.
 
@@ -245,7 +248,7 @@ class WeightSender:
         self._strategy = scheme.make_strategy()
         self._model_id = "policy"
         self._model: Any = None  # that init_on_sender() was given
-        self._context_model: Any = None  # of the context's `.model`, where it has nothing under the id
+        self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
         self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._context_ref: weakref.ref[Any] | None = None
         self._transports: dict[int, Any] = {}
@@ -352,7 +355,12 @@ class WeightSender:
     def _take_model(self, arguments: Arguments, *names: str) -> None:
         """The model that was given under the first of these names; else what the context has there."""
         self._model = next((m for name in names if (m := arguments.given(name)) is not None), None)
-        self._context_model = next((m for name in names if (m := arguments.model_at(name)) is not None), None)
+        self._model_names = names
+
+    @property
+    def _context_model(self) -> Any:
+        context = self._context
+        return next((m for name in self._model_names if (m := model_at(context, name)) is not None), None)
 
     def send(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None

@@ -39,11 +39,6 @@ class Arguments:
         self._read.add(name)
         return self._kwargs.get(name)
 
-    def model_at(self, name: str) -> Any:
-        """The model that the context has as this attribute, else None."""
-        found = getattr(self.context, name, None)
-        return found if is_model(found) else None
-
     def get(self, name: str) -> Any:
         """The keyword argument, else the context's attribute, else None."""
         value = self.given(name)
@@ -96,6 +91,12 @@ def find_object(context: Any, model_id: str) -> Any:
 def find_model(context: Any, model_id: str) -> Any:
     """The context's model of this id; None when it is not there, or when what is there has no weights."""
     found = find_object(context, model_id)
+    return found if is_model(found) else None
+
+
+def model_at(context: Any, name: str) -> Any:
+    """The model that the context has as this attribute, else None."""
+    found = getattr(context, name, None)
     return found if is_model(found) else None
 
 

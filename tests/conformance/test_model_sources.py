@@ -1,5 +1,7 @@
 """Whose weights are sent and applied: what send() got, what a subclass prepares, the explicit model, the context."""
 
+import pickle
+
 import pytest
 
 from shmsync.schemes import WeightStrategy, WeightSyncScheme
@@ -124,6 +126,21 @@ def test_unrelated_attribute_that_is_named_is_refused_by_name(make, value):
 def test_what_a_context_looks_up_must_be_a_model_too(scheme, value):
     context = Lookup(models={"policy": UNRELATED[value]})
     assert scheme.prepare_weights(None, "policy", WeightStrategy(), context) is None
+
+
+def test_fallback_policy_is_an_attribute_of_whatever_context(scheme):
+    context = Lookup(models={}, _fallback_policy=Stamped(2))
+    into = Stamped(0)
+    WeightStrategy().apply_weights(into, scheme.prepare_weights(None, "policy", WeightStrategy(), context))
+    assert ask(into) == 2
+
+
+def test_pickled_sender_takes_no_model_along(make):
+    context = Context(model=Stamped(2))
+    rig = make(context=context)
+    rig.deliver()
+    assert rig.stamps() == [2, 2]
+    assert b"Stamped" not in pickle.dumps(rig.sender)
 
 
 # ---- the model of a worker
