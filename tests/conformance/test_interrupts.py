@@ -13,10 +13,10 @@ import shmsync
 from shmsync.schemes import send_together
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import over_pipes, start_methods
+from support.conformance.table import MP, only, over_pipes, start_methods
 
 in_processes = start_methods("forkserver")
-pytestmark = [in_processes, over_pipes]
+pytestmark = in_processes
 
 
 @contextlib.contextmanager
@@ -61,6 +61,7 @@ def finish(sender):
         sender.wait_async(timeout=60)
 
 
+@over_pipes
 @pytest.mark.parametrize("call", ["send", "send_async", "resend", "some"])
 def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
     sender = fleet.open(timeout=60.0, alone=call == "some")
@@ -89,6 +90,7 @@ def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
     assert not sender.turns()[0].lock.locked()
 
 
+@over_pipes
 def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
     a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
     number = 1
@@ -103,6 +105,7 @@ def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
     assert versions == sorted(set(versions)) and interrupted.landed() >= 5
 
 
+@over_pipes
 def test_an_interrupt_in_a_workers_receive_loses_no_weights(fleet):
     sender = fleet.open(timeout=60.0)
     sender.send(Stamped(1))
@@ -117,3 +120,23 @@ def test_an_interrupt_in_a_workers_receive_loses_no_weights(fleet):
     fleet.release(1)
     assert sender.send(Stamped(number + 1)) > 0
     assert fleet.stamps() == [number + 1] * 3
+
+
+@only(MP)  # an arena that is being made may be left behind until the process ends, see docs/adr/0009
+@pytest.mark.parametrize("width", [4, 1 << 16])
+def test_an_interrupt_in_the_first_send_of_a_sender_leaves_every_pipe_usable(fleet, width):
+    fleet.open("policy", Stamped, 0, width, timeout=60.0)
+    number = 0
+    with storm(4.0, 0.02) as interrupted:
+        while interrupted.more():
+            number += 1
+            scheme = fleet.make(timeout=60.0)
+            fleet.init_sender(scheme)
+            sender = scheme.get_sender()
+            landed = interrupted(lambda: sender.send(Stamped(number, width)))  # noqa: B023  # called at once
+            if landed:
+                number += 1
+                sender.send(Stamped(number, width))
+                assert fleet.stamps() == [number] * 3
+            fleet.schemes.remove(scheme)
+            scheme.shutdown()

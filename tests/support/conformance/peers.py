@@ -316,3 +316,18 @@ def receive_in_a_storm(state, seconds):
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, previous)
     return landed
+
+
+# ---- a trainer in a process of its own
+
+
+def take_pipes(state):
+    state.pipes = [*getattr(state, "pipes", []), connection.Connection(reduction.recv_handle(state.conn))]
+
+
+def meet(state, make, timeout):
+    """A send_together() to the workers at these pipes."""
+    scheme = make()
+    scheme.init_on_sender("policy", pipes=state.pipes)
+    with contextlib.suppress(shmsync.AckTimeout):
+        shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)
