@@ -75,6 +75,43 @@ void a_long_header_has_twelve_bytes() {
   CHECK(reader.next() == "hi");
 }
 
+void a_header_that_no_message_has_is_garbage() {
+  for (const auto& header : {std::string("\xff\xff\xff\xfb", 4), std::string("\x80\0\0\0", 4),
+                             std::string("\xff\xff\xff\xff\x40\0\0\0\0\0\0\0", 12)}) {
+    const Pair pair;
+    Reader reader{pair.ends[0]};
+    pair.write(header);
+    CHECK(reader.read() == frames::Read::garbage);
+    pair.write("more");
+    CHECK(reader.read() == frames::Read::garbage);
+  }
+  const Pair pair;
+  frames::Inbox<Text> inbox;
+  pair.write(frames::framed("hello"));
+  CHECK(inbox.read(pair.ends[0], 4) == frames::Read::garbage);
+}
+
+void room_grows_as_bytes_come() {
+  const Pair pair;
+  Reader reader{pair.ends[0]};
+  std::string text(3 * frames::kFirstRoom, 'x');
+  for (std::size_t i = 0; i < text.size(); i += 1000) text[i] = static_cast<char>('a' + i % 23);
+  std::thread writer([&] {
+    const std::string frame = frames::framed(text);
+    for (std::size_t sent = 0; sent < frame.size();) {
+      const auto more = ::write(pair.ends[1], frame.data() + sent, frame.size() - sent);
+      CHECK(more > 0);
+      sent += static_cast<std::size_t>(more);
+    }
+  });
+  while (reader.read() != frames::Read::frame) {
+    if (reader.inbox.announced() > 0) CHECK(reader.inbox.announced() == text.size());
+    CHECK(frames::wait_readable(pair.ends[0], 10s));
+  }
+  writer.join();
+  CHECK(reader.inbox.take() == text);
+}
+
 void the_end_is_told() {
   const Pair pair;
   Reader reader{pair.ends[0]};
@@ -163,6 +200,8 @@ int main() {
   a_frame_is_whole_whatever_parts_it_comes_in();
   no_byte_of_the_next_frame_is_taken();
   a_long_header_has_twelve_bytes();
+  a_header_that_no_message_has_is_garbage();
+  room_grows_as_bytes_come();
   the_end_is_told();
   gathering_takes_the_expected_and_nothing_else();
   gathering_ends_when_a_watched_descriptor_speaks();

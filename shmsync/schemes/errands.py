@@ -121,7 +121,7 @@ class Calls:
 
     def _all(self, step: Callable[[int, bool], tuple[Callable[..., Any], tuple[Any, ...]]], deadline: float) -> None:
         direct, held_up = [], []
-        for index, transport in self._left.items():
+        for index, transport in list(self._left.items()):
             method, _ = step(index, False)
             earlier = self._errands.earlier(index, transport)
             if earlier is not None and not earlier.done_by(0.0):

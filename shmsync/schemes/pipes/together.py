@@ -63,7 +63,8 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
         met = meeting.wait(deadline)
         if met.late:
             raise AckTimeout(
-                f"nothing was sent: {listed(met.late)} did not come to receive() in time, and the models "
+                f"nothing was sent: {listed(met.late)} did not come to receive() in time"
+                f"{''.join('; ' + note for note in met.notes)}, and the models "
                 f"{', '.join(repr(sender.model_id) for sender in links)} change only together. Call receive() more "
                 "often, or give more time with timeout=",
                 version=version,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import struct
 import threading
+import time
 from multiprocessing import connection, reduction
 from pathlib import Path
 
@@ -284,3 +286,48 @@ def record_pairs(state, first, second):
             receiver.receive(timeout=0)
         pairs.add((look(state, first), look(state, second)))
     return pairs
+
+
+def talk(state):
+    """Messages of its own, one after the other, until the next call."""
+    while not state.conn.poll():
+        state.pipe.send((None, "busy"))
+
+
+def receive_in_a_storm(state, seconds):
+    """Receive for so long, while alarms interrupt at random moments; how many landed."""
+    armed, landed = False, 0
+    chance = random.Random(2)
+
+    def handler(*_):
+        nonlocal armed, landed
+        if armed:
+            armed, landed = False, landed + 1
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or landed < 5:
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.003))
+        with contextlib.suppress(KeyboardInterrupt):
+            armed = True
+            state.receivers["policy"].receive(timeout=0.002)
+            armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, previous)
+    return landed
+
+
+# ---- a trainer in a process of its own
+
+
+def take_pipes(state):
+    state.pipes = [*getattr(state, "pipes", []), connection.Connection(reduction.recv_handle(state.conn))]
+
+
+def meet(state, make, timeout):
+    """A send_together() to the workers at these pipes."""
+    scheme = make()
+    scheme.init_on_sender("policy", pipes=state.pipes)
+    with contextlib.suppress(shmsync.AckTimeout):
+        shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)

@@ -1,0 +1,77 @@
+"""No call outlives its deadline by more than 100 ms, whatever keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from support.conformance import calls_of_senders as calls
+from support.conformance.nets import Stamped
+from support.conformance.table import over_pipes, start_methods
+
+LATE = 0.1  # seconds
+in_processes = start_methods("forkserver")
+CALLS = ["send", "async"]
+
+
+@contextlib.contextmanager
+def a_worker_that_does_not_receive(fleet):
+    fleet.hold(1)
+    yield {}
+    fleet.release(1)
+
+
+@contextlib.contextmanager
+def a_stopped_worker(fleet):
+    fleet.workers[1].stop()
+    yield {}
+    fleet.workers[1].resume()
+
+
+TROUBLES = [a_worker_that_does_not_receive, a_stopped_worker]
+
+
+def check(fleet, sender, call, trouble):
+    sender.send(Stamped(1))
+    with trouble(fleet):
+        said, late = fleet.with_sender(sender, calls.overrun, call, 0.4)
+    assert said <= {"AckTimeout", "returned"} and "AckTimeout" in said
+    assert late < LATE
+
+
+@in_processes
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
+def test_a_send_ends_at_its_deadline(fleet, call, trouble):
+    check(fleet, fleet.open(timeout=60.0), call, trouble)
+
+
+@in_processes
+@over_pipes
+@pytest.mark.parametrize("call", ["resend", "together"])
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
+def test_resend_and_send_together_end_at_their_deadlines(fleet, call, trouble):
+    check(fleet, fleet.open(timeout=60.0), call, trouble)
+
+
+@in_processes
+@pytest.mark.parametrize("call", ["send", "send_async", "wait_async"])
+def test_a_call_beside_a_send_of_another_thread_ends_at_its_deadline(fleet, call):
+    sender = fleet.open(timeout=60.0)
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    said, late = fleet.with_sender(sender, calls.overrun_beside, call, 0.3)
+    assert said == {"WriterBusy"} and late < LATE
+    fleet.release(1)
+
+
+@in_processes
+@over_pipes
+@pytest.mark.parametrize("call", CALLS)
+def test_a_full_pipe_does_not_keep_a_send(fleet, call):
+    sender = fleet.open("policy", Stamped, 0, 1 << 18, timeout=60.0)
+    sender.send(Stamped(1, 1 << 18))
+    with a_stopped_worker(fleet):
+        said, late = calls.overrun(sender, call, 0.4, 1 << 18)
+    assert "AckTimeout" in said and late < LATE

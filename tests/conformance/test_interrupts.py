@@ -1,0 +1,142 @@
+"""Interrupts at any moment of a send or a receive: pipes stay usable, nobody is called dead, no version comes twice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+
+import pytest
+
+import shmsync
+from shmsync.schemes import send_together
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import MP, only, over_pipes, start_methods
+
+in_processes = start_methods("forkserver")
+pytestmark = in_processes
+
+
+@contextlib.contextmanager
+def storm(seconds, at_most):
+    """A SIGINT at random moments; gives a function that runs a call with one, and says whether it landed."""
+    armed, landed = False, 0
+    chance = random.Random(1)
+
+    def handler(*_):
+        nonlocal armed, landed
+        if armed:
+            armed, landed = False, landed + 1
+            raise KeyboardInterrupt
+
+    def interrupted(call):
+        nonlocal armed
+        before = landed
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, at_most))
+        try:
+            armed = True
+            call()
+            armed = False
+        except KeyboardInterrupt:
+            pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return landed > before
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    ends = time.monotonic() + seconds
+    interrupted.more = lambda: time.monotonic() < ends or landed < 5
+    interrupted.landed = lambda: landed
+    try:
+        yield interrupted
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def finish(sender):
+    """After an interrupt: what was begun is over."""
+    with contextlib.suppress(RuntimeError):
+        sender.wait_async(timeout=60)
+
+
+@over_pipes
+@pytest.mark.parametrize("call", ["send", "send_async", "resend", "some"])
+def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
+    sender = fleet.open(timeout=60.0, alone=call == "some")
+    sender.send(Stamped(1))
+    number, versions = 1, [sender.version]
+
+    def act():
+        if call == "resend":
+            sender.resend()
+        elif call == "send_async":
+            sender.send_async(Stamped(number))
+            sender.wait_async()
+        else:
+            sender.send(Stamped(number), [0, 2] if call == "some" else None)
+
+    with storm(3.0, 0.004) as interrupted:
+        while interrupted.more():
+            number += 1
+            if interrupted(act):
+                finish(sender)
+                number += 1
+                versions.append(sender.send(Stamped(number)))
+                assert fleet.stamps() == [number] * 3
+    assert versions == sorted(set(versions)) and interrupted.landed() >= 5
+    assert not any(sender.is_dead(index) for index in range(3))
+    assert not sender.turns()[0].lock.locked()
+
+
+@over_pipes
+def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
+    a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
+    number = 1
+    versions = [send_together({a: Stamped(1), b: Stamped(1)})]
+    with storm(3.0, 0.008) as interrupted:
+        while interrupted.more():
+            number += 1
+            if interrupted(lambda n=number: send_together({a: Stamped(n), b: Stamped(n)})):
+                number += 1
+                versions.append(send_together({a: Stamped(number), b: Stamped(number)}))
+                assert fleet.stamps("a") == fleet.stamps("b") == [number] * 3
+    assert versions == sorted(set(versions)) and interrupted.landed() >= 5
+
+
+@over_pipes
+def test_an_interrupt_in_a_workers_receive_loses_no_weights(fleet):
+    sender = fleet.open(timeout=60.0)
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    fleet.workers[1].start(peers.receive_in_a_storm, 3.0)
+    number = 1
+    while not fleet.workers[1].done():
+        number += 1
+        with contextlib.suppress(shmsync.AckTimeout):
+            sender.send(Stamped(number), timeout=5.0)
+    assert fleet.workers[1].result() >= 5
+    fleet.release(1)
+    assert sender.send(Stamped(number + 1)) > 0
+    assert fleet.stamps() == [number + 1] * 3
+
+
+@only(MP)  # an arena that is being made may be left behind until the process ends, see docs/adr/0009
+@pytest.mark.parametrize("width", [4, 1 << 16])
+def test_an_interrupt_in_the_first_send_of_a_sender_leaves_every_pipe_usable(fleet, width):
+    fleet.open("policy", Stamped, 0, width, timeout=60.0)
+    number = 0
+    with storm(4.0, 0.02) as interrupted:
+        while interrupted.more():
+            number += 1
+            scheme = fleet.make(timeout=60.0)
+            fleet.init_sender(scheme)
+            sender = scheme.get_sender()
+            landed = interrupted(lambda: sender.send(Stamped(number, width)))  # noqa: B023  # called at once
+            if landed:
+                number += 1
+                sender.send(Stamped(number, width))
+                assert fleet.stamps() == [number] * 3
+            fleet.schemes.remove(scheme)
+            scheme.shutdown()

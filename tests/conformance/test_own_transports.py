@@ -1,0 +1,137 @@
+"""send(timeout=) with transports of the user's own, which know of deadlines or do not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.schemes import WeightSyncScheme
+from support.conformance import calls_of_senders as calls
+from support.conformance.nets import Stamped, stamp
+
+
+class Box:
+    """A transport of two methods; `gate` keeps its sends."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.got = []
+        self.threads = []
+
+    def send_weights(self, model_id, weights):
+        self.threads.append(threading.current_thread())
+        assert self.gate.wait(60)
+        self.got.append({key: tensor.clone() for key, tensor in weights.items()})
+
+    def receive_weights(self, timeout=1.0):
+        return None
+
+
+class Asks(Box):
+    """Sends at once, and waits for the answer in wait_ack()."""
+
+    def send_weights_async(self, model_id, weights):
+        self.got.append(weights)
+
+    def wait_ack(self):
+        self.threads.append(threading.current_thread())
+        assert self.gate.wait(60)
+
+
+class Timed(Asks):
+    """Its wait_ack() takes a timeout."""
+
+    def wait_ack(self, timeout=None):
+        self.threads.append(threading.current_thread())
+        if not self.gate.wait(60 if timeout is None else timeout):
+            raise TimeoutError("no answer")
+
+
+class Broken(Asks):
+    def wait_ack(self):
+        raise ZeroDivisionError("of the transport's own")
+
+
+class BoxScheme(WeightSyncScheme):
+    def create_transport(self, pipe_or_context):
+        return pipe_or_context
+
+
+@pytest.fixture
+def connect():
+    made = []
+
+    def connect(*kinds):
+        boxes = [kind() for kind in kinds]
+        scheme = BoxScheme()
+        scheme.init_on_sender("policy", pipes=boxes)
+        made.extend(boxes)
+        return scheme.get_sender(), boxes
+
+    yield connect
+    for box in made:
+        box.gate.set()
+        for thread in box.threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+@pytest.mark.parametrize("kind", [Box, Asks, Timed])
+@pytest.mark.parametrize("name", ["send", "async"])
+def test_a_transport_that_does_not_come_back_is_late_at_the_deadline_of_the_send(connect, kind, name):
+    sender, boxes = connect(kind, kind, kind)
+    boxes[1].gate.clear()
+    said, late = calls.overrun(sender, name, 0.2)
+    assert "AckTimeout" in said and late < 0.1
+    with pytest.raises(shmsync.AckTimeout, match="worker 1") as raised:
+        sender.send(Stamped(1), timeout=0.2)
+    assert raised.value.missing == [1]
+    boxes[1].gate.set()
+    count = len(boxes[1].got)
+    sender.send(Stamped(2), timeout=60)
+    assert len(boxes[1].got) > count and boxes[1].got[-1]["count"].tolist() == [2, 2, 2]
+    assert boxes[0].got[-1]["count"].tolist() == boxes[2].got[-1]["count"].tolist() == [2, 2, 2]
+
+
+def test_the_next_send_waits_for_what_a_transport_still_does(connect):
+    sender, (box,) = connect(Box)
+    box.gate.clear()
+    with pytest.raises(shmsync.AckTimeout):
+        sender.send(Stamped(1), timeout=0.1)
+    with pytest.raises(shmsync.AckTimeout, match="worker 0 is still busy with an earlier send"):
+        sender.send(Stamped(2), timeout=0.1)
+    threading.Timer(0.1, box.gate.set).start()
+    sender.send(Stamped(3))  # without a deadline it waits, and is called in this thread
+    assert [got["count"][0].item() for got in box.got] == [1, 3]
+    assert box.threads[-1] is threading.current_thread()
+
+
+def test_a_late_transport_sends_the_weights_of_its_send_whatever_the_trainer_does_since(connect):
+    sender, (box,) = connect(Box)
+    net = Stamped(1)
+    box.gate.clear()
+    with pytest.raises(shmsync.AckTimeout):
+        sender.send(net, timeout=0.1)
+    stamp(net, 2)
+    box.gate.set()
+    for thread in box.threads:
+        thread.join()
+    assert all((tensor == 1).all() for tensor in box.got[0].values())
+
+
+def test_without_a_timeout_every_method_is_called_as_it_is(connect):
+    sender, boxes = connect(Box, Asks, Timed)
+    assert sender.send(Stamped(1)) == 1
+    assert {thread for box in boxes for thread in box.threads} == {threading.current_thread()}
+
+
+def test_an_error_of_a_transport_is_raised_when_the_others_are_done(connect):
+    sender, boxes = connect(Broken, Asks)
+    for timeout in (None, 60):
+        with pytest.raises(ZeroDivisionError, match="of the transport's own"):
+            sender.send({"w": torch.zeros(1)}, timeout=timeout)
+        assert len(boxes[1].threads) == (1 if timeout is None else 2)
