@@ -83,8 +83,8 @@ class Clerk:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         thread = threading.Thread(target=self.work, args=(items,), daemon=True, name="shmsync clerk")
         finalizer = weakref.finalize(self, _end, items, thread)  # first: an interrupt may lose a thread that has begun
-        # start() waits for the new thread, and an interrupt of that may keep it from ever beginning. Handlers of signals
-        # run on the main thread alone, so another one starts it.
+        # start() waits for the new thread, and an interrupt of that may keep it from ever beginning. Handlers of
+        # signals run on the main thread alone, so another one starts it.
         _thread.start_new_thread(thread.start, ())
         return items, finalizer
 
