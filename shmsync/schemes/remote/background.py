@@ -7,6 +7,7 @@ and would wait for such a request, so this thread is a daemon.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import queue
 import threading
@@ -82,7 +83,9 @@ class Clerk:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         thread = threading.Thread(target=self.work, args=(items,), daemon=True, name="shmsync clerk")
         finalizer = weakref.finalize(self, _end, items, thread)  # first: an interrupt may lose a thread that has begun
-        thread.start()
+        # start() waits for the new thread, and an interrupt of that may keep it from ever beginning. Handlers of
+        # signals run on the main thread alone, so another one starts it.
+        _thread.start_new_thread(thread.start, ())
         return items, finalizer
 
     @staticmethod
@@ -102,5 +105,5 @@ class Clerk:
 def _end(items: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     items.put(None)
     if thread is not threading.current_thread():
-        with contextlib.suppress(RuntimeError):  # it has not begun: it was interrupted there
+        with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
             thread.join(GRACE)

@@ -15,6 +15,7 @@ from typing_extensions import override
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
+from .background import Clerk
 from .carrier import CLOSING, Carrier
 from .place import here
 from .relay import RelayOptions, close_here, publish_here
@@ -26,14 +27,13 @@ _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
 # Who waits for these calls. No Conditions: they may stay locked after an interrupt.
 _bells: dict[int, queue.SimpleQueue[None]] = {}
+_clerk = Clerk()  # begins calls
 
 
 class RPCCall(Call):
     """A remote procedure call under way."""
 
     def __init__(self, to: Any, function: Any, args: tuple[Any, ...]) -> None:
-        from torch.distributed import rpc
-
         self.payload = args
         self._name = getattr(to, "name", to)
         if not has_agent():
@@ -41,20 +41,34 @@ class RPCCall(Call):
         # An interrupt may lose this object before anybody has it; the agent reads the buffer all the same.
         key = self.key = next(_keys)
         _under_way[key] = args
+        self._future: Any = None
+        # Not on this thread: torch unpickles an answer that is already there, and takes a Ctrl-C in that for it.
+        self._started = _clerk.give(partial(self._start, to, function, args))
+
+    def _start(self, to: Any, function: Any, args: tuple[Any, ...]) -> None:
+        from torch.distributed import rpc
+
         try:
             # No time-out of its own: until the answer is there, the agent may still read the buffer that is sent.
-            self._future = rpc.rpc_async(to, function, args=args, timeout=0)
-        except RuntimeError as error:
-            _under_way.pop(key, None)
-            raise Gone(self._explain(error)) from error
-        self._future.add_done_callback(partial(_answered, key))
+            future = rpc.rpc_async(to, function, args=args, timeout=0)
+        except BaseException as error:
+            _answered(self.key, None)
+            if isinstance(error, RuntimeError):
+                raise Gone(self._explain(error)) from error
+            raise
+        self._future = future
+        future.add_done_callback(partial(_answered, self.key))
 
     @override
     def finished(self) -> bool:
-        return bool(self._future.done())
+        if not self._started.done():
+            return False
+        return self._future is None or bool(self._future.done())
 
     @override
     def result(self) -> Any:
+        if self._future is None:
+            self._started.result()  # raises
         try:
             answer = self._future.wait()
         except Exception as error:

@@ -17,7 +17,7 @@ from support.remote.members import FOR_EVER, linear, members
 
 
 def storm(action, seconds, longest):
-    """Call it again and again, interrupted somewhere in its first `longest` seconds: (how often it was, other errors)."""
+    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors)."""
     armed, landed, others = False, 0, []
     chance = random.Random(0)
 
