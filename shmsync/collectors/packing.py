@@ -19,11 +19,11 @@ def pack(policy: nn.Module, *, values: bool) -> bytes:
     What torch.compile() has wrapped, in the policy or around it, arrives as what it was: compiled code does not travel.
     """
     file = io.BytesIO()
-    _Packer(file, set() if values else {id(parameter) for parameter in policy.parameters()}).dump(policy)
+    _PolicyPickler(file, set() if values else {id(parameter) for parameter in policy.parameters()}).dump(policy)
     return file.getvalue()
 
 
-class _Packer(cloudpickle.Pickler):
+class _PolicyPickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO, left_out: set[int]) -> None:
         super().__init__(file)
         self._left_out = left_out
