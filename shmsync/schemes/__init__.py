@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from ..engine.strategy import WeightStrategy
-from .api import TransportBackend, WeightReceiver, WeightSender, WeightSyncScheme
+from .api import TransportBackend, WeightSyncScheme
 from .none import NoWeightSyncScheme
 from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
 from .pipes.together import send_together
+from .receiver import WeightReceiver
+from .sender import WeightSender
 
 if _TYPE_CHECKING:
     from .remote import *  # noqa: F403

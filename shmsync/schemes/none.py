@@ -6,7 +6,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from .api import WeightReceiver, WeightSender, WeightSyncScheme
+from .api import WeightSyncScheme
+from .receiver import WeightReceiver
+from .sender import WeightSender
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -39,7 +41,7 @@ class NoTransport:
     def wait_ack(self) -> None:
         """Does nothing: there is no worker to answer."""
 
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None, without waiting: there is no sender."""
         return None
 
@@ -80,7 +82,7 @@ class NoReceiver(WeightReceiver):
         self._register_model(arguments.model_id if model is None else model)
 
     @override
-    def receive(self, timeout: float = 0.001) -> bool:
+    def receive(self, timeout: float | None = 0.001) -> bool:
         """False: there is no news."""
         self._scheme.check_open("receive")
         return False

@@ -30,6 +30,15 @@ def test_receive_waits_until_its_timeout(fleet):
     assert [worker.result() for worker in fleet.workers] == [True, True, True]
 
 
+def test_receive_without_a_timeout_waits_as_long_as_the_scheme_says(fleet):
+    sender = fleet.open(timeout=0.3)
+    fleet.hold()
+    assert fleet.workers[0].call(peers.receive, timeout=None) is False
+    fleet.release()
+    sender.send(Stamped(1), timeout=60)
+    assert fleet.get([1, 1, 1], fleet.workers)
+
+
 @over_pipes
 def test_receive_applies_the_newest_of_what_has_come(fleet):
     sender = fleet.open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from ...engine.dtypes import Dtypes
 from ...engine.outcome import Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
-from ...engine.timing import check_timeout
+from ...engine.timing import check_timeout, deadline_after
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
@@ -123,9 +122,9 @@ class MPTransport(PipeTransport):
     def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
         super().__init__(pipe_connection, timeout, MultiProcessCarrier())
 
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next (model_id, weights) of any model; None if none came. send_ack() answers."""
-        message = self.end.take((messages.UPDATE,), time.monotonic() + check_timeout(timeout))
+        message = self.end.take((messages.UPDATE,), deadline_after(timeout, self.timeout))
         return None if message is None else (message.model_id, message.content)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...engine.timing import check_timeout
-from ..api import WeightReceiver
+from ...engine.timing import deadline_after
+from ..receiver import WeightReceiver
 from . import messages
 from .connection import Channel
 from .messages import Message, given_message
@@ -39,8 +39,8 @@ class PipeReceiver(WeightReceiver):
         self._end.receivers[self._model_id] = self
 
     @override
-    def receive(self, timeout: float = 0.001) -> bool:
-        """Apply what has arrived, within `timeout` seconds, and answer it. Were there new weights?
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, within `timeout` seconds (None: the scheme's), and answer it. Was there news?
 
         Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
 
@@ -51,7 +51,7 @@ class PipeReceiver(WeightReceiver):
         over the pipe is no message.
         """
         self._scheme.check_open("receive")
-        deadline = time.monotonic() + check_timeout(timeout)
+        deadline = deadline_after(timeout, self._scheme.timeout)
         if self._transport is None:
             return False
         end = self._end

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...engine.timing import deadline_after
-from ..api import WeightSender
+from ..sender import WeightSender
 from ..turns import Turns, turn
 from .carrier import PipeCarrier, Posted
 from .sender_end import Link

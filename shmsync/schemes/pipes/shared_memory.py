@@ -71,12 +71,12 @@ class SharedMemTransport(PipeTransport):
             raise RuntimeError("no send is pending; call send_weights_async() first")
         super().wait_ack()
 
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next version of any model, as (model_id, zero-copy TensorDict); None if none came.
 
         Protected only inside a read section. send_ack() answers; registrations are answered by themselves.
         """
-        kinds, deadline = (messages.UPDATE, messages.REGISTER), time.monotonic() + check_timeout(timeout)
+        kinds, deadline = (messages.UPDATE, messages.REGISTER), deadline_after(timeout, self.timeout)
         while (message := self.end.take(kinds, deadline)) is not None:
             if message.kind == messages.UPDATE:
                 subscriber = self.subscriptions.needed(message.model_id)
@@ -196,7 +196,7 @@ class SharedMemSender(PipeSender):
 
     def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
         super().__init__(scheme, scheme.create_carrier())
-        self._plain = not (self._prepares or self._picks or scheme.partial)  # may it be the common case?
+        self._plain = not (scheme.prepares or self._picks or scheme.partial)  # may it be the common case?
 
     @override
     def send(
@@ -221,7 +221,7 @@ class SharedMemSender(PipeSender):
     @override
     def sent_weights(self, weights: Any) -> Any:
         # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
-        return self._prepared(weights) if self._prepares else self._source(weights)
+        return self._prepared(weights) if self._scheme.prepares else self._source(weights)
 
     @override
     def set_up(self, arguments: Any) -> None:

@@ -15,8 +15,9 @@ from ...engine.outcome import Outcome, listed
 from ...engine.pickling import dumps
 from ...engine.timing import deadline_after
 from ...errors import AckTimeout
-from ..api import WeightSender, WeightSyncScheme
+from ..api import WeightSyncScheme
 from ..publishers import write
+from ..sender import WeightSender
 from ..turns import Turns, turn
 from . import messages
 from .exchange import WORDING, gather

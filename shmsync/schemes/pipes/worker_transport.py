@@ -23,7 +23,7 @@ class WorkerTransport(PipeTransport):
     def _links(self) -> dict[int, Link]:
         return {self.worker_idx: self.link}
 
-    def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None: this end of the pipe is the sender's."""
         return None
 

@@ -15,8 +15,9 @@ from typing_extensions import override
 from ...engine.subscriber import Consistency
 from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError
-from ..api import WeightReceiver, WeightSyncScheme
+from ..api import WeightSyncScheme
 from ..lookup import Arguments, named_content
+from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 

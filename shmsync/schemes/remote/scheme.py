@@ -15,9 +15,10 @@ from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, check_worker, deadline_after
 from ...errors import WorkerDied
-from ..api import WeightSender, WeightSyncScheme
+from ..api import WeightSyncScheme
 from ..lookup import Arguments
 from ..owed import Leaves, Owed, private_leaves
+from ..sender import WeightSender
 from .carrier import Carrier
 from .fan_out import FanOut
 from .parcel import Packer, Stamp

@@ -150,7 +150,7 @@ class RayModuleTransformSender(RemoteSender):
     @override
     def _source(self, weights: Any) -> Any:
         # What the context has under the model id is the actor's wrapper, not weights.
-        model = self._model if self._model is not None else self._context_model
+        model = self.given_model if self.given_model is not None else self.context_model
         if weights is None and model is not None:
             return model
         return super()._source(weights)

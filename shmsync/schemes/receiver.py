@@ -1,0 +1,125 @@
+"""The receiver: what applies the weights of one model in a worker. Schemes derive theirs from it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ..engine.timing import check_worker
+from .lookup import Arguments, named_content, referenced_model
+
+
+class WeightReceiver:
+    """Receives the weights of one model, over any transport. Made by a scheme.
+
+    Args:
+        scheme: the WeightSyncScheme that makes it.
+    """
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+        self._strategy = scheme.make_strategy()
+        self._model_id = "policy"
+        self._worker_idx: int | None = None
+        self._model_ref: Any = None
+        self._context_ref: weakref.ref[Any] | None = None
+        self._transport: Any = None
+        self._version = 0
+
+    @property
+    def model_id(self) -> str:
+        """Which model it receives."""
+        return self._model_id
+
+    @property
+    def worker_idx(self) -> int | None:
+        """The index that init_on_worker() was given for this worker."""
+        return self._worker_idx
+
+    @property
+    def transport(self) -> Any:
+        """How the weights come; None before init_on_worker()."""
+        return self._transport
+
+    def pending(self) -> list[Any]:
+        """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
+        return list(self._transport.pending()) if hasattr(self._transport, "pending") else []
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the model uses now; 0: those it came with.
+
+        To wait for a version, loop until receive() is True: with shared memory the model may use it before that.
+        """
+        return self._version
+
+    # Hooks: a subclass may override these, in every scheme.
+
+    def _set_context(self, context: Any) -> None:
+        """Look for the model here. Held weakly."""
+        self._context_ref = None if context is None else weakref.ref(context)
+
+    def _register_model(self, model_ref: Any) -> None:
+        """The model itself, or its id in the context."""
+        self._model_ref = model_ref
+
+    def _register_worker_transport(self, pipe: Any) -> None:
+        """Hear from the sender over this pipe."""
+        self._transport = self._scheme.create_transport(pipe)
+
+    def _resolve_model_ref(self) -> Any:
+        """The model that weights are applied to. Raises ValueError when there is none."""
+        return referenced_model(self._model_ref, self._context_ref)
+
+    def set_up(self, arguments: Arguments) -> None:
+        """Take in what init_on_worker() got. Called by the scheme."""
+        self._take_worker(arguments)
+        model = arguments.model()
+        self._register_worker_transport(arguments.needed("pipe"))
+        self._register_model(arguments.model_id if model is None else model)
+
+    def _take_worker(self, arguments: Arguments) -> None:
+        """Which model it is, and which worker."""
+        self._model_id = arguments.model_id
+        worker = arguments.get("worker_idx")
+        self._worker_idx = None if worker is None else check_worker(worker)
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, and say so to the sender.
+
+        Args:
+            timeout: seconds to wait for the first message; 0 only looks, None is the scheme's or the transport's own.
+
+        Returns:
+            Were there new weights?
+
+        Raises:
+            ValueError: no model is registered, or the context that had it is gone. WriterDied: the sender is gone.
+            An exception while applying is raised here and, with its traceback, in the sender.
+        """
+        self._scheme.check_open("receive")
+        if self._transport is None:
+            return False
+        received = self._transport.receive_weights(timeout=timeout)
+        if received is None:
+            return False
+        named_content(received, self._model_id)  # or raise
+        self.apply_weights(received[1])
+        return True
+
+    def apply_weights(self, weights: Any) -> None:
+        """Apply weights that the worker's own loop has read, alone or as (model_id, weights), and tell the sender.
+
+        Raises ValueError for weights of another model, and what applying raises.
+        """
+        weights = named_content(weights, self._model_id)
+        self._strategy.apply_weights(self._resolve_model_ref(), weights)
+        if hasattr(self._transport, "send_ack"):
+            self._transport.send_ack("updated")
+
+    def close(self) -> None:
+        """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        model_ref = self._model_ref if isinstance(self._model_ref, str) else None
+        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None}

@@ -1,0 +1,298 @@
+"""The sender brings the weights of one model to its workers, over any transport. Schemes derive theirs from it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..engine.timing import check_worker, deadline_after
+from ..errors import ProtocolError
+from .errands import Calls, Errands
+from .lookup import Arguments, chosen_workers, model_at, process_of
+from .turns import Turns, turn
+
+
+class WeightSender:
+    """Sends the weights of one model to its workers, over any transport. Made by a scheme.
+
+    Args:
+        scheme: the WeightSyncScheme that makes it.
+
+    One send at a time: a call of another thread waits for its turn within its own deadline, and then raises WriterBusy.
+    """
+
+    sends = True  # False: its workers keep the weights they came with
+    takes_process = False  # can it see the death of a worker's process?
+
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+        self._strategy = scheme.make_strategy()
+        self._model_id = "policy"
+        self._model: Any = None  # that init_on_sender() was given
+        self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
+        self._processes: dict[int, Any] = {}  # of workers that are being registered
+        self._context_ref: weakref.ref[Any] | None = None
+        self._transports: dict[int, Any] = {}
+        self._version = 0
+        self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
+        self._turns = Turns()
+        self._errands = Errands()
+        self._copied = False  # it came out of a pickle, without the workers of the original
+
+    @property
+    def model_id(self) -> str:
+        """Which model it sends."""
+        return self._model_id
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights that were sent; 0: none yet."""
+        return self._version
+
+    @property
+    def worker_ids(self) -> list[int]:
+        """The registered workers."""
+        return sorted(self._transports)
+
+    def is_dead(self, worker_idx: int) -> bool:
+        """Has a WorkerDied named this worker, so that sends leave it out?"""
+        return False
+
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        """Reach this worker over this pipe from now on. It replaces an earlier worker of the same index.
+
+        Args:
+            worker_idx: 0 or more.
+            process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
+                answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
+
+        Raises ValueError for another index, TypeError for a process that nobody would look at.
+        """
+        worker_idx = check_worker(worker_idx)
+        if process is not None:
+            if not self.takes_process:
+                raise TypeError(
+                    f"a {type(self).__name__} cannot watch process={process!r}; leave it out for worker {worker_idx}"
+                )
+            self._processes[worker_idx] = process
+        try:
+            self._register_worker(worker_idx, pipe_or_context)
+        finally:
+            self._processes.pop(worker_idx, None)
+
+    # Hooks: a subclass may override these, in every scheme.
+
+    def _set_context(self, context: Any, model_id: str | None = None) -> None:
+        """Look for the model here when send() gets none. Held weakly."""
+        self._context_ref = None if context is None else weakref.ref(context)
+        if model_id is not None:
+            self._model_id = model_id
+
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        """Reach this worker from now on."""
+        self._transports[worker_idx] = self._scheme.create_transport(pipe_or_context)
+
+    def _iterate_transports(self, worker_ids: int | Sequence[int] | None = None) -> Iterator[Any]:
+        """The transports of these workers. A send goes to the workers whose transports this yields."""
+        for index in chosen_workers(worker_ids, self.worker_ids):
+            yield self._transport_of(index)
+
+    def _transport_of(self, index: int) -> Any:
+        return self._transports[index]
+
+    def _reached(self, workers: list[int]) -> list[int]:
+        """Those of these workers whose transports _iterate_transports() yields."""
+        if not self._picks:
+            return workers
+        own = {id(self._transport_of(index)): index for index in workers}
+        reached = []
+        for transport in self._iterate_transports(workers):
+            if id(transport) not in own:
+                raise ValueError(
+                    f"_iterate_transports() yields {transport!r}, which is the transport of none of the workers "
+                    f"{workers}; yield what super()._iterate_transports() gives"
+                )
+            reached.append(own[id(transport)])
+        return sorted(reached)
+
+    @property
+    def _picks(self) -> bool:
+        """Does a subclass choose who is sent to?"""
+        return type(self)._iterate_transports is not WeightSender._iterate_transports
+
+    def set_up(self, arguments: Arguments) -> None:
+        """Take in what init_on_sender() got. Called by the scheme."""
+        self._take_model(arguments, "model")
+        pipes: Sequence[Any] | None = arguments.get("pipes")
+        count = arguments.get("num_workers")
+        if pipes is not None:
+            if count is not None and count != len(pipes):
+                raise ValueError(
+                    f"num_workers is {count} but there are {len(pipes)} pipes; give one pipe for each worker"
+                )
+            for index, pipe in enumerate(pipes):
+                self.register_worker(index, pipe, process_of(arguments, index) if self.takes_process else None)
+
+    def _take_model(self, arguments: Arguments, *names: str) -> None:
+        """The model that was given under the first of these names; else what the context has there."""
+        self._model = next((m for name in names if (m := arguments.given(name)) is not None), None)
+        self._model_names = names
+
+    @property
+    def given_model(self) -> Any:
+        """What init_on_sender(model=) got; None: nothing."""
+        return self._model
+
+    @property
+    def context_model(self) -> Any:
+        """The model that the context has under another name than its id; None when it has none."""
+        context = self._context
+        return next((m for name in self._model_names if (m := model_at(context, name)) is not None), None)
+
+    def send(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
+    ) -> int:
+        """Send weights, and wait until every worker has applied them.
+
+        Args:
+            weights: a module, a TensorDict, a dict, a model id, or None for the context's model.
+            worker_ids: None sends to all workers, an int to one, a list to several.
+            timeout: seconds for the whole call; None is the scheme's default.
+
+        Returns:
+            The version that the weights have now: it grows with every send.
+
+        Raises:
+            WriterBusy: another thread was sending all that time, or this one is inside a send; nothing was sent.
+            RuntimeError: a send_async() is pending. ValueError: a worker that is not registered, or no weights.
+            ProtocolError: this sender was unpickled and has no workers.
+            ManifestMismatch: the weights do not fit; nobody was changed.
+            WorkerDied, AckTimeout: sent, but these workers have not applied it; the others have. The sender stays
+            usable, and the dead are left out from now on. An exception of a worker raises here, with its traceback
+            as the cause.
+        """
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "send"):
+            self.check_ready("send")
+            workers = self._chosen(worker_ids)
+            posted = self._post(weights, workers, deadline)
+            self._collect(workers, posted, deadline)
+            return self.version
+
+    def send_async(
+        self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
+    ) -> int:
+        """Send weights and return at once; wait_async() waits. Raises as send() does, but for what workers do."""
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "send_async"):
+            self.check_ready("send_async")
+            workers = self._chosen(worker_ids)
+            self._pending = workers, self._post(weights, workers, deadline)
+            return self.version
+
+    def wait_async(self, *, timeout: float | None = None) -> int:
+        """Wait for the pending send_async(), and return its version.
+
+        Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
+        """
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "wait_async"):
+            if self._pending is None:
+                raise RuntimeError("no send is pending; call send_async() first")
+            (workers, posted), self._pending = self._pending, None
+            self._collect(workers, posted, deadline)
+            return self.version
+
+    def update_weights(self, weights: Any) -> int:
+        """Call send(weights)."""
+        return self.send(weights)
+
+    # What the kinds of senders do differently.
+
+    def _post(self, weights: Any, workers: list[int], deadline: float) -> Any:
+        """Start sending; what _collect() needs."""
+        prepared = self._prepared(weights)
+        self._version += 1
+        names = {id(transport): index for index, transport in self._transports.items()}
+        transports = {
+            names.get(id(transport), position): transport
+            for position, transport in enumerate(self._iterate_transports(workers))
+        }
+        calls = Calls(self._errands, transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls.send(self._model_id, prepared, deadline)
+        return calls
+
+    def _collect(self, workers: list[int], posted: Any, deadline: float) -> None:
+        """Wait for every answer."""
+        if posted:  # of a sender that sends nothing it is empty
+            posted.finish(deadline)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return deadline_after(timeout, math.inf)  # without a deadline the transports' own time-outs count
+
+    def turns(self) -> list[Turns]:
+        """What a send has to itself while it lasts."""
+        return [self._turns]
+
+    def check_ready(self, call: str) -> None:
+        """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy that reaches nobody."""
+        self._refuse_pending(call)
+        if self._copied and self.sends and not self.worker_ids:
+            raise ProtocolError(
+                f"{call}() of a sender that was copied or unpickled: pipes and workers stayed with the original, so it "
+                "has no workers; call register_worker() for each first"
+            )
+
+    def _source(self, weights: Any) -> Any:
+        """What the user means: a module or weights."""
+        if weights is None and self._model is not None:
+            return self._model
+        found = self._scheme.find_source(weights, self._model_id, self._context)
+        found = self.context_model if found is None else found
+        return self._needed_source(found)
+
+    def _needed_source(self, found: Any) -> Any:
+        if found is None:
+            raise ValueError(
+                f"there are no weights to send: pass them, or give init_on_sender() a context or a model= for "
+                f"{self._model_id!r}"
+            )
+        return found
+
+    def _prepared(self, weights: Any) -> Any:
+        """The weights that travel."""
+        if self._scheme.prepares:
+            found = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
+        else:
+            found = self._source(weights)
+        found = self._needed_source(found)
+        if isinstance(found, nn.Module):
+            return self._strategy.extract_weights(found)
+        return self._strategy.cast(found)
+
+    @property
+    def _context(self) -> Any:
+        return None if self._context_ref is None else self._context_ref()
+
+    def _refuse_pending(self, call: str) -> None:
+        self._scheme.check_open(call)
+        if self._pending is not None:
+            raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
+
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        return chosen_workers(worker_ids, self.worker_ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Pipes and contexts belong to this process: a copy has to register its own workers.
+        return {
+            **self.__dict__,
+            "_context_ref": None,
+            "_model": None,
+            "_pending": None,
+            "_transports": {},
+            "_copied": True,
+        }
