@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,15 +71,23 @@ def pytest_xdist_auto_num_workers(config):
     return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
+def modes_of_torch() -> tuple[Any, ...]:
+    """What a call that ended half-way could have left switched on, or off, in this thread."""
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    on = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_torch_function_enabled()
+    return (*on, *map(str, keys))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Every test must leave no arena of this process in /dev/shm, and no thread."""
+    """Every test must leave no arena of this process in /dev/shm, no thread, and torch's modes as they were."""
 
     def threads() -> int:
         return sum(thread.ident not in RUNNERS_OWN for thread in threading.enumerate())
 
-    arenas, before = set(segments()), threads()
+    arenas, before, modes = set(segments()), threads(), modes_of_torch()
     yield
+    assert modes_of_torch() == modes
     gc.collect()
     assert set(segments()) <= arenas
     assert threads() <= before

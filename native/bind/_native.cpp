@@ -7,6 +7,7 @@ namespace shmsync::bind {
 void bind_cover(nb::module_&);
 void bind_faults(nb::module_&);
 void bind_memory(nb::module_&);
+void bind_modes(nb::module_&);
 void bind_module_tree(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_writer(nb::module_&);
@@ -23,6 +24,7 @@ NB_MODULE(_native, m) {
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
   shmsync::bind::bind_faults(m);
   shmsync::bind::bind_memory(m);
+  shmsync::bind::bind_modes(m);
   shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_writer(m);

@@ -13,7 +13,7 @@ from ..errors import NoSpace
 from ..memory.arena import nested, view
 from ..memory.available import available_bytes
 from ..memory.manifest import Key, Manifest
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 from ..memory.system import refusals
 
 BUFFERS = 2
@@ -43,7 +43,7 @@ class BufferSpec(NamedTuple):
 class Buffers:
     """The mapped buffers. `tensors[k]`: buffer k by key, each tensor `[rows, steps, ...]`; a row is an environment."""
 
-    @plainly()
+    @run_plainly
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
         manifest = _manifest(spec.leaves, spec.rows, spec.steps)

@@ -19,7 +19,7 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
-from ..memory.plainly import modes_are_on, plainly
+from ..memory.plainly import modes_are_on, plainly, run_plainly
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 
@@ -191,7 +191,7 @@ class Binding:
             )
         self.take(found, iter(living))
 
-    @plainly()
+    @run_plainly
     def give_back(self, owners: set[nn.Module] | None = None) -> None:
         """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
         mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
@@ -215,7 +215,7 @@ class Binding:
             path.followers.append(self)
 
 
-@plainly()
+@run_plainly
 def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
     """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
 

@@ -11,13 +11,13 @@ from tensordict import TensorDictBase
 
 from ..memory.arena import nested
 from ..memory.manifest import Key, tie
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 from . import extra_state
 from .dtypes import Dtypes, cast_leaves
 from .sources import EVERYTHING, collect, problem_with
 
 
-@plainly()
+@run_plainly
 def cast_tensors(tensors: Mapping[Key, Any], dtype: Dtypes, *, partial: bool) -> dict[Key, Any]:
     """These leaves, cast as Publisher(dtype=) casts them. What has its dtype already is the same object.
 

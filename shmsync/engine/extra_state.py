@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import _native
 from ..memory.manifest import Key
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 from .pickling import dumps
 from .sources import EVERYTHING, collect
 from .wrappers import submodules
@@ -107,7 +107,7 @@ def _states(leaf: torch.Tensor) -> States:
     return states
 
 
-@plainly()
+@run_plainly
 def _leaf(packed: bytes, size: int) -> torch.Tensor:
     leaf = torch.zeros(size, dtype=torch.uint8, device="cpu")
     data = len(packed).to_bytes(_LENGTH_BYTES, "little") + packed

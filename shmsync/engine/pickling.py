@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 from .admission import problem_with
 
 # Pickles a message without tensors. Equal messages give equal bytes in both processes.
 small = functools.partial(pickle.dumps, protocol=5)
 
 
-@plainly()
+@run_plainly
 def dumps(message: object) -> bytes:
     """Pickle a message, with the values of its tensors; the tensors stay where they are."""
     buffer = io.BytesIO()
@@ -38,7 +38,7 @@ def _plain(tensor: torch.Tensor) -> bool:
     return problem_with(tensor) is None and not (tensor.is_conj() or tensor.is_neg())
 
 
-@plainly()
+@run_plainly
 def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -21,7 +21,7 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from ..memory.manifest import Key, Leaf
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 from .admission import extent
 from .converting import Conversions
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
@@ -173,7 +173,7 @@ class Plans:
             self._of_tensordict.keep(source, plan)
         return plan
 
-    @plainly()
+    @run_plainly
     def make(self, source: Weights, collected: Collected | None = None) -> CopyPlan:
         """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf."""
         partial = not isinstance(source, nn.Module)

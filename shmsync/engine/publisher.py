@@ -18,7 +18,7 @@ from ..memory import reader_table, segment
 from ..memory.arena import create
 from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
-from ..memory.plainly import plainly
+from ..memory.plainly import plainly, run_plainly
 from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
@@ -163,7 +163,7 @@ class Publisher:
         """
         return Update(self, self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
 
-    @plainly()
+    @run_plainly
     def adopt(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
@@ -213,7 +213,7 @@ class Publisher:
         self._source = module
         self._plans.forget()
 
-    @plainly()
+    @run_plainly
     def _differs(self, module: nn.Module) -> bool:
         tensors = collect(module, self._filter).tensors
         views = self._arena.views(0)

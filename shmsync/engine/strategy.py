@@ -13,7 +13,7 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
-from ..memory.plainly import copy_into, plainly
+from ..memory.plainly import copy_into, run_plainly
 from . import extra_state
 from .casting import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes
@@ -56,7 +56,7 @@ class WeightStrategy:
         """Weights in the form that they have, cast to dtype=. Raises ManifestMismatch as Publisher(dtype=) does."""
         return cast_weights(weights, self.dtype, partial=self.partial)
 
-    @plainly()
+    @run_plainly
     def extract_weights(self, source: Any) -> Any:
         """The weights of a module, a TensorDict or a dict, in the configured form.
 
@@ -106,7 +106,7 @@ class WeightStrategy:
         for module, state in extra:
             module.set_extra_state(getattr(state, "data", state))
 
-    @plainly()
+    @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> _Fit:
         """Raise as apply_weights() does, and write nothing."""
         if weights is None:
@@ -172,7 +172,7 @@ def _refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
         )
 
 
-@plainly()
+@run_plainly
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the first tensor of each pair into the second; all that are plain memory go in one native call."""
     rows: list[tuple[torch.Tensor, int, int]] = []

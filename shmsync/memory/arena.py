@@ -15,7 +15,7 @@ from .. import _native
 from ..errors import ClosedError
 from . import segment, slab
 from .manifest import Key, Manifest, fingerprint
-from .plainly import plainly
+from .plainly import plainly, run_plainly
 from .process import me
 from .slab import Slab
 from .system import refusals
@@ -83,7 +83,7 @@ class Arena:
             views = self._views[slot, writable] = self._made_views(slot, writable)
         return views
 
-    @plainly()  # kept for good: views made in inference mode could never be trained
+    @run_plainly  # kept for good: views made in inference mode could never be trained
     def _made_views(self, slot: int, writable: bool) -> dict[Key, torch.Tensor]:
         storage = self.slab.writable if writable else self.slab.readonly
         assert storage is not None, "only a publisher writes"

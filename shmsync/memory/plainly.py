@@ -8,12 +8,18 @@ made and copied inside plainly().
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from typing_extensions import ParamSpec
+
+from .. import _native
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _transforms() -> Any:
@@ -33,14 +39,10 @@ _TRANSFORMS = _transforms()
 _level = getattr(torch._C._functorch, "maybe_current_level", None)
 
 
-def _outside_transforms() -> AbstractContextManager[Any]:
-    return contextlib.nullcontext() if _TRANSFORMS is None else torch._C._ExcludeDispatchKeyGuard(_TRANSFORMS)
-
-
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), also when the target was made in inference mode. Call it inside plainly()."""
     if target.is_inference():
-        with torch.inference_mode():
+        with torch._C._InferenceMode(True):  # not torch.inference_mode(), which an interrupt may leave switched on
             target.copy_(source)
     else:
         target.copy_(source)
@@ -51,17 +53,30 @@ def modes_are_on() -> bool:
     return _level is not None and _level() is not None
 
 
-@contextlib.contextmanager
-def plainly() -> Iterator[None]:
-    """No mode and no tensor subclass sees the operations inside, and no gradient is recorded. It costs about 7 µs.
+_MAKERS = (
+    torch._C.DisableTorchFunction,  # what torch.overrides and torch.utils._python_dispatch are made of
+    torch._C._DisableTorchDispatch,
+    *(() if _TRANSFORMS is None else (partial(torch._C._ExcludeDispatchKeyGuard, _TRANSFORMS),)),
+    # Tensors made in inference mode could never be trained. Leaving it also puts the gradients' mode back.
+    partial(torch._C._InferenceMode, False),
+)
+_no_gradients = partial(torch._C._set_grad_enabled, False)
 
-    Also a decorator: `@plainly()`.
+
+def plainly() -> _native.Together:
+    """No mode and no tensor subclass sees the operations inside, and no gradient is recorded. It costs a few µs.
+
+    An interrupt leaves none of it switched on: `with plainly():` is one native step, which torch.no_grad() is not.
     """
-    with (
-        torch._C.DisableTorchFunction(),  # what torch.overrides and torch.utils._python_dispatch are made of
-        torch._C._DisableTorchDispatch(),
-        _outside_transforms(),
-        torch.inference_mode(False),  # tensors made in inference mode could never be trained
-        torch.no_grad(),
-    ):
-        yield
+    return _native.Together(_MAKERS, _no_gradients)
+
+
+def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: the function runs inside plainly()."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with plainly():
+            return function(*args, **kwargs)
+
+    return run

@@ -85,8 +85,7 @@ class WeightSyncScheme(ABC):
         arguments = Arguments(model_id, context, kwargs)
         late = check_names(self, "sender_takes", arguments)
         sender = self.create_sender()
-        sender._set_context(context, model_id)
-        sender.set_up(arguments)
+        sender.begin(arguments)
         late()
         self._sender = sender
         self._initialized_on_sender = True
@@ -105,8 +104,7 @@ class WeightSyncScheme(ABC):
         arguments = Arguments(model_id, context, kwargs)
         late = check_names(self, "worker_takes", arguments)
         receiver = self.create_receiver()
-        receiver._set_context(context)
-        receiver.set_up(arguments)
+        receiver.begin(arguments)
         late()
         self._receiver = receiver
         self._initialized_on_worker = True

@@ -15,12 +15,12 @@ from tensordict import TensorDictBase
 
 from ..engine import extra_state
 from ..engine.strategy import leaves_of, refuse_odd
-from ..memory.plainly import plainly
+from ..memory.plainly import run_plainly
 
 Leaves = dict[str, Any]  # by dotted key: private copies, and what modules keep beside their tensors
 
 
-@plainly()
+@run_plainly
 def private_leaves(weights: Any) -> Leaves:
     """Copies that the trainer's next step does not change. Raises ValueError for what is no weights."""
     if not isinstance(weights, (TensorDictBase, Mapping)):

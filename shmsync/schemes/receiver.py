@@ -71,8 +71,13 @@ class WeightReceiver:
         """The model that weights are applied to. Raises ValueError when there is none."""
         return referenced_model(self._model_ref, self._context_ref)
 
-    def set_up(self, arguments: Arguments) -> None:
+    def begin(self, arguments: Arguments) -> None:
         """Take in what init_on_worker() got. Called by the scheme."""
+        self._set_context(arguments.context)
+        self.set_up(arguments)
+
+    def set_up(self, arguments: Arguments) -> None:
+        """Take in the model, and the way to the sender."""
         self._take_worker(arguments)
         model = arguments.model()
         self._register_worker_transport(arguments.needed("pipe"))

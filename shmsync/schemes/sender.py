@@ -124,8 +124,13 @@ class WeightSender:
         """Does a subclass choose who is sent to?"""
         return type(self)._iterate_transports is not WeightSender._iterate_transports
 
-    def set_up(self, arguments: Arguments) -> None:
+    def begin(self, arguments: Arguments) -> None:
         """Take in what init_on_sender() got. Called by the scheme."""
+        self._set_context(arguments.context, arguments.model_id)
+        self.set_up(arguments)
+
+    def set_up(self, arguments: Arguments) -> None:
+        """Take in the model and the workers."""
         self._take_model(arguments, "model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
         count = arguments.get("num_workers")

@@ -95,8 +95,8 @@ def busy(trainer, place):
     return psutil.Process(trainer.pid).status() == psutil.STATUS_SLEEPING
 
 
-class Interrupt(Exception):
-    pass
+class Interrupt(BaseException):
+    """As KeyboardInterrupt: tensordict turns an Exception in its constructors into one of its own."""
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ import logging
 import os
 import signal
 
-import psutil
 import pytest
 
 import shmsync
 from shmsync.collectors import MultiprocessCollector
 from support.environments import SCHEMES, Constant, Counting
-from support.processes import until
+from support.processes import until, workers
 from support.raising import ENVIRONMENT, KINDS, PLACES, WORDS, Closing, FailsOnce, RaisingEnv, RaisingPolicy
 
 AS_THEY_ARE = {"RuntimeError", "EOFError", "BrokenPipeError", "ConnectionResetError", "OSError", "ExceptionGroup"}
@@ -25,6 +24,7 @@ AS_THEY_ARE = {"RuntimeError", "EOFError", "BrokenPipeError", "ConnectionResetEr
 def test_what_user_code_raises_arrives_with_its_traceback(kind, place, sync):
     env = functools.partial(RaisingEnv, kind, place) if place in ENVIRONMENT else Counting
     policy = Constant() if place in ENVIRONMENT else RaisingPolicy(kind, place)
+    before = workers()
     with pytest.raises(Exception) as caught:  # noqa: PT011  # any kind; it is looked at below
         batches = MultiprocessCollector(env, policy, num_workers=2, frames_per_batch=20, total_frames=2000, sync=sync)
         try:
@@ -41,10 +41,7 @@ def test_what_user_code_raises_arrives_with_its_traceback(kind, place, sync):
         assert type(error) is RuntimeError and kind.split()[0] in str(error)
     if kind not in ("ExceptionGroup", "BaseExceptionGroup", "SystemExit with a code"):
         assert WORDS in str(error)
-    assert not psutil.Process().children() or all(
-        "forkserver" in " ".join(child.cmdline()) or "resource_tracker" in " ".join(child.cmdline())
-        for child in psutil.Process().children()
-    )
+    assert workers() <= before
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -72,14 +72,15 @@ def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
         if call == "resend":
             sender.resend()
         elif call == "send_async":
-            sender.send_async(Stamped(number))
+            sender.send_async(weights)
             sender.wait_async()
         else:
-            sender.send(Stamped(number), [0, 2] if call == "some" else None)
+            sender.send(weights, [0, 2] if call == "some" else None)
 
     with storm(3.0, 0.004) as interrupted:
         while interrupted.more():
             number += 1
+            weights = Stamped(number)
             if interrupted(act):
                 finish(sender)
                 number += 1
@@ -98,7 +99,8 @@ def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
     with storm(3.0, 0.008) as interrupted:
         while interrupted.more():
             number += 1
-            if interrupted(lambda n=number: send_together({a: Stamped(n), b: Stamped(n)})):
+            models = {a: Stamped(number), b: Stamped(number)}
+            if interrupted(lambda: send_together(models)):  # noqa: B023  # called at once
                 number += 1
                 versions.append(send_together({a: Stamped(number), b: Stamped(number)}))
                 assert fleet.stamps("a") == fleet.stamps("b") == [number] * 3
@@ -133,7 +135,8 @@ def test_an_interrupt_in_the_first_send_of_a_sender_leaves_every_pipe_usable(fle
             scheme = fleet.make(timeout=60.0)
             fleet.init_sender(scheme)
             sender = scheme.get_sender()
-            landed = interrupted(lambda: sender.send(Stamped(number, width)))  # noqa: B023  # called at once
+            weights = Stamped(number, width)
+            landed = interrupted(lambda: sender.send(weights))  # noqa: B023  # called at once
             if landed:
                 number += 1
                 sender.send(Stamped(number, width))

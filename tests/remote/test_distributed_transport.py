@@ -65,6 +65,7 @@ def test_the_store_announces_and_answers(ends):
     model_id, _ = worker.call(transports.received_without_answer)
     assert model_id == "policy"
     assert keys(trainer) == []
+    until(lambda: not trainer.call(transports.looks_by_itself))
     worker.call(transports.use, "send_ack")
     until(lambda: keys(worker) == ["NODE_1_out"])
     assert worker.call(parts.store, "get", "NODE_1_out") == b"updated"

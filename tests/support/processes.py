@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import multiprocessing
 import os
 import select
 import signal
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+
+import psutil
 
 PATIENCE = 240  # seconds: long after a slow machine is done, and before the watchdog of the test
 
@@ -42,6 +46,13 @@ def state(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def workers():
+    """The living processes of multiprocessing that this one has started, by itself or over its fork server."""
+    server = forkserver._forkserver._forkserver_pid
+    found = [] if server is None else [child.pid for child in psutil.Process(server).children()]
+    return {pid for pid in [*found, *(child.pid for child in multiprocessing.active_children())] if alive(pid)}
 
 
 def kill(pid):

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import shmsync
+from shmsync import WeightStrategy
+from shmsync.memory.plainly import plainly
 
 
 class Interrupt(Exception):
@@ -74,6 +76,19 @@ def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
         with sub.read() as section:
             assert (section.weights["w"] == 0).all()
         assert not pub._side.lock.locked()
+
+
+def test_an_interrupt_leaves_no_mode_of_torch_switched_on():
+    net, strategy = nn.Linear(2, 2), WeightStrategy("state_dict")
+
+    def extract():
+        with plainly():
+            strategy.extract_weights(net)
+
+    with interrupted(extract, 3000):
+        assert torch.is_grad_enabled() and torch._C._is_torch_function_enabled()
+        assert (net.weight.clone() * 2).requires_grad
+        assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("slots", [1, 2])

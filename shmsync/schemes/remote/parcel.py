@@ -27,7 +27,7 @@ from ...engine.sources import check_keys
 from ...engine.strategy import leaves_of, refuse_odd
 from ...memory.arena import nested, view
 from ...memory.manifest import Key, Manifest
-from ...memory.plainly import plainly
+from ...memory.plainly import run_plainly
 from ...memory.segment import Handle
 
 Kind = Literal["tensordict", "flat", "nested"]
@@ -97,7 +97,7 @@ class Packer:
         self._free: list[list[torch.Tensor]] = []
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
-    @plainly()
+    @run_plainly
     def pack(self, weights: Any, model_id: str, version: int) -> Parcel:
         """Copy weights, once. Raises ManifestMismatch for leaves that are no plain tensors."""
         tensors, extra = leaves_of(weights)
@@ -177,7 +177,7 @@ def allow_views(reader: ReadsOnly) -> None:
         _readers.add(reader)
 
 
-@plainly()
+@run_plainly
 def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
     with _readers_lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import torch
 from tensordict import TensorDict
@@ -110,6 +111,11 @@ def received_without_answer(state):
     """(model id, the names of what is there)."""
     model_id, weights = state.transport.receive_weights(FOR_EVER)
     return model_id, list(weights.keys())
+
+
+def looks_by_itself(state):
+    """Does the trainer look for an answer that nobody waits for, as it does for a moment after each send?"""
+    return time.monotonic() <= state.transport.call._until
 
 
 def receive_initial(state):
