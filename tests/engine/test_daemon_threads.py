@@ -145,7 +145,7 @@ COLLECTOR = """
 """
 COLLECTORS = {
     "a collector waits for a batch": """
-            daemon(lambda: next(batches), "events")
+            daemon(lambda: next(batches), "wait")
             child.resume()
     """,
     "a collector waits for acks of weights": """
