@@ -103,7 +103,8 @@ class PipeCarrier(ABC):
         self.concluded(posted, outcome)
         for index in list(outcome.dead):
             link = posted.links[index]
-            link.reported = True
             if link.finished and self.done_before_leaving(posted.model_id, index):
                 del outcome.dead[index]
                 outcome.done.append(index)
+            else:
+                link.reported = True
