@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -102,9 +103,18 @@ class WeightStrategy:
             return
         targets, given, extra = self.check_weights(destination, weights)
         _refuse_bound({key: targets[key] for key in given})
+        earlier = [(targets[key].detach().clone(), targets[key]) for key in given] if extra else []
+        states = [(module, module.get_extra_state()) for module, _ in extra]
         _copy_all([(source, targets[key]) for key, source in given.items()])
-        for module, state in extra:
-            module.set_extra_state(getattr(state, "data", state))
+        try:
+            for module, state in extra:
+                module.set_extra_state(getattr(state, "data", state))
+        except BaseException:  # of the user's own code: the destination keeps what it had
+            _copy_all(earlier)
+            for module, state in states:
+                with contextlib.suppress(Exception):
+                    module.set_extra_state(state)
+            raise
 
     @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> _Fit:

@@ -96,6 +96,9 @@ class Calls:
 
         def step(index: int, in_thread: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             transport = self._left[index]
+            earlier = self._errands.earlier(index, transport)
+            if hasattr(transport, "forget_posted") and (earlier is None or earlier.done_by(0.0)):
+                transport.forget_posted()  # an earlier send was interrupted before its wait_ack()
             method = getattr(transport, "send_weights_async", transport.send_weights)
             return method, (model_id, copy() if in_thread else weights)
 

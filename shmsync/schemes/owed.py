@@ -7,7 +7,7 @@ worker gets those of earlier ones that it was sent and has not confirmed; a new 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from tensordict import TensorDictBase
 
 from ..engine import extra_state
 from ..engine.strategy import leaves_of, refuse_odd
+from ..memory.manifest import tie
 from ..memory.plainly import run_plainly
 
 Leaves = dict[str, Any]  # by dotted key: private copies, and what modules keep beside their tensors
@@ -22,16 +23,19 @@ Leaves = dict[str, Any]  # by dotted key: private copies, and what modules keep 
 
 @run_plainly
 def private_leaves(weights: Any) -> Leaves:
-    """Copies that the trainer's next step does not change. Raises ValueError for what is no weights."""
+    """Copies that the trainer's next step does not change; tied leaves share one. Raises ValueError for no weights."""
     if not isinstance(weights, (TensorDictBase, Mapping)):
         kind = type(weights).__name__
         raise ValueError(f"with partial=True weights are a module, a TensorDict or a dict, not a {kind}")
     tensors, extra = leaves_of(weights)
     refuse_odd({key: each for key, each in tensors.items() if isinstance(each, torch.Tensor)})
-    found: Leaves = {
-        ".".join(key): each.detach().clone() if isinstance(each, torch.Tensor) else each
-        for key, each in tensors.items()
-    }
+    copies: dict[Any, torch.Tensor] = {}
+    found: Leaves = {}
+    for key, each in tensors.items():
+        if isinstance(each, torch.Tensor):
+            identity = tie(each) or key
+            each = copies[identity] = copies[identity] if identity in copies else each.detach().clone()
+        found[".".join(key)] = each
     return found | {".".join((*path, extra_state.STATE_DICT_KEY)): state for path, state in extra.items()}
 
 
@@ -49,11 +53,14 @@ class Owed:
         return self._whole
 
     def add(self, given: Leaves, workers: Iterable[Any]) -> None:
-        """These leaves are for these workers, from now on."""
+        """These leaves are for these workers, from now on; a leaf that was one tensor with one of them changes too."""
+        new = {id(each): given[name] for name, each in self._whole.items() if name in given and torch.is_tensor(each)}
+        tied = {name: new[id(each)] for name, each in self._whole.items() if id(each) in new and name not in given}
         for worker in workers:
             due = self._due.get(worker)
-            self._due[worker] = {**(self._whole if due is None else due), **given}
-        self._before, self._whole = self._whole, {**self._whole, **given}
+            due = self._whole if due is None else due
+            self._due[worker] = {**due, **{name: each for name, each in tied.items() if name in due}, **given}
+        self._before, self._whole = self._whole, {**self._whole, **tied, **given}
 
     def due(self, worker: Any, given: Leaves) -> Leaves | None:
         """What a message to this worker has to hold; None: no more than what was given."""
@@ -65,17 +72,22 @@ class Owed:
         self._due[worker] = dict(self._whole)
         return self._whole
 
-    def settle(self, given: Collection[str], done: Iterable[Any], failed: Iterable[Any]) -> None:
+    def settle(self, given: Leaves, done: Iterable[Any], failed: Iterable[Any]) -> None:
         """These workers have confirmed all they were sent; those have refused what was given to them.
 
         None stands for somebody who is no worker.
         """
         done, failed = list(done), list(failed)
+        refused = {id(each) for each in given.values() if torch.is_tensor(each)}  # with their names, and those tied
         for worker in done:
             self._due[worker] = {}
         for worker in failed:
             if worker is None:
                 continue  # a relay
-            self._due[worker] = {name: each for name, each in self._due.get(worker, {}).items() if name not in given}
+            self._due[worker] = {
+                name: each
+                for name, each in self._due.get(worker, {}).items()
+                if name not in given and id(each) not in refused
+            }
         if failed and not done:  # nobody has these leaves, and a new worker would refuse them too
             self._whole = self._before

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import pytest
 import torch
 
 import shmsync
-from shmsync.schemes import WeightSyncScheme
+from shmsync.schemes import MPTransport, WeightSyncScheme
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped, stamp
 
@@ -135,3 +136,42 @@ def test_an_error_of_a_transport_is_raised_when_the_others_are_done(connect):
         with pytest.raises(ZeroDivisionError, match="of the transport's own"):
             sender.send({"w": torch.zeros(1)}, timeout=timeout)
         assert len(boxes[1].threads) == (1 if timeout is None else 2)
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+def test_what_an_interrupted_send_has_sent_is_not_waited_for_by_the_next(timeout):
+    class Interrupted(MPTransport):
+        left = 1
+
+        def send_weights_async(self, model_id, weights):
+            if Interrupted.left == 0 and self is transports[1]:
+                Interrupted.left = -1
+                raise KeyboardInterrupt
+            Interrupted.left -= self is transports[1]
+            return super().send_weights_async(model_id, weights)
+
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    scheme = type("Scheme", (WeightSyncScheme,), {"create_transport": lambda self, pipe: Interrupted(pipe, 60.0)})()
+    scheme.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
+    sender = scheme.get_sender()
+    transports = [sender._transports[index] for index in range(2)]
+    workers = [MPTransport(theirs) for _, theirs in pipes]
+    Interrupted.left = 1
+    sender.send_async(Stamped(1), timeout=timeout)
+    for worker in workers:
+        assert worker.receive_weights() is not None
+        worker.send_ack()
+    sender.wait_async(timeout=60)
+    with pytest.raises(KeyboardInterrupt):
+        sender.send_async(Stamped(2), timeout=timeout)
+    for worker in workers:  # whoever was sent it answers, and nobody waits for that
+        if worker.receive_weights(timeout=0.05) is not None:
+            worker.send_ack()
+    with pytest.raises(shmsync.AckTimeout) as raised:
+        sender.send(Stamped(3), timeout=0.2)
+    assert raised.value.missing == [0, 1]
+    for each in (*pipes[0], *pipes[1]):
+        each.close()
+    for thread in threading.enumerate():
+        if thread.name == "shmsync errand":
+            thread.join(60)

@@ -1,6 +1,7 @@
 """partial=True: weights may lack leaves, and only those that are given change. In every scheme."""
 
 import multiprocessing
+import select
 import threading
 
 import pytest
@@ -17,8 +18,9 @@ from shmsync.schemes import (
     WeightSyncScheme,
     send_together,
 )
+from shmsync.schemes.pipes.connection import Channel
 from support.calls import Call
-from support.conformance.nets import Stamped, ask
+from support.conformance.nets import Stamped, Tied, ask
 from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig
 from support.conformance.table import over_pipes, start_methods
 
@@ -256,6 +258,80 @@ def test_weights_that_every_worker_refuses_are_forgotten():
     rig.sender.wait_async(timeout=60)
     assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
     rig.close()
+
+
+def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late():
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+    rig.nets[0] = rig.workers[0].get_receiver()._model_ref = Tied(0)
+    rig.deliver(Tied(1), [0])
+    rig.deliver({"tied.weight": torch.full((2, 2), 2.0)}, [0])
+    rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [0])
+    late = Tied(0)
+    _join(rig, late)
+    call = Call(rig.sender.resend, 2, timeout=60)
+    while not _ended(call):
+        rig.receivers[-1].receive(timeout=0.05)
+    assert call.result() == 3
+    rig.deliver({"tied.bias": torch.full((2,), 4.0)}, [0, 2])
+    expected = {"layer.weight": 3, "tied.weight": 3, "layer.bias": 1, "tied.bias": 4, "count": 1}
+    assert held(late) == held(rig.nets[0]) == expected
+    rig.close()
+
+
+def test_who_refuses_a_resend_changes_nothing_for_others():
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+    rig.deliver(Stamped(1))
+    rig.deliver(leaf(2))
+    misfit, late = Stamped(0, width=7), Stamped(0)
+    for index, net in ((2, misfit), (3, late)):
+        _join(rig, net)
+        call = Call(rig.sender.resend, index, timeout=60)
+        while not _ended(call):
+            rig.receive()
+        if net is misfit:
+            with pytest.raises(ManifestMismatch):
+                call.result()
+        else:
+            assert call.result() == 2
+    assert held(late) == held(rig.nets[0]) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
+    with pytest.raises(ManifestMismatch):  # it still lacks the rest, and nobody is told otherwise
+        rig.deliver(leaf(3, "count"))
+    assert held(misfit) == {"layer.weight": 0, "layer.bias": 0, "count": 0}
+    rig.close()
+
+
+def test_parts_of_two_senders_never_take_each_others_place():
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
+    other = MultiProcessWeightSyncScheme(partial=True)
+    other.init_on_sender("policy", **rig.addresses())
+    rig.deliver({**Stamped(1).state_dict()})
+    for pipe in rig.pipes[::2]:  # full, so that nothing of what follows leaves at once
+        while select.select([], [pipe], [], 0)[1]:
+            Channel.of(pipe).send(b"\x80\x04N." + bytes(1 << 18))
+    rig.sender.send_async(leaf(2))
+    call = Call(other.get_sender().send, leaf(3, "count"), timeout=60)
+    while not _ended(call):
+        rig.receive()
+    rig.sender.wait_async(timeout=60)
+    assert call.result() == 3
+    assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
+    other.shutdown()
+    rig.close()
+
+
+def _ended(call):
+    call.join(0.01)
+    return not call.is_alive()
+
+
+def _join(rig, net):
+    """One more worker, that the sender knows."""
+    ours, theirs = _pipe(rig)
+    worker = MultiProcessWeightSyncScheme(partial=True)
+    worker.init_on_worker("policy", model=net, pipe=theirs)
+    rig.sender.register_worker(len(rig.workers), ours)
+    rig.workers.append(worker)
+    rig.receivers.append(worker.get_receiver())
 
 
 def test_new_relay_gets_whole_weights():

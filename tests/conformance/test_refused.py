@@ -16,6 +16,7 @@ from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncSch
 from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
+from support.conformance.rigs import PipeRig
 from support.conformance.table import MP, only, over_pipes, start_methods
 from support.processes import until_waits
 
@@ -174,3 +175,27 @@ def test_a_receive_in_a_meeting_ends_when_its_sender_is_gone(pipes, start, make,
             stack.callback(trainer.resume)
             assert receiving.result() is False
     receiver.close()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_extra_state_that_cannot_be_set_leaves_the_old_weights(partial):
+    class Stateful(Stamped):
+        refuses = False
+
+        def get_extra_state(self):
+            return int(self.count[0])
+
+        def set_extra_state(self, state):
+            if self.refuses:
+                raise OSError("no such state")
+
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=partial)
+    for index, worker in enumerate(rig.workers):
+        rig.nets[index] = worker.get_receiver()._model_ref = Stateful(0)
+    rig.deliver(Stateful(1))
+    for net in rig.nets:
+        net.refuses = True
+    with pytest.raises(OSError, match="no such state"):
+        rig.deliver(Stateful(2))
+    assert rig.stamps() == [1, 1]
+    rig.close()

@@ -39,6 +39,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._owed: dict[str, Owed] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
         self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
+        self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
 
     @override
     def version(self, model_id: str) -> int:
@@ -70,9 +71,12 @@ class MultiProcessCarrier(PipeCarrier):
             )
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
+        self._renewed[model_id] = set()
+        # The parts of several senders are different leaves: none of them takes the place of another's.
+        whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.tellers[model_id] = self.sign
-            link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True)
+            link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
     def _message_for(self, model_id: str, link: Link, version: int, message: bytes) -> bytes:
@@ -85,6 +89,7 @@ class MultiProcessCarrier(PipeCarrier):
             due = owed.due(link, given)
         else:
             due = owed.renew(link)
+            self._renewed[model_id].add(link)
         return message if due is None else _packed(model_id, due, version)
 
     @override
@@ -92,6 +97,8 @@ class MultiProcessCarrier(PipeCarrier):
         super().mark(posted, outcome)
         if self._partial:
             done, failed = ([posted.links[i] for i in some] for some in (outcome.done, outcome.failed))
+            # Who has refused everything is still to get it: the newest leaves are not what speaks against it.
+            failed = [link for link in failed if link not in self._renewed[posted.model_id]]
             self._owed[posted.model_id].settle(self._given[posted.model_id], done, failed)
 
     @override

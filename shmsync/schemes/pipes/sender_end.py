@@ -56,8 +56,11 @@ class SenderEnd:
         """Who sends this model over this pipe; see PipeSender.turns()."""
         return self._turns.get(model_id) or self._turns.setdefault(model_id, Turns())
 
-    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False) -> None:
-        """Send a message that will be answered with this tag. `replaceable`: newer weights may take its place."""
+    def send(self, payload: bytes, tag: Tag, *, replaceable: bool = False, whose: str = "") -> None:
+        """Send a message that will be answered with this tag.
+
+        `replaceable`: newer weights may take its place; `whose`: if they are theirs.
+        """
         with self.lock:
             if not self.channel.closed:
                 self.pump()  # what has come before cannot be an answer to it
@@ -65,7 +68,7 @@ class SenderEnd:
             if self.channel.closed:
                 self._awaited[tag] = True  # the wait will find it dead
             else:
-                self.channel.frames.send(payload, tag.model_id if replaceable else "", tag, self._awaited)
+                self.channel.frames.send(payload, tag.model_id + whose if replaceable else "", tag, self._awaited)
 
     def note(self, tag: Tag) -> None:
         """A message of this tag is about to be sent: its number is never used again."""

@@ -71,6 +71,14 @@ class PipeTransport:
         else:
             self.check_ack(messages.UPDATED)
 
+    def forget_posted(self) -> None:
+        """Wait no more for what send_weights_async() has sent; the answers will be dropped."""
+        posted, self._posted = self._posted, deque()
+        for each in posted:
+            for index, link in each.links.items():
+                for tag in each.tags[index]:
+                    link.end.forget(tag)
+
     def check_ack(self, message: str = "updated") -> None:
         """Wait for the worker's next answer, which should be `message`.
 
