@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..engine import extra_state
 from ..engine.casting import matching_dtypes
 from ..engine.dtypes import Dtypes
 from ..engine.publisher import Publication, Publisher, publish_all
 from ..engine.sources import EVERYTHING, Weights, collect, not_saved
 from ..engine.strategy import WeightStrategy
+from ..errors import ManifestMismatch
 from ..memory.manifest import Key
 
 ALL = 0  # the group of every worker, where no groups= were given
@@ -133,8 +135,9 @@ class Publishers:
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:
         """Make `source` that version for these groups: arenas where there are none yet, a publish where there are.
 
-        Raises what Publisher() raises; publishing refuses weights that lack a leaf.
+        Raises ManifestMismatch for extra state, and what Publisher() raises; weights that lack a leaf are refused.
         """
+        _refuse_extra_state(model_id, source)
         if not self.partial and model_id not in self._optional and isinstance(source, nn.Module):
             self._optional[model_id] = not_saved(source)
         made = self._publishers.setdefault(model_id, {})
@@ -194,6 +197,16 @@ class Publishers:
     def close(self) -> None:
         """End every arena. Idempotent."""
         self._finalizer()
+
+
+def _refuse_extra_state(model_id: str, source: Weights) -> None:
+    _, states = extra_state.separate(source)
+    if states:
+        whose = ", ".join(repr(path) if path else "the model itself" for path in states)
+        raise ManifestMismatch(
+            f"{model_id!r} has extra state (get_extra_state() of {whose}), which shared memory does not carry; nothing "
+            "was sent. Keep it in buffers, or use MultiProcessWeightSyncScheme"
+        )
 
 
 def _named(weights: Weights) -> dict[str, Any]:

@@ -30,6 +30,27 @@ def arenas():
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"shmsync.{os.getpid()}-")]
 
 
+class WithState(Stamped):
+    """Keeps more than tensors."""
+
+    def get_extra_state(self):
+        return {"steps": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+@only(SHM)
+@pytest.mark.parametrize("source", [WithState, lambda value: WithState(value).state_dict()], ids=["module", "dict"])
+def test_extra_state_is_refused_by_name(fleet, source):
+    sender = fleet.open()
+    with pytest.raises(ManifestMismatch, match=r"extra state .*the model itself.*nothing was sent"):
+        sender.send(source(1))
+    assert arenas() == []
+    sender.send(Stamped(2))
+    assert fleet.stamps() == [2] * 3
+
+
 # ---- registration
 
 
