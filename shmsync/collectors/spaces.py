@@ -96,7 +96,13 @@ def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callabl
                 "index of the action, for example logits.argmax(-1)"
             )
         if actions.ndim == 2 and actions.shape[1] == count > 1:  # one-hot
-            return [start + i for i in actions.to(torch.uint8).argmax(-1).tolist()]
+            hot = actions != 0
+            if not bool((hot.sum(-1) == 1).all()) or not bool((actions[hot] == 1).all()):
+                raise ManifestMismatch(
+                    f"the policy gave {actions.tolist()} as one-hot actions of {space}; each row must have one 1, "
+                    "and 0 elsewhere"
+                )
+            return [start + i for i in hot.to(torch.uint8).argmax(-1).tolist()]
         if actions.numel() != len(actions):
             raise ManifestMismatch(
                 f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs one index for each "
@@ -141,6 +147,8 @@ def _array(
     space: gymnasium.Space[Any], started: Callable[[NDArray[Any]], NDArray[Any]] | None
 ) -> Callable[[torch.Tensor], list[Any]]:
     shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
+    counts = getattr(space, "nvec", None) if started is None else None  # what started() gives is in the space
+    counts = 2 if isinstance(space, spaces.MultiBinary) else counts
 
     def array(actions: torch.Tensor) -> list[Any]:
         if tuple(actions.shape[1:]) != shape:
@@ -148,10 +156,14 @@ def _array(
                 f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
                 f"return [environments, {', '.join(map(str, shape))}]"
             )
-        given = actions.detach().numpy()
+        actions = actions.detach()
+        # NumPy has no bfloat16; float32 holds each of its values.
+        given = (actions.float() if actions.dtype == torch.bfloat16 else actions).numpy()
         if started is not None:
             given = started(cast(given, np.dtype(np.int64), f"the policy's action of {space}"))
         made = cast(given, dtype, f"the policy's action of {space}")
+        if counts is not None and not ((made >= 0) & (made < counts)).all():
+            raise ManifestMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
         # An environment may write into its action, and the policy's tensor may be a view of the weights.
         return list(made.copy() if made is given else made)
 

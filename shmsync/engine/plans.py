@@ -25,7 +25,7 @@ from ..memory.plainly import run_plainly
 from .admission import extent
 from .converting import Conversions
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
-from .sources import Collected, Filter, Weights, collect
+from .sources import Collected, Filter, Weights, collect, not_saved
 
 _native.set_exchange_table(torch.Tensor)
 
@@ -181,7 +181,14 @@ class Plans:
         return CopyPlan(collected, self._arena, self._name, partial=partial, any_device=self._any_device)
 
     def _collect(self, source: Weights) -> Collected:
-        return collect(source, self._filter, self._arena.manifest)
+        collected = collect(source, self._filter, self._arena.manifest)
+        if isinstance(source, nn.Module):
+            # Buffers that are never saved: an arena made from a state_dict() lacks them.
+            own = {key for key in not_saved(source) if key not in self._arena.manifest.by_key}
+            if own:
+                kept = {key: tensor for key, tensor in collected.tensors.items() if key not in own}
+                collected = collected._replace(tensors=kept)
+        return collected
 
     def forget(self) -> None:
         """Keep no plan, and so no tensor of a source."""

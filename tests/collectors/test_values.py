@@ -18,6 +18,7 @@ from support.environments import (
     Constant,
     Counting,
     EveryOther,
+    Later,
     Odd,
     Other,
     Reusing,
@@ -196,13 +197,37 @@ def test_actions_that_do_not_start_at_zero(collector, space, action, choice, got
         (D(3, start=5), 7, "index", "not all in"),
         (D(3, start=5), 2, "value", "not all in"),
         (M([3, 4], start=[5, 0]), [8, 0], None, "not all in"),
-        (spaces.MultiBinary(3), [2, 0, 1], None, "not in"),
+        (spaces.MultiBinary(3), [2, 0, 1], None, "not all in"),
+        (M([3, 4]), [1, 4], None, "not all in"),
+        (M([3, 4]), [-1, 0], None, "not all in"),
+        (D(3), [0, 0, 0], None, "one-hot"),
+        (D(3), [0, 1, 1], None, "one-hot"),
+        (D(3), [0, 256, 0], None, "one-hot"),
     ],
 )
 def test_actions_that_may_mean_two_things_or_none_are_refused(collector, space, action, choice, words):
     env, options = functools.partial(Starting, space), {"num_workers": 1, "frames_per_batch": 4}
     with pytest.raises(shmsync.ManifestMismatch, match=words):
         collector(env, Always(action), discrete_actions=choice, **options)
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [(M([3, 4]), [1, 4]), (spaces.MultiBinary(2), [1, 2]), (D(3), [0, 1, 1])],
+)
+def test_every_action_is_checked_not_only_the_first(collector, space, action):
+    begins = torch.tensor([[1, 0]] if space.shape else [[0, 1, 0]])
+    policy = Later(begins, torch.tensor([action]), 3)
+    with pytest.raises(shmsync.ManifestMismatch, match="not all in|one-hot"):
+        next(collector(functools.partial(Starting, space), policy, num_workers=1, frames_per_batch=20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_box_actions_are_passed_as_they_are(collector, dtype):
+    env = functools.partial(Starting, spaces.Box(-1, 1, (2,)), check=False)
+    batch = next(collector(env, Always([1.5, -4.0], dtype), num_workers=1, frames_per_batch=4))  # a Gaussian policy
+    assert batch["next", "reward"].flatten().tolist() == [-2.5] * 4
+    assert batch["action"].dtype == dtype
 
 
 def test_a_float_is_not_cut_to_a_whole_action(collector):

@@ -102,6 +102,38 @@ def test_loop_takes_part_in_a_meeting(fleet):
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [4] * 3)
 
 
+@over_pipes
+@start_methods("forkserver")
+@pytest.mark.parametrize("form", ["pair", "content"])
+def test_loop_that_drops_the_word_of_a_meeting_is_late_for_it(fleet, form):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    begin(fleet, form, "policy")
+    with pytest.raises(AckTimeout, match="nothing was sent"):
+        send_together({sender: Stamped(2)}, timeout=1)
+    for errors in end(fleet):
+        assert errors and all("whole message" in error for error in errors)
+    assert fleet.stamps() == [1, 1, 1]
+    begin(fleet)
+    sender.send(Stamped(3), timeout=60)  # what it said of the meeting counts for nothing else
+    assert end(fleet) == [[], [], []]
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_worker_that_refuses_a_meeting_calls_it_off(fleet):
+    sender = fleet.open()
+    fleet.hold()
+    fleet.workers[1].start(own_loop.strange_loop)
+    for worker in fleet.workers[::2]:
+        worker.start(own_loop.loop, "message", "policy")
+    with pytest.raises(RuntimeError, match="worker 1"):
+        send_together({sender: Stamped(2)}, timeout=1)
+    end(fleet)
+    assert fleet.stamps() == [0, 0, 0]
+
+
 @only(MP, SHM)
 @start_methods("forkserver")
 def test_loop_and_receive_take_turns(fleet):

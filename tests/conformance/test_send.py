@@ -22,6 +22,15 @@ def test_send_returns_a_version_that_grows(fleet):
     assert fleet.versions() == [3, 3, 3]
 
 
+def test_a_module_follows_its_state_dict_which_lacks_a_buffer(fleet):
+    sender = fleet.open("policy", Tied)
+    assert sender.send(Tied(1).state_dict()) == 1
+    module = Tied(2)
+    assert [sender.send(stamp(module, value)) for value in (2, 3)] == [2, 3]
+    low, high = zip(*(stamp if isinstance(stamp, tuple) else (stamp,) * 2 for stamp in fleet.stamps()), strict=True)
+    assert set(high) == {3} and set(low) <= {0, 3}  # the buffer may stay the worker's own
+
+
 def test_send_has_been_applied_when_it_returns(fleet):
     sender = fleet.open()
     fleet.hold()

@@ -226,12 +226,14 @@ class Scribbling(nn.Module):
 class Starting(Counting):
     """Actions that do not begin at 0. Its reward is the action that it got, summed."""
 
-    def __init__(self, action_space):
+    def __init__(self, action_space, check=True):
         super().__init__()
-        self.action_space = action_space
+        self.action_space, self.check = action_space, check
 
     def step(self, action):
-        assert self.action_space.contains(np.asarray(action) if isinstance(action, np.ndarray) else action), action
+        assert not self.check or self.action_space.contains(
+            np.asarray(action) if isinstance(action, np.ndarray) else action
+        ), action
         observation, _, *rest = super().step(action)
         return observation, float(np.sum(action)), *rest
 
@@ -247,6 +249,19 @@ class Always(nn.Module):
     def forward(self, observation):
         one = torch.tensor(self.action, dtype=self.dtype)
         return one.expand(len(observation), *one.shape)
+
+
+class Later(nn.Module):
+    """One action for its first calls, another one from then on."""
+
+    def __init__(self, action, other, after):
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+        self.action, self.other, self.after = action, other, after
+
+    def forward(self, observation):
+        self.after -= 1
+        return self.action if self.after >= 0 else self.other
 
 
 class EveryOther:

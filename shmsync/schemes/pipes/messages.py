@@ -88,10 +88,16 @@ class Message(NamedTuple):
 
 
 def given_message(content: Any, model_id: str, worker: int | None) -> Message:
-    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone."""
+    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone.
+
+    Raises ValueError for a part of what send_together() sends first and last: only the word tells these two apart.
+    """
     if is_message(content):
         message = Message.of(content)
         return message._replace(worker=worker if message.worker is None else message.worker)
+    meeting = content[1] if type(content) is tuple and len(content) == 2 else content
+    if type(meeting) is tuple and [type(each) for each in meeting] == [int, int, float]:
+        raise ValueError("this is a part of a message of send_together(); give apply_weights() the whole message")
     if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):  # no Handle, which is a tuple too
         model_id, content = content
     if isinstance(content, Handle):

@@ -73,7 +73,7 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
             )
         for index in met.dead:  # a worker that left is gone, whatever it has applied before
             _report(links, index, True)
-        if not met.done:
+        if met.failed or not met.done:
             met.check("the call to receive together", None)
         ready = {sender: {i: reached[i] for i in met.done} for sender, reached in links.items()}
         plans = [
@@ -90,7 +90,7 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
         write(plans, version, deadline)
     except BaseException:
         meeting.call_off()
-        for index in met.dead if met.done else ():
+        for index in met.dead if met.done or met.failed else ():
             _report(links, index, False)  # this error does not name it
         raise
     try:

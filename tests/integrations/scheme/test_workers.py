@@ -40,6 +40,16 @@ def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):
     assert [w.mean().item() for w in both.weights("0.weight")] == [4, 4]
 
 
+def test_sends_to_some_workers_count_with_the_others(pair):
+    model = filled(net(), 1)
+    both = pair(model)
+    versions = [
+        both.sender.send(filled(model, i), worker_ids=to) for i, to in enumerate([None, [0], None, [1], [0], None])
+    ]
+    assert versions == list(range(versions[0], versions[0] + 6))
+    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 5]
+
+
 def test_interrupted_sends_lose_no_worker(pair):
     """Alarms that raise at random moments, in sends to all and to some."""
 

@@ -36,6 +36,13 @@ def transport_loop(state):
             receiver.apply_weights(received[1])
 
 
+def strange_loop(state):
+    """A loop that knows no word, and says so each time."""
+    while state.pipe in connection.wait([state.conn, state.pipe]):
+        state.pipe.recv()
+        state.pipe.send((None, "what?"))
+
+
 def worker_of_subscriber(state):
     """Which index the subscriber of this worker has in the reader table."""
     return state.receivers["policy"].worker_idx

@@ -179,7 +179,10 @@ class Groups:
                     plan.append((group, source))
                     chosen_for.append(chosen)
             members = self._after(fresh)
-            versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
+            # One numbering for all groups: a group that was left out, or is new, skips versions.
+            behind = any(group.publisher.version != self.version for group, _ in plan)
+            publications = [Publication(group.publisher, source) for group, source in plan]
+            versions = publish_all(publications, self.version + 1 if behind else None, deadline)
             self._members = members
         except BaseException:
             self.sweep()
