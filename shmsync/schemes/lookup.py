@@ -101,8 +101,11 @@ def model_at(context: Any, name: str) -> Any:
 
 
 def model_in(context: Any, model_id: str) -> Any:
-    """The context's model of this id. Raises as resolve_model(), and ValueError for what has no weights."""
-    found = resolve_model(context, model_id)
+    """The context's model of this id. Raises ValueError when it is not there, or has no weights."""
+    try:
+        found = resolve_model(context, model_id)
+    except (AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"the context has no model {model_id!r}; give model=, or a context that has it") from error
     if not is_model(found):
         raise ValueError(
             f"what the context has under {model_id!r} is a {type(found).__name__}, which has no weights; a model is a "

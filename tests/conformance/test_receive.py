@@ -36,7 +36,7 @@ def test_receive_without_a_timeout_waits_as_long_as_the_scheme_says(fleet):
     assert fleet.workers[0].call(peers.receive, timeout=None) is False
     fleet.release()
     sender.send(Stamped(1), timeout=60)
-    assert fleet.get([1, 1, 1], fleet.workers)
+    assert fleet.get([1, 1, 1], [0, 1, 2])
 
 
 @over_pipes

@@ -47,9 +47,10 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
-        if isinstance(weights, (TensorDictBase, Mapping)):
-            leaves, _ = leaves_of(weights)
-            refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
+        if not isinstance(weights, (TensorDictBase, Mapping)):
+            raise ValueError(f"weights are a torch.nn.Module, a TensorDict or a dict, not a {type(weights).__name__}")
+        leaves, _ = leaves_of(weights)
+        refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
         message = _packed(model_id, weights, version)
 
