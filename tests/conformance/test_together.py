@@ -117,6 +117,22 @@ def test_the_others_get_all_models_when_a_worker_is_dead(fleet):
     assert fleet.stamps("policy", [0, 2]) == fleet.stamps("env.value_net", [0, 2]) == [2, 2]
 
 
+@start_methods("forkserver")
+def test_a_worker_that_does_not_come_and_one_that_is_dead_are_both_named(fleet):
+    policy, value = fleet.open("policy"), fleet.open("env.value_net")
+    send_together({policy: Stamped(1), value: Stamped(1)})
+    fleet.hold(2)
+    fleet.workers[1].kill()
+    with pytest.raises(AckTimeout, match="nothing was sent: worker 2.*dead: worker 1") as late:
+        send_together({policy: Stamped(2), value: Stamped(2)}, timeout=0.5)
+    assert sorted(late.value.missing) == [1, 2]
+    fleet.release(2)
+    with pytest.raises(WorkerDied) as died:
+        send_together({policy: Stamped(3), value: Stamped(3)}, timeout=60)
+    assert died.value.missing == [1]
+    assert fleet.stamps("policy", [0, 2]) == fleet.stamps("env.value_net", [0, 2]) == [3, 3]
+
+
 def test_a_pending_send_is_a_runtime_error(fleet):
     policy, value = fleet.open("policy"), fleet.open("env.value_net")
     value.send_async(Stamped(1))

@@ -119,7 +119,8 @@ class CollectorStorm:
             if kind == "kill":
                 os.kill(member.process.pid, signal.SIGKILL)
             else:
-                processes.stop(member.process.pid)
+                os.kill(member.process.pid, signal.SIGSTOP)
+                processes.until(lambda: processes.state(member.process.pid) in ("T", "Z", ""))  # or it died before
                 time.sleep(0.03)
                 processes.resume(member.process.pid)
 

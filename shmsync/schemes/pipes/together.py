@@ -63,13 +63,14 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
     try:
         met = meeting.wait(deadline)
         if met.late:
+            notes = [*met.notes, *(f"dead: worker {index} ({how})" for index, how in met.dead.items())]
             raise AckTimeout(
                 f"nothing was sent: {listed(met.late)} did not come to receive() in time"
-                f"{''.join('; ' + note for note in met.notes)}, and the models "
+                f"{''.join('; ' + note for note in notes)}, and the models "
                 f"{', '.join(repr(sender.model_id) for sender in links)} change only together. Call receive() more "
                 "often, or give more time with timeout=",
                 version=version,
-                missing=met.late,
+                missing=[*met.late, *met.dead],
             )
         for index in met.dead:  # a worker that left is gone, whatever it has applied before
             _report(links, index, True)
