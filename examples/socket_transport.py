@@ -162,8 +162,6 @@ class SocketCarrier(Carrier):
 class SocketWeightSyncScheme(RemoteScheme):
     """Weights go to workers that serve(), which give them to the receiver's apply_weights()."""
 
-    sender_takes = RemoteScheme.sender_takes | {"addresses"}
-
     def create_transport(self, pipe_or_context: Any) -> SocketTransport:
         return SocketTransport(pipe_or_context, timeout=self.timeout)
 
