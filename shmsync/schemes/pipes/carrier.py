@@ -103,7 +103,7 @@ class PipeCarrier(ABC):
         self.concluded(posted, outcome)
         for index in list(outcome.dead):
             link = posted.links[index]
-            if link.finished and self.done_before_leaving(posted.model_id, index):
+            if self.done_before_leaving(posted.model_id, index) and link.finished:
                 del outcome.dead[index]
                 outcome.done.append(index)
             else:
