@@ -54,8 +54,7 @@ class Judge:
 
     def _success(self, call, chosen, number):
         for life in chosen:
-            had_it = life.left and life.row.last()[1] >= max(number, life.least)
-            if life.dead_since < call.start and not life.reported and not had_it:
+            if life.dead_since < call.start and not life.reported and not _had_it(life, number):
                 raise Violation(f"{call} returned, but worker {life.index} was dead before it began")
             if life.stopped_since < call.start and not life.reported and life.row.get("changes"):
                 raise Violation(f"{call} returned, but worker {life.index} stood still all the time")
@@ -97,7 +96,8 @@ class Judge:
         for life in chosen:
             if life.reported:
                 continue
-            if life.dead_since < call.start and life.index not in call.error.missing:
+            named = life.index in call.error.missing
+            if life.dead_since < call.start and not named and not _had_it(life, number):
                 raise Violation(f"{call} does not name worker {life.index}, which was dead: {call.error}")
             stopped = life.stopped_since < call.start
             if stopped and life.index not in call.error.missing:
@@ -118,3 +118,8 @@ class Judge:
             for _, number in life.row.numbers():
                 if number and number not in life.sent:
                     raise Violation(f"worker {life.index} computes with {number}, which was not sent to it")
+
+
+def _had_it(life, number):
+    """Did it leave by itself, with its work done?"""
+    return life.left and life.row.last()[1] >= max(number, life.least)

@@ -64,10 +64,12 @@ def outcome_of(sender, name, timeout, width=4):
     return said, time.monotonic() - start - timeout
 
 
-def overrun(sender, name, timeout, width=4, times=3):
-    """What that many calls said, and the smallest overrun: a busy machine may delay any one of them."""
+def overrun(sender, name, timeout, width=4, times=10):
+    """What the calls said, and the smallest overrun: a busy machine delays some of them, and then gets more."""
     found = []
-    for _ in range(times):
+    for number in range(times):
+        if number >= 3 and any(late < 0.1 for said, late in found if said != "returned"):
+            break
         if name == "async":
             found += [outcome_of(sender, "send_async", timeout, width)]
             found += [outcome_of(sender, "wait_async", timeout)] if found[-1][0] == "returned" else []
@@ -76,7 +78,7 @@ def overrun(sender, name, timeout, width=4, times=3):
     return {said for said, _ in found}, min(late for said, late in found if said != "returned")
 
 
-def overrun_beside(sender, name, timeout, times=3):
+def overrun_beside(sender, name, timeout, times=10):
     """As overrun(), while another thread is inside send() all the time."""
     done = threading.Event()
 
@@ -87,6 +89,8 @@ def overrun_beside(sender, name, timeout, times=3):
 
     other = Call(send)
     until_waits(other, "send")
-    found = [outcome_of(sender, name, timeout) for _ in range(times)]
+    found = []
+    while len(found) < 3 or (min(late for _, late in found) >= 0.1 and len(found) < times):
+        found.append(outcome_of(sender, name, timeout))
     assert not done.is_set()
     return {said for said, _ in found}, min(late for _, late in found)

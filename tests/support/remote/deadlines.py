@@ -13,10 +13,12 @@ from support.remote import transports
 from support.remote.members import linear, members
 
 
-def overrun(call, timeout, tries=3):
-    """By how much the call outlived its timeout, at its best of three tries: a busy machine makes some of them late."""
+def overrun(call, timeout, tries=10):
+    """By how much the call outlived its timeout, at its best: a busy machine delays some tries, and then gets more."""
     smallest = float("inf")
-    for _ in range(tries):
+    for number in range(tries):
+        if number >= 3 and smallest < 0.1:
+            break
         began = time.monotonic()
         with contextlib.suppress(Exception):
             call()
