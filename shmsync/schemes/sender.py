@@ -271,10 +271,10 @@ class WeightSender:
     def _prepared(self, weights: Any) -> Any:
         """The weights that travel."""
         if self._scheme.prepares:
-            found = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
+            prepared = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
+            found = self._needed_source(prepared)
         else:
             found = self._source(weights)
-        found = self._needed_source(found)
         if isinstance(found, nn.Module):
             return self._strategy.extract_weights(found)
         return self._strategy.cast(found)
