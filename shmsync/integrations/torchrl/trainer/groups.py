@@ -140,11 +140,6 @@ class Groups:
                 group.publisher.adopt(source)
         self._members = tuple(members)
 
-    @property
-    def version(self) -> int:
-        """The newest version of all groups."""
-        return max(member.group.publisher.version for member in self._members)
-
     def weights(self, worker: int | None = None) -> Any:
         """The newest weights, of one worker, as a TensorDict."""
         group = next(member.group for member in self._members if worker is None or worker in member.workers)
@@ -179,10 +174,7 @@ class Groups:
                     plan.append((group, source))
                     chosen_for.append(chosen)
             members = self._after(fresh)
-            # One numbering for all groups: a group that was left out, or is new, skips versions.
-            behind = any(group.publisher.version != self.version for group, _ in plan)
-            publications = [Publication(group.publisher, source) for group, source in plan]
-            versions = publish_all(publications, self.version + 1 if behind else None, deadline)
+            versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
             self._members = members
         except BaseException:
             self.sweep()

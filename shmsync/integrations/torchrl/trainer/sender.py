@@ -41,19 +41,22 @@ class Sender:
         self.groups = groups
         self._timeout = timeout
         self.lines = Switchboard(groups.workers, process_of)
+        self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = _native.WriterLock()
         self._turns: dict[int, object] = {}  # what each thread's send holds the lock by, or tried to
 
     def send(self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None) -> int:
-        """Publish each of these weights for its workers; `wait` until they have applied it. Returns the newest version.
+        """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
+
+        The version grows by one with each send, whoever gets it.
 
         Raises:
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
             but not applied by these workers; the others have it.
         """
         if not any(workers for _, workers in wanted):
-            return self.groups.version  # there is no worker to send to
+            return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
         thread, holder = threading.get_ident(), object()
         outer = self._turns.get(thread)
@@ -78,6 +81,7 @@ class Sender:
                     f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
                 )
             posted = self.groups.publish(living, self._lost, deadline)
+            self._version += 1
             for post in posted:
                 for worker in post.strangers:
                     self.lines.move(worker, post.group.publisher.handle)
@@ -87,7 +91,7 @@ class Sender:
                     _Wait(self, posted, deadline).finish()
             finally:
                 self.groups.sweep()
-            return max(post.version for post in posted)
+            return self._version
         finally:
             self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
             self._turns.pop(thread, None)
@@ -136,7 +140,7 @@ class _Wait:
         self._sender = sender
         self._deadline = deadline
         self._posted = posted
-        self._version = max(post.version for post in posted)
+        self._version = sender._version
         self._waiting = {worker: post for post in posted for worker in post.workers}
         self._outcome = Outcome(WORDING)
 
