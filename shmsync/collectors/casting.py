@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..errors import ManifestMismatch
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Any:
@@ -65,10 +65,10 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
 
 def number(value: Any, what: str) -> float:
     """A reward. Raises ManifestMismatch where it is not one number, or too large for float32."""
-    found: float = value if type(value) is float else _one(value, what)
-    if -_LARGEST <= found <= _LARGEST or math.isinf(found) or math.isnan(found):
+    found = float(value) if isinstance(value, float) else _one(value, what)
+    if -LARGEST_FLOAT32 <= found <= LARGEST_FLOAT32 or math.isinf(found) or math.isnan(found):
         return found
-    raise ManifestMismatch(f"{what} is {found}, and rewards are float32, up to {_LARGEST}; scale it")
+    raise ManifestMismatch(f"{what} is {found}, and rewards are float32, up to {LARGEST_FLOAT32}; scale it")
 
 
 def flag(value: Any, what: str) -> bool:
@@ -79,6 +79,32 @@ def flag(value: Any, what: str) -> bool:
     if found not in (0, 1):
         raise ManifestMismatch(f"{what} is {found}, and must be True or False")
     return bool(found)
+
+
+def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
+    """The rewards of that many environments. Raises ManifestMismatch as number() does."""
+    array = _as_array(values, what)
+    if array.shape != (count,):
+        raise ManifestMismatch(
+            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
+        )
+    found = array.astype(np.float64, copy=False)
+    if not np.abs(found).max() <= LARGEST_FLOAT32:  # NaN too
+        for each in found:
+            number(float(each), what)
+    return found
+
+
+def flags(values: Any, count: int, what: str) -> NDArray[np.bool_]:
+    """True or False for that many environments. Raises ManifestMismatch as flag() does."""
+    array = _as_array(values, what)
+    if array.shape != (count,):
+        raise ManifestMismatch(
+            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
+        )
+    if array.dtype == np.bool_:
+        return array
+    return np.array([flag(each, what) for each in array])
 
 
 def _one(value: Any, what: str) -> float:

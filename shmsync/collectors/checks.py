@@ -2,58 +2,130 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, SupportsIndex
 
+import numpy as np
 import torch
 
+from ..engine.timing import check_timeout
+from ..errors import ManifestMismatch
 from .buffers import Leaves
+
+_LARGEST = 1 << 48  # of anything that is counted
+_LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
+
+
+class Counts(NamedTuple):
+    """The numbers that a collector is given, as ints."""
+
+    num_workers: int
+    frames_per_batch: int
+    envs_per_worker: int
+    total_frames: int
+    seed: int | None
+    max_lag: int | None
+
+
+def counts(
+    num_workers: SupportsIndex,
+    frames_per_batch: SupportsIndex,
+    envs_per_worker: SupportsIndex,
+    total_frames: SupportsIndex,
+    seed: SupportsIndex | None,
+    max_lag: SupportsIndex | None,
+) -> Counts:
+    """The numbers as ints. Raises TypeError or ValueError, with name and value, for those that are none."""
+    return Counts(
+        whole("num_workers", num_workers, 1),
+        whole("frames_per_batch", frames_per_batch, 1),
+        whole("envs_per_worker", envs_per_worker, 1),
+        whole("total_frames", total_frames, -1),
+        None if seed is None else whole("seed", seed, 0, _LAST_SEED),
+        None if max_lag is None else whole("max_lag", max_lag, 0),
+    )
+
+
+def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:
+    """A whole number from `low` to `high`, of any library. Raises TypeError or ValueError for what is none."""
+    boolean = isinstance(value, (bool, np.bool_)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    try:
+        if boolean:
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a whole number, {low} or more, not {value!r} ({type(value).__name__}); give it as an int"
+        ) from None
+    if found < low:
+        raise ValueError(f"{name} must be {low} or more, not {found}")
+    if found > high:
+        raise ValueError(f"{name} must be {high} or less, not {found}")
+    return found
 
 
 def arguments(
-    num_workers: int,
-    frames_per_batch: int,
-    envs_per_worker: int,
+    numbers: Counts,
     sync: bool,
     device: torch.device | str,
     on_lag: str,
-    max_lag: int | None,
+    discrete_actions: str | None,
     makers: Sequence[Any],
-) -> int:
-    """Raise ValueError or TypeError for arguments that make no sense. Returns the number of environments."""
-    for name, value in (("num_workers", num_workers), ("envs_per_worker", envs_per_worker)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, not {value}")
-    if len(makers) != num_workers:
+) -> None:
+    """Raise ValueError or TypeError for arguments that make no sense."""
+    if len(makers) != numbers.num_workers:
         raise ValueError(
-            f"create_env_fn has {len(makers)} functions for {num_workers} workers; give one for each, or one for all"
+            f"create_env_fn has {len(makers)} functions for {numbers.num_workers} workers; give one for each, or one "
+            "for all"
         )
     if not all(callable(maker) for maker in makers):
         raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
-    rows = num_workers * envs_per_worker
-    share = rows if sync else envs_per_worker
-    if frames_per_batch < 1 or frames_per_batch % share:
-        raise ValueError(
-            f"frames_per_batch={frames_per_batch} does not divide evenly over the {share} environment(s) of a batch; "
-            f"use {max(1, round(frames_per_batch / share)) * share}"
-        )
+    steps(numbers, numbers.envs_per_worker, sync)
     if torch.device(device).type != "cpu":
         raise ValueError(f"collectors run their policies on the CPU in this version, not on {device}; use device='cpu'")
     if on_lag not in ("warn", "wait", "drop"):
         raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
-    if max_lag is not None and max_lag < 0:
-        raise ValueError(f"max_lag is a number of versions, 0 or more, not {max_lag}")
-    return rows
+    if discrete_actions not in (None, "index", "value"):
+        raise ValueError(f'discrete_actions is None, "index" or "value", not {discrete_actions!r}')
 
 
-def agreed(layouts: dict[int, Leaves]) -> Leaves:
-    """The layout that all workers have. Raises ValueError when they differ."""
-    first = layouts[0]
-    for index, layout in layouts.items():
+def timeout(name: str, value: float | None, default: float) -> float:
+    """A time in seconds; None is the default. Raises ValueError for what is none."""
+    try:
+        return default if value is None else check_timeout(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def steps(numbers: Counts, environments: int, sync: bool) -> int:
+    """How many steps of each environment are in a batch, where a worker has so many of them.
+
+    Raises ValueError where the frames of a batch do not divide evenly.
+    """
+    share = environments * (numbers.num_workers if sync else 1)
+    frames = numbers.frames_per_batch
+    if frames % share:
+        raise ValueError(
+            f"frames_per_batch={frames} does not divide evenly over the {share} environment(s) of a batch; "
+            f"use {max(1, round(frames / share)) * share}"
+        )
+    return frames // share
+
+
+def agreed(layouts: dict[int, tuple[Leaves, int]]) -> tuple[Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises ValueError when they differ."""
+    first, count = layouts[0]
+    for index, (layout, environments) in layouts.items():
         if layout != first:
             different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
             raise ValueError(
                 f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
                 "collector need the same spaces"
             )
-    return first
+        if environments != count:
+            raise ManifestMismatch(
+                f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
+                "number, also inside of vector environments"
+            )
+    return first, count

@@ -16,7 +16,7 @@ def generators(envs: Sequence[Any]) -> dict[str, Any]:
         "torch": torch.get_rng_state().tolist(),
         "numpy": _plain(np.random.get_state()),
         "python": _plain(random.getstate()),
-        "environments": [_plain(env.unwrapped.np_random.bit_generator.state) for env in envs],
+        "environments": [_plain([each.bit_generator.state for each in _of(env)]) for env in envs],
     }
 
 
@@ -25,8 +25,18 @@ def restore(state: dict[str, Any], envs: Sequence[Any]) -> None:
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     np.random.set_state(_rebuilt(state["numpy"]))
     random.setstate(_rebuilt(state["python"]))
-    for env, generator in zip(envs, state["environments"], strict=True):
-        env.unwrapped.np_random.bit_generator.state = _rebuilt(generator)
+    for env, states in zip(envs, state["environments"], strict=True):
+        found = _of(env)
+        for generator, each in zip(found, states if isinstance(states, list) else [states], strict=True):
+            generator.bit_generator.state = _rebuilt(each)
+        if hasattr(env.unwrapped, "processes"):  # what they gave are copies
+            env.unwrapped.set_attr("np_random", found)
+
+
+def _of(env: Any) -> list[np.random.Generator]:
+    """The generators of an environment; of a vector environment those of each, or the one that it has."""
+    found = env.unwrapped.np_random
+    return list(found) if isinstance(found, (tuple, list)) else [found]
 
 
 def _plain(value: Any) -> Any:
@@ -36,6 +46,8 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return list(map(_plain, value))
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
 
 

@@ -16,16 +16,26 @@ from ..memory.manifest import Key
 from .casting import cast
 
 DiscreteActions = Literal["index", "value"]
+_WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {
+    getattr(torch, name) for name in ("uint16", "uint32", "uint64") if hasattr(torch, name)
+}
 
 
 def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
     """The leaves of one observation, as tensors without values. A Dict space is a nested key.
 
-    Raises TypeError for a space that has no fixed shape.
+    Raises TypeError for a space that has no fixed shape, ManifestMismatch for keys that a batch cannot have.
     """
     if isinstance(space, spaces.Dict):
         found: dict[Key, torch.Tensor] = {}
+        if not space.spaces and len(key) > 1:
+            raise ManifestMismatch(f"{'.'.join(key)} is a Dict without keys: {space}; leave it out of the space")
         for name, inner in space.spaces.items():
+            if not isinstance(name, str):
+                raise ManifestMismatch(
+                    f"the space {'.'.join(key)} has the key {name!r} ({type(name).__name__}), and the keys of a batch "
+                    f"are words; name it {str(name)!r}"
+                )
             found |= leaves(inner, (*key, name))
         return found
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
@@ -70,8 +80,10 @@ def form(space: gymnasium.Space[Any]) -> tuple[Any, ...]:
 
 def to_env(
     space: gymnasium.Space[Any], discrete_actions: DiscreteActions | None = None
-) -> Callable[[torch.Tensor], list[Any]]:
-    """How a batch of actions `[n, ...]` becomes n actions of this space. Discrete actions may be one-hot.
+) -> Callable[[torch.Tensor], Any]:
+    """How a batch of actions `[n, ...]` becomes n actions of this space, in a list or an array.
+
+    Discrete actions may be one-hot.
 
     The function raises ValueError for actions that do not fit.
     """
@@ -85,17 +97,18 @@ def to_env(
     raise TypeError(f"actions of {type(space).__name__} are not supported; wrap the environment")
 
 
-def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callable[[torch.Tensor], list[Any]]:
+def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callable[[torch.Tensor], Any]:
     count, start = int(space.n), int(space.start)
     started = _started(space, choice) if start else None
 
     def discrete(actions: torch.Tensor) -> list[Any]:
-        if actions.dtype.is_floating_point or actions.dtype.is_complex:
+        if actions.dtype not in _WHOLE:
             raise ManifestMismatch(
                 f"the policy gave {actions.dtype} {tuple(actions.shape)} as actions of {space}; let it return the "
                 "index of the action, for example logits.argmax(-1)"
             )
-        if actions.ndim == 2 and actions.shape[1] == count > 1:  # one-hot
+        shape = actions.shape
+        if len(shape) == 2 and shape[1] == count > 1:  # one-hot
             hot = actions != 0
             if not bool((hot.sum(-1) == 1).all()) or not bool((actions[hot] == 1).all()):
                 raise ManifestMismatch(
@@ -103,14 +116,14 @@ def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callabl
                     "and 0 elsewhere"
                 )
             return [start + i for i in hot.to(torch.uint8).argmax(-1).tolist()]
-        if actions.numel() != len(actions):
+        if len(shape) != 1 and actions.numel() != shape[0]:
             raise ManifestMismatch(
                 f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs one index for each "
                 f"environment, [{len(actions)}], or one-hot, [{len(actions)}, {count}]"
             )
         if started is not None:
             return started(actions.detach().reshape(len(actions)).numpy()).tolist()
-        chosen: list[Any] = actions.reshape(len(actions)).tolist()
+        chosen: list[Any] = (actions if len(shape) == 1 else actions.reshape(shape[0])).tolist()
         for action in chosen:
             if not 0 <= action < count:
                 raise ManifestMismatch(f"the policy gave the action {action}, which is not in {space}")
@@ -145,12 +158,12 @@ def _started(space: Any, choice: DiscreteActions | None) -> Callable[[NDArray[An
 
 def _array(
     space: gymnasium.Space[Any], started: Callable[[NDArray[Any]], NDArray[Any]] | None
-) -> Callable[[torch.Tensor], list[Any]]:
+) -> Callable[[torch.Tensor], Any]:
     shape, dtype = tuple(space.shape or ()), np.dtype(space.dtype)
     counts = getattr(space, "nvec", None) if started is None else None  # what started() gives is in the space
     counts = 2 if isinstance(space, spaces.MultiBinary) else counts
 
-    def array(actions: torch.Tensor) -> list[Any]:
+    def array(actions: torch.Tensor) -> NDArray[Any]:
         if tuple(actions.shape[1:]) != shape:
             raise ManifestMismatch(
                 f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
@@ -165,7 +178,7 @@ def _array(
         if counts is not None and not ((made >= 0) & (made < counts)).all():
             raise ManifestMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
         # An environment may write into its action, and the policy's tensor may be a view of the weights.
-        return list(made.copy() if made is given else made)
+        return made.copy() if made is given else made
 
     return array
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import random
 import select
 import signal
@@ -39,7 +40,7 @@ class WorkerSpec:
     policy: bytes
     scheme: WeightSyncScheme
     seed: int
-    rows: tuple[int, int]  # first and end: its rows of a batch
+    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     discrete_actions: DiscreteActions | None = None
 
 
@@ -47,6 +48,8 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     """Run a worker, until the trainer says STOP or is gone. Whatever ends it otherwise is sent to the trainer."""
     # Ctrl-C in a terminal reaches every process of the group. What follows from it is the trainer's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # An environment may have processes of its own, as AsyncVectorEnv does; those of a daemon may not.
+    multiprocessing.current_process().daemon = False
     torch.set_num_threads(1)
     envs: list[Any] = []
     failed = False
@@ -137,14 +140,14 @@ class _Worker:
 
     def _layout(self, number_and_nothing: tuple[int, None]) -> None:
         self._rollout.reset(self._spec.seed)
-        self._control.send((LAYOUT, (number_and_nothing[0], self._rollout.layout())))
+        self._control.send((LAYOUT, (number_and_nothing[0], (self._rollout.layout(), self._rollout.count))))
 
-    def _start(self, memory: BufferSpec) -> None:
-        self._rollout.use(Buffers(memory), slice(*self._spec.rows))
-        torch.manual_seed(self._spec.seed)
-        self._rollout.reset(self._spec.seed)
-        for i, env in enumerate(self._rollout.envs):
-            env.action_space.seed(self._spec.seed + i)
+    def _start(self, place: tuple[BufferSpec, tuple[int, int], int]) -> None:
+        memory, rows, seed = place
+        self._rollout.use(Buffers(memory), slice(*rows))
+        torch.manual_seed(seed)
+        self._rollout.reset(seed)
+        self._rollout.seed_actions(seed)
 
     def _collect(self, order: tuple[int, int]) -> None:
         buffer, serial = order

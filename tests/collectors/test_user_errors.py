@@ -50,7 +50,7 @@ def test_an_update_raises_what_ended_a_worker(collector, scheme, sync):
     env = functools.partial(RaisingEnv, "EOFError", "later reset")
     batches = collector([Counting, env], Constant(), sync=sync, weight_sync_scheme=scheme(), frames_per_batch=400)
     if sync:
-        batches._begin_round()
+        batches._batches.begin_round()
     until(lambda: batches._fleet.members[1].process.exitcode is not None)
     with pytest.raises(EOFError) as caught:
         batches.update_policy_weights_()
