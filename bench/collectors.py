@@ -1,6 +1,7 @@
 """Frames per second of MultiprocessCollector beside TorchRL's collectors, with a sync of the weights after every batch.
 
     python bench/collectors.py --workers 4 --frames 20000 --rounds 3
+    python bench/collectors.py --gymnasium [--quick] [--only CartPole]    # beside Gymnasium's own loops instead
 
 CartPole-v1, the same policy, workers and batches; the contestants take turns, so that a slow moment of the machine
 hits all. Every frame is checked: a policy whose weights all hold the number of their update says which it used.
@@ -23,6 +24,7 @@ import torch
 from measure import percentiles
 from tensordict.nn import TensorDictModule
 from torch import nn
+from vector_envs import table
 
 
 class Net(nn.Module):
@@ -150,9 +152,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=400)
     parser.add_argument("--frames", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gymnasium", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.gymnasium:
+        found = table(options.rounds, options.quick, options.only)
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            (options.out / "vector_envs.md").write_text(found + "\n")
+        return
     names = contestants(options)
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.rounds):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
+import os
 import random
 import select
 import signal
@@ -30,6 +32,8 @@ from .spaces import DiscreteActions
 START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
 HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT, STATE, LOAD: (number, answer)
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -48,8 +52,7 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     """Run a worker, until the trainer says STOP or is gone. Whatever ends it otherwise is sent to the trainer."""
     # Ctrl-C in a terminal reaches every process of the group. What follows from it is the trainer's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # An environment may have processes of its own, as AsyncVectorEnv does; those of a daemon may not.
-    multiprocessing.current_process().daemon = False
+    _allow_processes(weights, control)
     torch.set_num_threads(1)
     envs: list[Any] = []
     failed = False
@@ -67,6 +70,24 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
             failed = True
     if failed:
         raise SystemExit(1)
+
+
+def _allow_processes(*pipes: Connection) -> None:
+    """Let environments have processes of their own, as those of AsyncVectorEnv do."""
+    multiprocessing.current_process().daemon = False  # a daemon may not have any
+    # This process has one thread and is fresh from the fork server, so it may fork as that does. Another server would
+    # import everything again for each environment.
+    if multiprocessing.get_start_method() == "forkserver":
+        multiprocessing.set_start_method("fork", force=True)
+
+    prctl = ctypes.CDLL(None).prctl
+
+    def leave() -> None:
+        for pipe in pipes:
+            pipe.close()  # or the trainer would not see their end while a child of a dead worker lives
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is busy would not notice that its worker has died
+
+    os.register_at_fork(after_in_child=leave)
 
 
 def _report(control: Connection, word: str, error: BaseException) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 
 import gymnasium
+import psutil
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
@@ -199,7 +200,7 @@ def test_a_process_of_an_async_one_that_dies_is_named(collector):
         next(collector(Vectors("async", [Counting, functools.partial(Dying, "kill")], 2), Constant(), **ONE))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path, method):
     env = Vectors("async", functools.partial(Pids, tmp_path), 2)
     batches = collector(env, Constant(), start_method=method)
@@ -217,15 +218,19 @@ def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path
     until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_killed_worker_is_named_also_while_its_environments_are_stuck(collector, tmp_path, method):
     env = Vectors("async", functools.partial(Dying, "stay"), 2)
     batches = collector([env, env], Constant(), start_method=method)
     batches._batches.begin_round()
-    os.kill(batches._fleet.members[1].process.pid, signal.SIGKILL)
+    pid = batches._fleet.members[1].process.pid
+    stuck = [child.pid for child in psutil.Process(pid).children()]
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:
         next(batches)
     assert caught.value.missing == [1]
+    assert stuck
+    until(lambda: not any(map(alive, stuck)))
 
 
 def test_a_restarted_worker_makes_its_vector_environment_again(collector):

@@ -1,0 +1,219 @@
+"""Frames per second of MultiprocessCollector beside Gymnasium's own loops, for `bench/collectors.py --gymnasium`.
+
+Everybody steps the same environments with the same policy, on one thread, and records the same frames in tensors. They
+take turns, a stretch of frames each, and the ratio is the median of those of the turns. Every frame is checked: from
+its observation and its action the checksum computes again what the policy must have chosen.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+from torch import nn
+
+Turn = Callable[[int], tuple[int, float]]  # collects so many frames: (frames, seconds)
+
+
+class Greedy(nn.Module):
+    """The best of two actions, by an MLP of the flat observation."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.mlp = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.mlp(observation.flatten(1)[:, : self.inputs].float()).argmax(-1)
+
+
+class Sleeping(gymnasium.Env):
+    """Waits a millisecond for each step, as for a simulator elsewhere."""
+
+    observation_space = spaces.Box(-1e9, 1e9, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self.np_random.normal(size=4).astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.001)
+        self._steps += 1
+        return self.np_random.normal(size=4).astype(np.float32), 1.0, False, self._steps == 100, {}
+
+
+class Pixels(gymnasium.Env):
+    """Frames of 84 x 84 x 4 bytes."""
+
+    observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._frame(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        return self._frame(), 1.0, False, self._steps == 100, {}
+
+    def _frame(self) -> Any:
+        return np.full((84, 84, 4), self.np_random.integers(256), np.uint8)
+
+
+def cartpole() -> Any:
+    return gymnasium.make("CartPole-v1")
+
+
+def check(policy: Greedy, observation: torch.Tensor, action: torch.Tensor) -> None:
+    with torch.no_grad():
+        chosen = policy(observation.reshape(-1, *observation.shape[2:]))
+    wrong = int((chosen != action.reshape(-1)).sum())
+    if wrong > len(chosen) // 1000:  # a sum in another order may choose another way, where both are as good
+        raise SystemExit(f"{wrong} of {len(chosen)} actions are not those of the policy for the recorded observations")
+
+
+@contextmanager
+def ours(make: Any, policy: Greedy, workers: int, each: int, batch: int) -> Iterator[Turn]:
+    from shmsync.collectors import MultiprocessCollector
+
+    with MultiprocessCollector(
+        make, policy, num_workers=workers, envs_per_worker=each, frames_per_batch=batch
+    ) as collector:
+        next(collector)
+
+        def turn(frames: int) -> tuple[int, float]:
+            done, seconds = 0, 0.0
+            while done < frames:
+                start = time.perf_counter()
+                found = next(collector)
+                seconds += time.perf_counter() - start
+                done += found.numel()
+                check(policy, found["observation"], found["action"])
+            return done, seconds
+
+        yield turn
+
+
+@contextmanager
+def theirs(make: Any, policy: Greedy, batch: int, single: bool = False) -> Iterator[Turn]:
+    """A loop in this process over a vector environment, or a single one, that records into tensors."""
+    env = make()
+    count, steps = (1, batch) if single else (env.num_envs, batch // env.num_envs)
+    space = env.observation_space if single else env.single_observation_space
+    shape, dtype = space.shape, torch.from_numpy(np.empty(0, space.dtype)).dtype
+    before, after = (torch.empty(steps, count, *shape, dtype=dtype) for _ in range(2))
+    action = torch.empty(steps, count, dtype=torch.int64)
+    reward, terminated, truncated = (
+        torch.empty(steps, count, dtype=kind) for kind in (torch.float32, torch.bool, torch.bool)
+    )
+    now = [env.reset(seed=1)[0]]
+
+    def turn(frames: int) -> tuple[int, float]:
+        done, seconds = 0, 0.0
+        while done < frames:
+            start = time.perf_counter()
+            with torch.no_grad():
+                for t in range(steps):
+                    seen = torch.from_numpy(now[0])
+                    chosen = policy(seen[None] if single else seen)
+                    before[t], action[t] = seen, chosen
+                    found = env.step(int(chosen) if single else chosen.numpy())
+                    now[0] = found[0]
+                    after[t] = torch.from_numpy(found[0])
+                    for target, value in zip((reward, terminated, truncated), found[1:4], strict=True):
+                        target[t] = value if single else torch.from_numpy(value)
+                    if single and (found[2] or found[3]):
+                        now[0] = env.reset()[0]
+            seconds += time.perf_counter() - start
+            done += steps * count
+            check(policy, before, action)
+        return done, seconds
+
+    yield turn
+    env.close()
+
+
+def rows(quick: bool) -> dict[str, tuple[Any, Any, int]]:
+    """By name: ours, Gymnasium's, and the frames of a turn."""
+    low, scale = Greedy(4), 1 if quick else 4
+    sync8, sync64 = (partial(SyncVectorEnv, [cartpole] * n) for n in (8, 64))
+    async8, async4 = (partial(AsyncVectorEnv, [Sleeping] * n) for n in (8, 4))
+    pixels, wide = Greedy(64), partial(SyncVectorEnv, [Pixels] * 8)
+    half = partial(SyncVectorEnv, [cartpole] * 4)
+    return {
+        "CartPole, 1 worker / a loop over 1": (
+            partial(ours, cartpole, low, 1, 1, 400),
+            partial(theirs, cartpole, low, 400, True),
+            800 * scale,
+        ),
+        "CartPole, 2 workers x 4 / SyncVectorEnv(8)": (
+            partial(ours, cartpole, low, 2, 4, 800),
+            partial(theirs, sync8, low, 800),
+            1600 * scale,
+        ),
+        "CartPole, 2 workers x SyncVectorEnv(4) / SyncVectorEnv(8)": (
+            partial(ours, half, low, 2, 1, 800),
+            partial(theirs, sync8, low, 800),
+            1600 * scale,
+        ),
+        "CartPole, 2 workers x 32 / SyncVectorEnv(64)": (
+            partial(ours, cartpole, low, 2, 32, 3200),
+            partial(theirs, sync64, low, 3200),
+            6400 * scale,
+        ),
+        "sleeps 1 ms, 2 workers x 4 / AsyncVectorEnv(8)": (
+            partial(ours, Sleeping, low, 2, 4, 160),
+            partial(theirs, async8, low, 160),
+            320 * scale,
+        ),
+        "sleeps 1 ms, 2 workers x AsyncVectorEnv(4) / AsyncVectorEnv(8)": (
+            partial(ours, async4, low, 2, 1, 160),
+            partial(theirs, async8, low, 160),
+            320 * scale,
+        ),
+        "sleeps 1 ms, 1 worker x AsyncVectorEnv(8) / AsyncVectorEnv(8)": (
+            partial(ours, async8, low, 1, 1, 160),
+            partial(theirs, async8, low, 160),
+            320 * scale,
+        ),
+        "84 x 84 x 4 bytes, 2 workers x 4 / SyncVectorEnv(8)": (
+            partial(ours, Pixels, pixels, 2, 4, 160),
+            partial(theirs, wide, pixels, 160),
+            480 * scale,
+        ),
+    }
+
+
+def table(rounds: int, quick: bool, only: str = "") -> str:
+    """Run all rows whose names have this word in them."""
+    lines = [
+        "| environments | shmsync, frames/s | Gymnasium, frames/s | ratio (smallest to largest turn) |",
+        "|---|---|---|---|",
+    ]
+    for name, (mine, peer, frames) in rows(quick).items():
+        if only not in name:
+            continue
+        with ExitStack() as stack:
+            turns = [stack.enter_context(each()) for each in (mine, peer)]
+            speeds: list[list[float]] = []
+            for _ in range(rounds):
+                measured = [turn(frames) for turn in turns]
+                speeds.append([done / seconds for done, seconds in measured])
+        ratios = sorted(a / b for a, b in speeds)
+        first, second = (statistics.median(each) for each in zip(*speeds, strict=True))
+        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append(f"| {name} | {first:,.0f} | {second:,.0f} | {spread} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
