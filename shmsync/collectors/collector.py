@@ -123,8 +123,8 @@ class MultiprocessCollector:
     ) -> None:
         self._closed = True  # until the constructor is done
         numbers = checks.counts(num_workers, frames_per_batch, envs_per_worker, total_frames, seed, max_lag)
-        one_each = isinstance(create_env_fn, Sequence)
-        makers = list(create_env_fn) if one_each else [create_env_fn] * numbers.num_workers
+        given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
+        makers = [create_env_fn] * numbers.num_workers if given is None else given
         checks.arguments(numbers, sync, device, on_lag, discrete_actions, makers)
         timeout = checks.timeout("timeout", timeout, math.inf)
         self._start_timeout = checks.timeout("start_timeout", start_timeout, START_TIMEOUT)

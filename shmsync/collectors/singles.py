@@ -26,13 +26,22 @@ class Results(NamedTuple):
     @classmethod
     def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations) -> Results:
         """Those of a buffer."""
-        names = ("reward", "terminated", "truncated", "done", "episode_return")
+        reward, terminated, truncated, done, episode_return = (
+            arrays[("next", name)][..., 0] for name in ("reward", "terminated", "truncated", "done", "episode_return")
+        )
         after = [arrays[("next", *part.key)] for part in observations.parts]
-        return cls(*(arrays[("next", name)][..., 0] for name in names), after)
+        return cls(reward, terminated, truncated, done, episode_return, after)
 
     def of_rows(self, rows: slice) -> Results:
         """Those of some of the environments."""
-        return Results(*(array[rows] for array in self[:5]), [array[rows] for array in self.after])
+        return Results(
+            self.reward[rows],
+            self.terminated[rows],
+            self.truncated[rows],
+            self.done[rows],
+            self.episode_return[rows],
+            [array[rows] for array in self.after],
+        )
 
     def begin(self) -> None:
         """Write what is so in every step that ends no episode."""
