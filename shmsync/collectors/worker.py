@@ -9,6 +9,7 @@ import os
 import random
 import select
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,13 +82,19 @@ def _allow_processes(*pipes: Connection) -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     prctl = ctypes.CDLL(None).prctl
+    forks_in_main = False
+
+    def look() -> None:
+        nonlocal forks_in_main
+        forks_in_main = threading.get_native_id() == os.getpid()
 
     def leave() -> None:
         for pipe in pipes:
             pipe.close()  # or the trainer would not see their end while a child of a dead worker lives
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is busy would not notice that its worker has died
+        if forks_in_main:  # the kernel kills it when the thread ends that has forked it
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # one that is busy would not notice that its worker has died
 
-    os.register_at_fork(after_in_child=leave)
+    os.register_at_fork(before=look, after_in_child=leave)
 
 
 def _report(control: Connection, word: str, error: BaseException) -> None:
