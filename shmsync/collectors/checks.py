@@ -17,7 +17,7 @@ _LARGEST = 1 << 48  # of anything that is counted
 _LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
 
-class Counts(NamedTuple):
+class CollectorNumbers(NamedTuple):
     """The numbers that a collector is given, as ints."""
 
     num_workers: int
@@ -35,9 +35,9 @@ def counts(
     total_frames: SupportsIndex,
     seed: SupportsIndex | None,
     max_lag: SupportsIndex | None,
-) -> Counts:
+) -> CollectorNumbers:
     """The numbers as ints. Raises TypeError or ValueError, with name and value, for those that are none."""
-    return Counts(
+    return CollectorNumbers(
         whole("num_workers", num_workers, 1),
         whole("frames_per_batch", frames_per_batch, 1),
         whole("envs_per_worker", envs_per_worker, 1),
@@ -66,7 +66,7 @@ def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> in
 
 
 def arguments(
-    numbers: Counts,
+    numbers: CollectorNumbers,
     sync: bool,
     device: torch.device | str,
     on_lag: str,
@@ -98,7 +98,7 @@ def timeout(name: str, value: float | None, default: float) -> float:
         raise ValueError(f"{name}: {error}") from None
 
 
-def steps(numbers: Counts, environments: int, sync: bool) -> int:
+def steps(numbers: CollectorNumbers, environments: int, sync: bool) -> int:
     """How many steps of each environment are in a batch, where a worker has so many of them.
 
     Raises ValueError where the frames of a batch do not divide evenly.

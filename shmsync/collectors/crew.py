@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import WorkerDied
 from ..schemes import WeightSyncScheme
 from . import buffers, checks
-from .checks import Counts
+from .checks import CollectorNumbers
 from .ending import Ending
 from .fleet import Fleet
 from .orders import Orders
@@ -33,7 +33,7 @@ class Crew:
         self.specs = specs
         self.restarts = 0
 
-    def start(self, policy: nn.Module, numbers: Counts, sync: bool, ending: Ending) -> None:
+    def start(self, policy: nn.Module, numbers: CollectorNumbers, sync: bool, ending: Ending) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
         members = [self._fleet.start(spec) for spec in self.specs]

@@ -91,13 +91,13 @@ class Rollout:
             )
         layout = self._observations.layout
         ours = [*RESULTS, *layout, *(("next", *key) for key in layout)]
-        self._buffers: list[tuple[dict[Key, NDArray[Any]], Results, list[Results]]] = []
+        self._written: list[tuple[dict[Key, NDArray[Any]], Results, list[Results]]] = []
         given = []
         for tensors in buffers.tensors:
             arrays = {key: tensors[key][rows].numpy() for key in ours}
             arrays[("worker",)][:] = self._worker
             results = Results.of(arrays, self._observations)
-            self._buffers.append((arrays, results, [results.of_rows(own) for _, own in self._vectors]))
+            self._written.append((arrays, results, [results.of_rows(own) for _, own in self._vectors]))
             given.append({key: tensors[key][rows] for key in tensors if key not in arrays})
         self._actor.use(given)
         self.steps = buffers.spec.steps
@@ -106,7 +106,7 @@ class Rollout:
         """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""
         if self._uneven:
             return self._collect_unevenly(buffer, between)
-        arrays, results, of_vectors = self._buffers[buffer]
+        arrays, results, of_vectors = self._written[buffer]
         results.begin()
         versions = arrays[("policy_version",)]
         seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
@@ -123,7 +123,7 @@ class Rollout:
 
     def _collect_unevenly(self, buffer: int, between: Callable[[], bool]) -> bool:
         """collect(), where some environments now and then reset in a step of the others."""
-        arrays, results, of_vectors = self._buffers[buffer]
+        arrays, results, of_vectors = self._written[buffer]
         results.begin()
         versions = arrays[("policy_version",)]
         seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
