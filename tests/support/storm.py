@@ -214,7 +214,7 @@ class Storm:
             self._judge(call, lives)
             return
         self.judge._deadline(call)
-        waiting = Call("wait_async", f"for {self._number}", timeout)
+        waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
         self.call_it(self.sender, waiting, {"timeout": waiting.timeout})
         self._judge(waiting, lives)
 
