@@ -14,6 +14,7 @@ from torch import nn
 
 from shmsync import DistributedWeightSyncScheme
 from support.remote.members import FOR_EVER, linear, members
+from support.remote.threads import filled
 
 
 def storm(action, seconds, longest):
@@ -64,7 +65,7 @@ def storm(action, seconds, longest):
     return landed, others
 
 
-def storm_of_sends(state, how, seconds):
+def storm_of_sends(state, how, seconds, longest=0.004):
     values = iter(range(1, 10**9))
 
     def fill():
@@ -81,12 +82,12 @@ def storm_of_sends(state, how, seconds):
             state.sender.send_async()
         state.sender.wait_async()
 
-    return storm({"send": whole, "send_async": halves}[how], seconds, 0.004)
+    return storm({"send": whole, "send_async": halves}[how], seconds, longest)
 
 
-def storm_at_a_transport(state, seconds):
-    weights = linear(500, 3.0).state_dict()
-    return storm(lambda: state.transport.send_weights("policy", weights), seconds, 0.003)
+def storm_at_a_transport(state, seconds, longest=0.003):
+    weights = filled(state, 3.0).state_dict()
+    return storm(lambda: state.transport.send_weights("policy", weights), seconds, longest)
 
 
 def storm_of_receipts(state, seconds):

@@ -10,10 +10,10 @@ For each rank:
     LAYOUT_{fingerprint}  the manifest of the weights, once
 The bytes of the weights do not go through the store.
 
-INV: `in` and `out` are bells, for loops of the user's own and to save requests; nothing depends on who has heard them. A
-message is taken, and an answer given and taken, by a change of its Slot in one step, so nothing is lost or taken twice. An
-answer names its message; a word of the worker's own names none, and waits for a call that wants it. A bell rings after its
-content is there, so it may still ring when that was taken. No request waits for a key (see peek).
+INV: `in` and `out` are bells, for loops of the user's own and to save requests; nothing depends on who has heard them.
+A message is taken, and an answer given and taken, by a change of its Slot in one step, so nothing is lost or taken
+twice. An answer names its message; a word of the worker's own names none, and waits for a call that wants it. A bell
+rings after its content is there, so it may still ring when that was taken. No request waits for a key (see peek).
 Each model has one sender at a time; its message takes the place of the one that an earlier sender left there.
 """
 
@@ -47,8 +47,9 @@ class Answer(NamedTuple):
 class Said(NamedTuple):
     """What a worker has said so far, as its sender finds it.
 
-    bell: the word of `out`, which may be a loop's of the user's own. answers: those that nobody has taken. last: the word of
-    the newest answer of all; None: there never was one, so that the worker answers in its own way.
+    bell: the word of `out`, which may be a loop's of the user's own.
+    answers: those that nobody has taken.
+    last: the word of the newest answer of all; None: there never was one, so that the worker answers in its own way.
     """
 
     bell: bytes | None
@@ -112,7 +113,7 @@ class Mailbox:
 
         def rest(
             found: list[dict[str, Any]],
-        ) -> list[dict[str, Any]]:  # a sender may have written another one meanwhile
+        ) -> list[dict[str, Any]]:  # another may have come
             taken.clear()
             taken.update(found[0] if found else {})
             return found[1:]

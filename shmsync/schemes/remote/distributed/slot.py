@@ -1,4 +1,4 @@
-"""A key of a store that both sides change, each in one step, so that neither overwrites what the other has just written."""
+"""A key of a store that both sides change, each in one step, so that neither overwrites what the other has written."""
 
 from __future__ import annotations
 
