@@ -13,12 +13,18 @@ import time
 from torch import nn
 
 from shmsync import DistributedWeightSyncScheme
+from support.processes import PATIENCE
 from support.remote.members import FOR_EVER, linear, members
 from support.remote.threads import filled
 
+ENOUGH = 20  # interrupts that land
+
 
 def storm(action, seconds, longest):
-    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors)."""
+    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors).
+
+    So many seconds, and on a busy machine longer, until enough of them have come in the middle of a call.
+    """
     armed, landed, others = False, 0, []
     chance = random.Random(0)
 
@@ -40,7 +46,7 @@ def storm(action, seconds, longest):
     presser.start()
     try:
         end, rounds = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or (landed <= ENOUGH and time.monotonic() < end + PATIENCE / 4):
             rounds += 1
             try:
                 armed = True
