@@ -119,3 +119,32 @@ def storm_of_beginnings(state, seconds):
 
     landed, others = storm(begin, seconds, 0.002)
     return landed, others, before
+
+
+def make_model(state):
+    state.model = linear(500)
+
+
+def storm_of_initial_weights(state, seconds):
+    """Nobody receives meanwhile."""
+    values = iter(range(1, 10**9))
+
+    def send():
+        with contextlib.suppress(TimeoutError):  # an interrupt in a finalizer is lost
+            send_initial(state, float(next(values)))
+
+    return storm(send, seconds, 0.003)
+
+
+def storm_of_initial_receipts(state, seconds):
+    """Nobody sends meanwhile."""
+
+    def receive():
+        with contextlib.suppress(TimeoutError):
+            state.transport.receive_initial_weights()
+
+    return storm(receive, seconds, 0.003)
+
+
+def send_initial(state, value):
+    state.transport.send_initial_weights(filled(state, value).state_dict())
