@@ -44,6 +44,17 @@ class Arguments:
         value = self.given(name)
         return getattr(self.context, name, None) if value is None else value
 
+    def count(self, name: str) -> int | None:
+        """What get() finds, as a number of workers. Raises TypeError, ValueError for what is none."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} is a whole number of workers, such as 2, not {value!r}")
+        if value < 0:
+            raise ValueError(f"{name} is a number of workers, such as 2, not {value!r}")
+        return int(value)
+
     def reader(self, name: str) -> Callable[[], Any]:
         """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""
         value = self.given(name)

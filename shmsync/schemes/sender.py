@@ -59,7 +59,11 @@ class WeightSender:
         return sorted(self._transports)
 
     def is_dead(self, worker_idx: int) -> bool:
-        """Has a WorkerDied named this worker, so that sends leave it out?"""
+        """Has a WorkerDied named this worker, so that sends leave it out? ValueError for one that is not registered."""
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        return self._is_dead(index)
+
+    def _is_dead(self, index: int) -> bool:
         return False
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
@@ -133,7 +137,7 @@ class WeightSender:
         """Take in the model and the workers."""
         self._take_model(arguments, "model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
-        count = arguments.get("num_workers")
+        count = arguments.count("num_workers")
         if pipes is not None:
             if count is not None and count != len(pipes):
                 raise ValueError(
