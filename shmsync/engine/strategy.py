@@ -157,9 +157,12 @@ class WeightStrategy:
                 f"unexpected: {'.'.join((*path, extra_state.STATE_DICT_KEY))}" for path in extra if path not in modules
             ]
         if problems:
-            raise ManifestMismatch(
+            error = ManifestMismatch(
                 "the weights do not fit where they should go: " + "; ".join(problems) + ". Nothing was written"
             )
+            extra_keys = (".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra)
+            error.leaves = _leaves_in(problems, {*map(".".join, given), *extra_keys})
+            raise error
         return _Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
 
@@ -250,6 +253,16 @@ def leaves_of(
 def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     """Leaves by key path, with keys that contain dots taken apart."""
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
+
+
+def _leaves_in(problems: Sequence[str], names: set[str]) -> tuple[str, ...]:
+    """Which of these leaves the problems are about."""
+    found = []
+    for problem in problems:
+        words = problem.partition(": ")[2].split(" ")  # a name may have spaces
+        spans = (" ".join(words[:end]) for end in range(1, len(words) + 1))
+        found += [span for span in spans if span in names][:1]
+    return tuple(found)
 
 
 def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None) -> list[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from ...engine.dtypes import Dtypes
-from ...engine.outcome import Outcome
+from ...engine.outcome import Failure, Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import check_timeout, deadline_after
@@ -23,8 +23,17 @@ from .carrier import PipeCarrier, Posted
 from .messages import Message, Tag, Tagged
 from .receiver import PipeReceiver
 from .sender import PipeSender
-from .sender_end import Link
+from .sender_end import Link, Result
 from .transport import PipeTransport
+
+
+class _Open(NamedTuple):
+    """A message that is not answered."""
+
+    link: Link
+    tag: Tag
+    given: Leaves
+    renewed: bool  # it brought everything
 
 
 class MultiProcessCarrier(PipeCarrier):
@@ -40,6 +49,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._given: dict[str, Leaves] = {}  # with the newest version
         self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
         self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
+        self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
 
     @override
     def version(self, model_id: str) -> int:
@@ -57,6 +67,7 @@ class MultiProcessCarrier(PipeCarrier):
         def accept() -> None:
             self._newest[model_id] = version, message
             if self._partial:
+                self._take_late(model_id)
                 self._owed.setdefault(model_id, Owed()).add(given, links.values())
                 self._given[model_id], self._untold[model_id] = given, set(links.values())
             self._versions[model_id] = version
@@ -70,6 +81,7 @@ class MultiProcessCarrier(PipeCarrier):
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
                 f"{self.version(model_id)}, and have applied none before it. Send others"
             )
+        self._take_late(model_id)
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         self._renewed[model_id] = set()
@@ -77,7 +89,10 @@ class MultiProcessCarrier(PipeCarrier):
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.tellers[model_id] = self.sign
-            link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True, whose=whose)
+            payload = self._message_for(model_id, link, version, message)
+            if self._partial:
+                self._expect(model_id, link, tag)
+            link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
     def _message_for(self, model_id: str, link: Link, version: int, message: bytes) -> bytes:
@@ -93,14 +108,52 @@ class MultiProcessCarrier(PipeCarrier):
             self._renewed[model_id].add(link)
         return message if due is None else _packed(model_id, due, version)
 
+    def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
+        """An answer to this message counts whenever it comes."""
+        given, renewed = self._given[model_id], link in self._renewed[model_id]
+        self._owed[model_id].expect(given, link)
+        self._open.setdefault(model_id, []).append(_Open(link, tag, given, renewed))
+        link.end.remember(tag)
+
+    def _take_late(self, model_id: str) -> None:
+        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
+        still = []
+        for each in self._open.get(model_id, ()):
+            end = each.link.end
+            if not end.channel.closed:
+                end.pump()
+            answer = end.late_answer(each.tag)
+            if answer is not None:
+                self._settle(model_id, each, *answer)
+            elif end.owes(each.tag) and not each.link.reported:
+                still.append(each)
+            else:  # newer leaves have taken its place before it left, or nobody is there any more
+                self._owed[model_id].settle(each.given, [], [], [each.link])
+        self._open[model_id] = still
+
+    def _settle(self, model_id: str, each: _Open, result: Result) -> None:
+        owed, link = self._owed[model_id], each.link
+        if result is None:
+            owed.settle(each.given, [link], [])
+        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
+            owed.settle(each.given, [], [], [link])
+        else:
+            owed.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
+
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         super().mark(posted, outcome)
-        if self._partial:
-            done, failed = ([posted.links[i] for i in some] for some in (outcome.done, outcome.failed))
-            # Who has refused everything is still to get it: the newest leaves are not what speaks against it.
-            failed = [link for link in failed if link not in self._renewed[posted.model_id]]
-            self._owed[posted.model_id].settle(self._given[posted.model_id], done, failed)
+        if not self._partial:
+            return
+        results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
+        results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
+        open_ones = self._open[posted.model_id]
+        newest = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
+        self._open[posted.model_id] = [each for each in open_ones if each not in newest]
+        self._take_late(posted.model_id)
+        for each in newest:
+            each.link.end.late_answer(each.tag)  # it is known, so nobody asks for it
+            self._settle(posted.model_id, each, results[each.link])
 
     @override
     def concluded(self, posted: Posted, outcome: Outcome) -> None:

@@ -40,6 +40,8 @@ class SenderEnd:
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
+        self._remembered: set[Tag] = set()  # whose late answers somebody asks for
+        self._late: dict[Tag, Result] = {}
         self._turns: dict[str, Turns] = {}
         self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
 
@@ -98,6 +100,17 @@ class SenderEnd:
                 self._awaited[tag] = False
                 if note is not None:
                     del self._awaited[tag]  # nobody there will ever answer it
+
+    def remember(self, tag: Tag) -> None:
+        """Keep what the answer to this message says if it comes when nobody waits for it any more."""
+        self._remembered.add(tag)
+
+    def late_answer(self, tag: Tag) -> tuple[Result] | None:
+        """The answer to a message that is remembered, in a tuple of one, once; None: nobody has heard it."""
+        with self.lock:
+            if tag not in self._awaited:
+                self._remembered.discard(tag)
+            return (self._late.pop(tag),) if tag in self._late else None
 
     def owes(self, tag: Tag) -> bool:
         """Has a message of this tag an answer, or will it have one?"""
@@ -195,6 +208,8 @@ class SenderEnd:
                 del awaited[tag]
                 if wanted:
                     self._results[tag] = result
+                elif tag in self._remembered:
+                    self._late[tag] = result
         del channel.arrived[0]
 
     def _names_version(self, data: Any) -> bool:
