@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 
 from ..engine import extra_state
+from ..engine.second_names import tied_along
 from ..engine.strategy import leaves_of, refuse_odd
 from ..memory.manifest import tie
 from ..memory.plainly import run_plainly
@@ -89,13 +90,11 @@ class Owed:
     def add(self, given: Leaves, workers: Iterable[Any]) -> None:
         """These leaves are for these workers, from now on; a leaf that was one tensor with one of them changes too."""
         whole = self.whole
-        new = {id(each): given[name] for name, each in whole.items() if name in given and torch.is_tensor(each)}
-        tied = {name: new[id(each)] for name, each in whole.items() if id(each) in new and name not in given}
-        part = Part(given, {**tied, **given}, weakref.WeakKeyDictionary())
+        part = Part(given, {**tied_along(whole, given), **given}, weakref.WeakKeyDictionary())
         for worker in workers:
             due = self._due.get(worker)
             due = whole if due is None else due
-            self._due[worker] = {**due, **{name: each for name, each in tied.items() if name in due}, **given}
+            self._due[worker] = {**due, **part.leaves}  # its own model may have two tensors where the trainer has one
             part.brought[worker] = self._due[worker]
         self._parts.append(part)
         self._fold()
