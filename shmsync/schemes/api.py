@@ -26,7 +26,11 @@ class TransportBackend(Protocol):
     """How weights get to one worker.
 
     These two methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
-    `check_ack(message="updated")`, `check_connection()`.
+    `check_ack(message="updated")`, `check_connection()`, `forget_posted()`.
+
+    wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
+    that is still to come. A transport whose answers name their message, so that wait_ack() passes over old ones by
+    itself, has forget_posted(): called before a send, it says that nobody waits for what was sent before.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
