@@ -33,8 +33,8 @@ def parts_of(
     """The module as it is now, and these optimizers of it. Raises ManifestMismatch if it does not fit the arena."""
     collected = collect(module, filter, arena.manifest)
     names = second_names(collected.tensors, arena.manifest.by_key)
-    same = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
-    tensors = without(collected.tensors, same)
+    second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
+    tensors = without(collected.tensors, second)
     collected = collected._replace(tensors=tensors)
     problems = mismatches(tensors, arena, partial=False, any_device=False, source_is="module")
     if arena.manifest.casts:

@@ -70,7 +70,7 @@ class Fitting:
         return own | {key: tensors[key] for key in second}
 
     def leaf_of(self, key: Key) -> Key:
-        """The leaf that a tensor of the module shows: that of its own key, or that of the tensor which it is tied to."""
+        """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
         return self._second[key][0] if key in self._second else key
 
     def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Second names of tied tensors, which weights may lack: a checkpoint saves a shared tensor once, under one of its names.
+"""Second names of tied tensors, which weights may lack: a checkpoint may save a shared tensor once, under one name.
 
 A module whose head.weight is its emb.weight needs the values of emb.weight alone. Where the two are not one tensor, a
 missing name is a missing weight, and is refused.

@@ -16,6 +16,7 @@ from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
 from ..memory.plainly import copy_into, run_plainly
 from . import extra_state
+from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes
 from .matching import plain, same_bytes
@@ -116,6 +117,12 @@ class WeightStrategy:
                     module.set_extra_state(state)
             raise
 
+    def check_destination(self, module: nn.Module) -> None:
+        """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights by itself."""
+        problems = shared_in_part(collect(module, EVERYTHING).tensors) if self.partial else []
+        if problems:
+            raise ManifestMismatch("the module cannot be bound: " + "; ".join(problems) + ". Nothing was changed")
+
     @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> _Fit:
         """Raise as apply_weights() does, and write nothing."""
@@ -145,6 +152,8 @@ class WeightStrategy:
             ends = {(*path, ""): path for path in modules}  # a path is all prefix
             extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
         problems = _differences(targets, given, None if self.partial else optional)
+        if self.partial:
+            problems += [f"mismatched: {problem}" for problem in shared_in_part(targets)]
         if self.partial and targets and not (given or extra):
             problems.append("missing: they give no leaf at all")
         problems += [

@@ -18,6 +18,10 @@ from .lookup import Arguments, check_names, find_model, model_at, model_in
 from .receiver import WeightReceiver
 from .sender import WeightSender
 
+_OF_COLLECTORS = {
+    "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",
+    "synchronized_on_sender",
+}  # fmt: skip
 S = TypeVar("S", bound="WeightSyncScheme")
 
 
@@ -191,6 +195,16 @@ class WeightSyncScheme(ABC):
         Every later use of the scheme is a ClosedError.
         """
         self._over = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
+        kind = type(self).__name__
+        if name in _OF_COLLECTORS:
+            raise AttributeError(
+                f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
+                "of your own. Give the collector shmsync.integrations.torchrl.ShmWeightSyncScheme() instead"
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def __enter__(self: S) -> S:
         self.check_open("with")

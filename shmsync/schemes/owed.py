@@ -177,7 +177,11 @@ class Owed:
         for position, part in enumerate(self._parts):
             newer = self._parts[position + 1 :]
             # Who has refused a part may still have it before them in a newer message.
-            if not newer or part.unanswered or any(worker in each.unanswered for each in newer for worker in part.refusers):
+            if (
+                not newer
+                or part.unanswered
+                or any(worker in each.unanswered for each in newer for worker in part.refusers)
+            ):
                 folded.append(part)
             elif not part.counts:
                 continue

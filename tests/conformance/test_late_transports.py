@@ -129,7 +129,7 @@ def test_error_that_answers_a_late_send_is_not_raised_by_the_next(connect, kind)
 
 
 def test_worker_that_takes_the_place_of_a_late_one_owes_nothing(connect):
-    sender, theirs = connect(TimedTransport)
+    sender, _ = connect(TimedTransport)
     with pytest.raises(shmsync.AckTimeout):
         sender.send(weights(1), timeout=0.2)
     ours, other = multiprocessing.Pipe()

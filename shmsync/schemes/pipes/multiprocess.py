@@ -13,7 +13,7 @@ from ...engine.dtypes import Dtypes
 from ...engine.outcome import Failure, Outcome
 from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
@@ -177,10 +177,10 @@ class MPTransport(PipeTransport):
 
     Args:
         pipe_connection: one end of a duplex multiprocessing.Pipe; None makes a transport without a worker.
-        timeout: seconds to wait for an answer; math.inf waits for ever.
+        timeout: seconds to wait for an answer; math.inf waits for ever, None is 10.
     """
 
-    def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
+    def __init__(self, pipe_connection: Any, timeout: float | None = None) -> None:
         super().__init__(pipe_connection, timeout, MultiProcessCarrier())
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
@@ -194,17 +194,22 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
-        timeout: default of a send, in seconds; math.inf waits for ever.
+        timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         partial, dtype: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs"}
 
     def __init__(
-        self, strategy: Form = "state_dict", *, timeout: float = 10.0, partial: bool = False, dtype: Dtypes = None
+        self,
+        strategy: Form = "state_dict",
+        *,
+        timeout: float | None = None,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype)
-        self.timeout = check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout)
 
     @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:

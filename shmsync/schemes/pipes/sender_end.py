@@ -40,6 +40,7 @@ class SenderEnd:
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
+        self._foreign: str | None = None  # what came that looks like an answer, and is none
         self._remembered: set[Tag] = set()  # whose late answers somebody asks for
         self._late: dict[Tag, Result] = {}
         self._turns: dict[str, Turns] = {}
@@ -100,6 +101,11 @@ class SenderEnd:
                 self._awaited[tag] = False
                 if note is not None:
                     del self._awaited[tag]  # nobody there will ever answer it
+
+    def foreign(self) -> str | None:
+        """What came that looks like an answer and is none of ours, once; None: nothing."""
+        found, self._foreign = self._foreign, None
+        return found
 
     def remember(self, tag: Tag) -> None:
         """Keep what the answer to this message says if it comes when nobody waits for it any more."""
@@ -168,7 +174,10 @@ class SenderEnd:
         result: Result = None
         suspect: Tag | None = None
         note: str | None = None
-        if messages.is_answer_like(message):
+        foreign = messages.wrong_with(message) if messages.is_answer_from_us(message) else None
+        if foreign is not None:
+            strange = False
+        elif messages.is_answer_like(message):
             data, word = message
             if isinstance(message, messages.Tagged):
                 tag, tags, strange = message.tag, True, False
@@ -197,7 +206,9 @@ class SenderEnd:
             self._suspects = {}  # they were messages of its own
         if suspect is not None and suspect not in self._suspects:
             self._suspects[suspect] = said
-        if strange:
+        if foreign is not None:
+            self._foreign = foreign
+        elif strange:
             channel.pending += (message,)
         elif tag is None and result is None and note is None:
             self._stray += (message,)
