@@ -52,17 +52,19 @@ class Tagged(tuple[Any, ...]):
     """A pair that also carries a tag, and who it is from or for."""
 
     tag: Tag | None  # None: for the oldest message of its kind
-    who: int  # in an answer the owner word of the process that gave it; in a registration the worker's index
+    who: int  # the owner word of the process that has sent it; in a registration the worker's index
+    reaches: bool  # in an answer: can its process open what the sender has?
 
-    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0) -> Tagged:
+    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0, reaches: bool = False) -> Tagged:
         """A pair that means `tag`."""
         self = super().__new__(cls, pair)
         self.tag = tag
         self.who = who
+        self.reaches = reaches
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tagged, (tuple(self), self.tag, self.who)
+        return Tagged, (tuple(self), self.tag, self.who, *([True] if self.reaches else []))
 
 
 class Message(NamedTuple):
@@ -73,6 +75,7 @@ class Message(NamedTuple):
     content: Any  # weights, a version, a handle; model ids and a number
     tag: Tag | None  # None: from a sender that tags nothing
     worker: int | None = None  # of REGISTER: the index that the sender has given this worker
+    sender: int = 0  # of UPDATE with weights: the owner word of the process that has sent them; 0: unknown
 
     @classmethod
     def of(cls, message: Any) -> Message:
@@ -86,7 +89,7 @@ class Message(NamedTuple):
         tag = message.tag if isinstance(message, Tagged) else None
         if tag is None and isinstance(content, int):
             tag = Tag(model_id, content)
-        return cls(kind, model_id, content, tag)
+        return cls(kind, model_id, content, tag, sender=message.who if isinstance(message, Tagged) else 0)
 
 
 def given_message(content: Any, model_id: str, worker: int | None) -> Message:

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from ...engine.dtypes import Dtypes
 from ...engine.outcome import Failure, Outcome
-from ...engine.pickling import dumps
 from ...engine.strategy import Form, leaves_of, refuse_odd
 from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import ProtocolError
@@ -20,7 +19,8 @@ from ..owed import Leaves, Owed, private_leaves
 from ..publishers import Plan
 from . import messages
 from .carrier import PipeCarrier, Posted
-from .messages import Message, Tag, Tagged
+from .loads import Load, Unreadable
+from .messages import Message, Tag
 from .receiver import PipeReceiver
 from .sender import PipeSender
 from .sender_end import Link, Result
@@ -42,8 +42,9 @@ class MultiProcessCarrier(PipeCarrier):
     def __init__(self, *, partial: bool = False) -> None:
         super().__init__()
         self._versions: dict[str, int] = {}
-        self._newest: dict[str, tuple[int, bytes]] = {}  # what resend() brings: a version, and its message
-        self._applied: dict[str, tuple[int, bytes]] = {}  # the newest that a worker has applied
+        self._lent: list[tuple[Link, Tag, Load]] = []  # messages that lead to what this process keeps, not answered
+        self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
+        self._applied: dict[str, tuple[int, Load]] = {}  # the newest that a worker has applied
         self._partial = partial
         self._owed: dict[str, Owed] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
@@ -62,7 +63,10 @@ class MultiProcessCarrier(PipeCarrier):
         leaves, _ = leaves_of(weights)
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
-        message = _packed(model_id, weights, version)
+        self._give_back()
+        sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        apart = any(link.end.reaches for link in links.values())
+        message = Load(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
 
         def accept() -> None:
             self._newest[model_id] = version, message
@@ -89,13 +93,25 @@ class MultiProcessCarrier(PipeCarrier):
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.tellers[model_id] = self.sign
-            payload = self._message_for(model_id, link, version, message)
+            load = self._message_for(model_id, link, version, message)
+            payload = self._payload(load, link, tag)
             if self._partial:
                 self._expect(model_id, link, tag)
             link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
-    def _message_for(self, model_id: str, link: Link, version: int, message: bytes) -> bytes:
+    def _payload(self, load: Load, link: Link, tag: Tag) -> bytes:
+        """The message itself, or one that leads to it: never two of these at once, so a late worker holds up one."""
+        if not (load.is_apart and link.end.reaches and link.end.owes_none(tag.model_id)):
+            return load.by_value()
+        self._lent.append((link, tag, load))  # before it is sent: an interrupt may come
+        return load.reference()
+
+    def _give_back(self) -> None:
+        """Keep no weights that nobody can still ask for."""
+        self._lent = [each for each in self._lent if each[0].end.owes(each[1]) and not each[0].reported]
+
+    def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
         if not self._partial:
             return message
@@ -106,7 +122,7 @@ class MultiProcessCarrier(PipeCarrier):
         else:
             due = owed.renew(link)
             self._renewed[model_id].add(link)
-        return message if due is None else _packed(model_id, due, version)
+        return message if due is None else Load(Tag(model_id, version), due, nbytes=0, apart=False)
 
     def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
         """An answer to this message counts whenever it comes."""
@@ -157,6 +173,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def concluded(self, posted: Posted, outcome: Outcome) -> None:
+        self._give_back()
         newest = self._newest.get(posted.model_id)
         if newest is None or newest[0] != posted.version:
             return
@@ -166,10 +183,6 @@ class MultiProcessCarrier(PipeCarrier):
             del self._newest[posted.model_id]
             if posted.model_id in self._applied:
                 self._newest[posted.model_id] = self._applied[posted.model_id]
-
-
-def _packed(model_id: str, weights: Any, version: int) -> bytes:
-    return dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
 
 
 class MPTransport(PipeTransport):
@@ -186,6 +199,9 @@ class MPTransport(PipeTransport):
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next (model_id, weights) of any model; None if none came. send_ack() answers."""
         message = self.end.take((messages.UPDATE,), deadline_after(timeout, self.timeout))
+        if message is not None and isinstance(message.content, Unreadable):
+            self.end.fail(message, message.content.error)
+            raise message.content.error
         return None if message is None else (message.model_id, message.content)
 
 
@@ -239,6 +255,8 @@ class MultiProcessReceiver(PipeReceiver):
 
     @override
     def _check(self, message: Message) -> None:
+        if isinstance(message.content, Unreadable):
+            raise message.content.error
         self._strategy.check_weights(self._resolve_model_ref(), message.content)
 
     @override

@@ -199,7 +199,9 @@ class PipeReceiver(WeightReceiver):
         return True
 
     def _refused(self, message: Message, error: Exception) -> None:
-        _log.warning("weights of %r were refused: %s", self._model_id, error)
+        _log.warning(
+            "weights of %r were refused: %s", self._model_id, str(error)
+        )  # who keeps the record keeps no weights
         self._end.answer_failure(message, error)
 
     def _join(self, message: Message) -> None:

@@ -37,6 +37,7 @@ class SenderEnd:
         self._highest: dict[str, int] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
+        self.reaches = False  # and that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
@@ -118,6 +119,13 @@ class SenderEnd:
                 self._remembered.discard(tag)
             return (self._late.pop(tag),) if tag in self._late else None
 
+    def owes_none(self, model_id: str) -> bool:
+        """Is every message of this model answered?"""
+        with self.lock:
+            if not self.channel.closed:
+                self.pump()
+            return all(tag.model_id != model_id for tag in self._awaited)
+
     def owes(self, tag: Tag) -> bool:
         """Has a message of this tag an answer, or will it have one?"""
         return tag in self._awaited or tag in self._results
@@ -168,6 +176,7 @@ class SenderEnd:
 
     def _sort(self, message: Any) -> None:
         channel, awaited = self.channel, self._awaited
+        reaches = self.reaches
         strange, tags = True, self._tags  # strange: a message of the worker's own
         data: Any = None
         word, tag = "", None
@@ -180,7 +189,7 @@ class SenderEnd:
         elif messages.is_answer_like(message):
             data, word = message
             if isinstance(message, messages.Tagged):
-                tag, tags, strange = message.tag, True, False
+                tag, tags, strange, reaches = message.tag, True, False, reaches or message.reaches
                 if message.who:
                     self._meet(message.who)
                 if word == messages.UNKNOWN:
@@ -202,6 +211,7 @@ class SenderEnd:
         said = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
         # No call from here on: see Channel.peek().
         self._tags = tags
+        self.reaches = reaches
         if tags and self._suspects:
             self._suspects = {}  # they were messages of its own
         if suspect is not None and suspect not in self._suspects:
@@ -229,7 +239,7 @@ class SenderEnd:
 
     def forget_habits(self) -> None:
         """Another process may answer from now on, and in another way."""
-        self._tags = False
+        self._tags = self.reaches = False
 
     def _meet(self, owner: int) -> None:
         """The worker has said who it is."""
