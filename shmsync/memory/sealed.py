@@ -34,7 +34,7 @@ _MADV_POPULATE_READ = 22  # since Linux 5.14
 _kept: weakref.WeakSet[Sealed] = weakref.WeakSet()  # of this process
 
 
-class Place(NamedTuple):
+class SealedAt(NamedTuple):
     """What a reader is told."""
 
     owner: int  # of the process that has the descriptor
@@ -76,9 +76,9 @@ class Sealed:
         self._closing()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SealedAt:
         """Where readers find it."""
-        return Place(me().owner, self._fd, self._inode, self._size, self._token)
+        return SealedAt(me().owner, self._fd, self._inode, self._size, self._token)
 
 
 def reachable(owner: int) -> bool:
@@ -90,7 +90,7 @@ def reachable(owner: int) -> bool:
         return False
 
 
-def pieces_at(place: Place, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+def pieces_at(place: SealedAt, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
     """The pieces that lie there: views of one private mapping, which their reader may change for itself.
 
     Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
@@ -146,7 +146,7 @@ def _write(fd: int, piece: memoryview, at: int) -> None:
         done += os.pwrite(fd, piece[done : done + _AT_ONCE], at + done)
 
 
-def _gone(place: Place) -> WriterDied:
+def _gone(place: SealedAt) -> WriterDied:
     return WriterDied(
         f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; they "
         "come again with its next send"

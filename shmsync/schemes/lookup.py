@@ -189,13 +189,13 @@ def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> An
     return model_in(context, reference)
 
 
-def copied_end(end: Any) -> Any:
-    """copy.copy() of a sender or a receiver: what a pickled copy would be, with a copy of its scheme.
+def copied_end(end: Any, scheme: Any) -> Any:
+    """copy.copy() of a sender or a receiver: what a pickled copy would be, with a copy of this scheme of its.
 
     A scheme may hold what its senders send with, pipes and arenas, and these stay the original's.
     """
     made = object.__new__(type(end))
-    state = {**end.__getstate__(), "_scheme": copy.copy(end._scheme)}
+    state = {**end.__getstate__(), "_scheme": copy.copy(scheme)}
     state |= {name: copy.copy(state[name]) for name in ("_turns", "_errands") if name in state}
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)

@@ -46,7 +46,7 @@ def private_leaves(weights: Any) -> Leaves:
 
 
 @dataclass(eq=False)
-class Part:
+class SentPart:
     """What one send gave, and what became of it."""
 
     given: Leaves
@@ -75,7 +75,9 @@ class Owed:
 
     def __init__(self) -> None:
         self._base: Leaves = {}  # the newest of each leaf in the parts that were settled for good
-        self._parts: list[Part] = []  # the last one, and those before it that somebody may still answer; oldest first
+        self._parts: list[
+            SentPart
+        ] = []  # the last one, and those before it that somebody may still answer; oldest first
         self._due: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()
 
     @property
@@ -90,7 +92,7 @@ class Owed:
     def add(self, given: Leaves, workers: Iterable[Any]) -> None:
         """These leaves are for these workers, from now on; a leaf that was one tensor with one of them changes too."""
         whole = self.whole
-        part = Part(given, {**tied_along(whole, given), **given}, weakref.WeakKeyDictionary())
+        part = SentPart(given, {**tied_along(whole, given), **given}, weakref.WeakKeyDictionary())
         for worker in workers:
             due = self._due.get(worker)
             due = whole if due is None else due
@@ -145,10 +147,10 @@ class Owed:
                 self._refuse(part, worker, names)
         self._fold()
 
-    def _part(self, given: Leaves) -> Part | None:
+    def _part(self, given: Leaves) -> SentPart | None:
         return next((part for part in reversed(self._parts) if part.given is given), None)
 
-    def _confirm(self, part: Part, worker: Any) -> None:
+    def _confirm(self, part: SentPart, worker: Any) -> None:
         had = part.brought.get(worker, {})
         for each in self._parts:
             if any(had.get(name, each) is value for name, value in each.leaves.items()):
@@ -156,7 +158,7 @@ class Owed:
         due = self._due.get(worker, {})
         self._due[worker] = {name: value for name, value in due.items() if had.get(name, part) is not value}
 
-    def _refuse(self, part: Part, worker: Any, names: Collection[str]) -> None:
+    def _refuse(self, part: SentPart, worker: Any, names: Collection[str]) -> None:
         brought, due = part.brought.get(worker, {}), self._due.get(worker, {})
         parts = self._parts[: self._parts.index(part) + 1]
         blamed = [
@@ -173,7 +175,7 @@ class Owed:
 
     def _fold(self) -> None:
         """Put the parts together whose answers are all there; the last one may be brought again."""
-        folded: list[Part] = []
+        folded: list[SentPart] = []
         for position, part in enumerate(self._parts):
             newer = self._parts[position + 1 :]
             # Who has refused a part may still have it before them in a newer message.
@@ -190,5 +192,5 @@ class Owed:
             elif folded[-1].closed:
                 folded[-1].leaves.update(part.leaves)
             else:
-                folded.append(Part({}, dict(part.leaves), weakref.WeakKeyDictionary(), confirmed=True, closed=True))
+                folded.append(SentPart({}, dict(part.leaves), weakref.WeakKeyDictionary(), confirmed=True, closed=True))
         self._parts = folded

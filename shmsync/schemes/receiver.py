@@ -138,7 +138,7 @@ class WeightReceiver:
         return self._transport is not None
 
     def __copy__(self) -> WeightReceiver:
-        return copied_end(self)
+        return copied_end(self, self._scheme)
 
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None

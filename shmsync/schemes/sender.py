@@ -292,7 +292,7 @@ class WeightSender:
         return chosen_workers(worker_ids, self.worker_ids)
 
     def __copy__(self) -> WeightSender:
-        return copied_end(self)
+        return copied_end(self, self._scheme)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.

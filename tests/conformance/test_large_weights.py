@@ -150,7 +150,7 @@ def test_weights_that_are_gone_are_refused_by_name(rig):
         deliver(rig, Large(value))
     rig.sender.send_async(Large(3))
     (_, _, load) = rig.sender.carrier._lent[0]
-    load._sealed._closing()  # as the death of the sender does
+    load._sealed.close()  # as the death of the sender does
     rig.receive()
     with pytest.raises(WriterDied, match="given these weights up"):
         rig.sender.wait_async(timeout=60)

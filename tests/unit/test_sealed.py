@@ -8,7 +8,7 @@ import pytest
 
 from shmsync.errors import ArenaCorrupt, NoSpace, WriterDied
 from shmsync.memory.process import me
-from shmsync.memory.sealed import Place, Sealed, pieces_at, reachable
+from shmsync.memory.sealed import Sealed, SealedAt, pieces_at, reachable
 
 DATA = [bytes(range(256)) * 40, b"", b"last"]
 
@@ -64,7 +64,7 @@ def test_no_descriptor_is_left(sealed):
 def test_what_was_given_up_is_gone(sealed):
     place, spans = sealed.place, list(sealed.spans)
     pieces = pieces_at(place, spans)
-    sealed._closing()
+    sealed.close()
     with pytest.raises(WriterDied, match="given these weights up"):
         pieces_at(place, spans)
     assert bytes(pieces[0]) == DATA[0]  # whoever maps it keeps it
@@ -87,7 +87,7 @@ def test_file_without_all_seals_is_refused(seals):
         os.write(fd, bytes(64))
         if seals:
             fcntl.fcntl(fd, 1033, seals)
-        place = Place(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
+        place = SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
         with pytest.raises(ArenaCorrupt, match="seals"):
             pieces_at(place, [(0, 8)])
     finally:
@@ -101,7 +101,7 @@ def test_fifo_and_file_are_refused(tmp_path):
         fd = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             with pytest.raises(ArenaCorrupt, match="seals"):
-                pieces_at(Place(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
+                pieces_at(SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
         finally:
             os.close(fd)
 

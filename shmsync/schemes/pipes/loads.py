@@ -13,7 +13,7 @@ from typing import Any
 from ...engine.pickling import dumps, dumps_apart, small
 from ...errors import ShmSyncError
 from ...memory.process import me
-from ...memory.sealed import Place, Sealed, pieces_at
+from ...memory.sealed import Sealed, SealedAt, pieces_at
 from . import messages
 from .messages import Tag, Tagged
 
@@ -81,7 +81,7 @@ class _Where:
         return opened, self._content
 
 
-def opened(head: bytes, place: Place, spans: list[tuple[int, int]]) -> Any:
+def opened(head: bytes, place: SealedAt, spans: list[tuple[int, int]]) -> Any:
     """Weights that lie in a sealed memfd of another process; Unreadable if they cannot be had."""
     try:
         return pickle.loads(head, buffers=pieces_at(place, spans))

@@ -199,9 +199,8 @@ class PipeReceiver(WeightReceiver):
         return True
 
     def _refused(self, message: Message, error: Exception) -> None:
-        _log.warning(
-            "weights of %r were refused: %s", self._model_id, str(error)
-        )  # who keeps the record keeps no weights
+        said = str(error)  # whoever keeps the record keeps no weights
+        _log.warning("weights of %r were refused: %s", self._model_id, said)
         self._end.answer_failure(message, error)
 
     def _join(self, message: Message) -> None:
