@@ -272,7 +272,7 @@ class Storm:
             self.restart()
             return
         for life in dead:
-            if self.random.random() < 0.7:
+            if life in self.lives and self.random.random() < 0.7:  # a new trainer has new workers
                 self.replace(life)
 
     def restart(self):
