@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.timing import check_worker, deadline_after
 from ..errors import ProtocolError
 from .errands import Calls, Errands
-from .lookup import Arguments, chosen_workers, model_at, process_of
+from .lookup import Arguments, chosen_workers, copied_end, model_at, process_of
 from .turns import Turns, turn
 
 
@@ -295,6 +295,9 @@ class WeightSender:
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
 
+    def __copy__(self) -> WeightSender:
+        return copied_end(self, self._scheme)
+
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
         return {
@@ -303,5 +306,6 @@ class WeightSender:
             "_model": None,
             "_pending": None,
             "_transports": {},
+            "_processes": {},
             "_copied": True,
         }

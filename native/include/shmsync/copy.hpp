@@ -23,7 +23,7 @@ enum class CopyPath { automatic, plain, streaming };
 
 bool streaming_available();
 
-// From so many bytes on, other threads help if the caller allows it (docs/adr/0029-helpers-of-a-copy.md).
+// From so many bytes on, other threads help if the caller allows it (docs/adr/0030-helpers-of-a-copy.md).
 inline constexpr std::size_t kShareAbove = std::size_t{16} << 20;
 
 // At most `threads` threads copy, the calling one among them. Ends with the fence that orders streaming stores before

@@ -3,7 +3,7 @@
 // It is cut into chunks, which the threads take from one counter. The caller takes chunks as the others do, and in the
 // end waits only for chunks that another thread has begun: a helper that has not been given a processor by then finds
 // the counter at its end and goes. So a machine whose processors are busy costs the caller at most the rest of one
-// chunk (docs/adr/0029-helpers-of-a-copy.md).
+// chunk (docs/adr/0030-helpers-of-a-copy.md).
 #pragma once
 
 #include <cstddef>
