@@ -28,6 +28,9 @@ struct DLTensor {
 // exchange table or the tensor cannot be exported.
 bool describe(PyObject* tensor, DLTensor& out);
 
+// How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
+unsigned copying_threads(std::uint64_t bytes);
+
 class Sources {
  public:
   // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.

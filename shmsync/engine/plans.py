@@ -25,6 +25,7 @@ from ..memory.plainly import run_plainly
 from .admission import extent
 from .converting import Conversions
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
+from .second_names import second_names, without
 from .sources import Collected, Filter, Weights, collect, not_saved
 
 _native.set_exchange_table(torch.Tensor)
@@ -188,7 +189,8 @@ class Plans:
             if own:
                 kept = {key: tensor for key, tensor in collected.tensors.items() if key not in own}
                 collected = collected._replace(tensors=kept)
-        return collected
+        second = second_names(collected.tensors, self._arena.manifest.by_key)
+        return collected._replace(tensors=without(collected.tensors, second)) if second else collected
 
     def forget(self) -> None:
         """Keep no plan, and so no tensor of a source."""
