@@ -266,11 +266,12 @@ class RemoteSender(WeightSender):
         posted.finish(deadline)
         if self._scheme.partial:
             given, asked = self._given
-            done, failed = (
-                [asked[i] for i in some if isinstance(i, int) and i in asked]
-                for some in (posted.outcome.done, posted.outcome.failed)
-            )
-            self._owed.settle(given, done, failed or ([None] if posted.outcome.failed else []))
+            done = [asked[i] for i in posted.outcome.done if isinstance(i, int) and i in asked]
+            failed: dict[Any, tuple[str, ...]] = {
+                asked[i] if isinstance(i, int) and i in asked else None: getattr(failure, "leaves", ())
+                for i, failure in posted.outcome.failed.items()
+            }
+            self._owed.settle(given, done, failed)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     @override
