@@ -50,7 +50,7 @@ class CopyPlan:
         converted: list[tuple[torch.Tensor, Leaf]] = []
         self.in_place: list[Leaf] = []  # the source is the slab itself, at the place where it belongs
         rows = []
-        given: set[int] = set()
+        given: set[int] = set()  # offsets
         ranges = arena.ranges()
         for key, tensor in collected.tensors.items():
             leaf = arena.manifest.by_key[key]
@@ -69,8 +69,8 @@ class CopyPlan:
         self._sources = _native.Sources(list(collected.guards or ()), rows)
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._reusable = collected.guards is not None and not apart
-        others = {leaf.offset: leaf for leaf in arena.manifest.leaves if leaf.nbytes and leaf.offset not in given}
-        self.carried = sorted(others.values(), key=lambda leaf: leaf.offset)  # not given: keep the current value
+        self.given = frozenset(given)  # the places of the leaves that the source has
+        self._manifest = arena.manifest
 
     def shows(self, tensors: Mapping[Key, Any]) -> bool:
         """Was it made for these very tensors?"""
@@ -91,7 +91,13 @@ class CopyPlan:
     @property
     def whole(self) -> bool:
         """Does the source have every leaf?"""
-        return not self.carried
+        return len(self.given) == len(self._manifest.places)
+
+    @property
+    def lacking(self) -> list[Leaf]:
+        """The leaves that the source has not, which keep their values; of tied ones one."""
+        others = {leaf.offset: leaf for leaf in self._manifest.leaves if leaf.nbytes and leaf.offset not in self.given}
+        return sorted(others.values(), key=lambda leaf: leaf.offset)
 
     def still_valid(self, arena: Arena) -> bool:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""

@@ -203,7 +203,7 @@ class Publisher:
         side = self._side
         plan = self._plans.make(module)
         if not plan.whole:
-            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.carried))
+            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
         adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
         if self._differs(module):
@@ -377,7 +377,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
         for side, plan in plans:
             side.write(plan)
         while uncommitted:
-            uncommitted[0].writer.commit()
+            uncommitted[0].commit()
             del uncommitted[0]
     except BaseException:
         for side in uncommitted:
