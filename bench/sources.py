@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import statistics
 from collections.abc import Callable
@@ -141,7 +142,8 @@ def filter_rows() -> None:
         beside("publish(dict), 5,000 leaves, exclude= of 50 / publish(module)", lambda: pub.publish(state),
                lambda: pub.publish(module), "matched once", 5)  # fmt: skip
     module = layers(5000)
-    print("Publisher(exclude= of 50), 5,000 leaves:", timed(lambda: shmsync.Publisher(module, exclude=patterns).close()))
+    created = timed(lambda: shmsync.Publisher(module, exclude=patterns).close())
+    show("Publisher(exclude= of 50), 5,000 leaves", created, None, "")
 
 
 def carry_rows() -> None:
@@ -153,20 +155,20 @@ def carry_rows() -> None:
             target = torch.rand(96 * 8192)
             for _ in range(slots):
                 pub.publish(adapters)
-            beside(f"publish(adapters), 3 of 387 MB, slots={slots} / memcpy", lambda pub=pub, a=adapters: pub.publish(a),
-                   lambda s=source, t=target: ctypes.memmove(t.data_ptr(), s.data_ptr(), s.nbytes), "", 10)  # fmt: skip
+            floor = functools.partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
+            ours = functools.partial(pub.publish, adapters)
+            beside(f"publish(adapters), 3 of 387 MB, slots={slots} / memcpy", ours, floor, "what changed", 10)
             assert same(pub, {**base, **adapters}), "checksum"
         many = {f"leaf.{number}": torch.rand(16) for number in range(5000)}
         with shmsync.Publisher(many, slots=slots) as pub:
             one = {"leaf.7": torch.full((16,), 3.0)}
             for _ in range(slots):
                 pub.publish(one)
-            show(f"publish one leaf of 5,000, slots={slots}",
-                 statistics.median(timed(lambda pub=pub, one=one: pub.publish(one)) for _ in range(20)), None, "100 us")  # fmt: skip
-            names = iter(list(many))
-            show(f"publish another leaf of 5,000 each time, slots={slots}",
-                 statistics.median(timed(lambda pub=pub, name=next(names): pub.publish({name: many[name]}))
-                                   for _ in range(20)), None, "")  # fmt: skip
+            seconds = statistics.median(timed(functools.partial(pub.publish, one)) for _ in range(20))
+            show(f"publish one leaf of 5,000, slots={slots}", seconds, None, "100 us")
+            others = [{name: many[name]} for name in list(many)[:20]]
+            seconds = statistics.median(timed(functools.partial(pub.publish, other)) for other in others)
+            show(f"publish another leaf of 5,000 each time, slots={slots}", seconds, None, "")
             assert same(pub, {**many, "leaf.7": many["leaf.7"]}), "checksum"
 
 
@@ -179,7 +181,8 @@ def small_rows() -> None:
     show("Publisher(module), 280 leaves", statistics.median(_created(module) for _ in range(9)), None, "")
     with shmsync.Publisher(module) as pub:
         pub.adopt(module)
-        show("publish() of an adopted module, 280 leaves", statistics.median(timed(pub.publish) for _ in range(99)), None, "")
+        seconds = statistics.median(timed(pub.publish) for _ in range(99))
+        show("publish() of an adopted module, 280 leaves", seconds, None, "")
     with shmsync.Publisher(module, slots=2) as pub:
         show("a new mapping's weights, 280 leaves", statistics.median(_mapped(pub) for _ in range(9)), None, "")
         with shmsync.Subscriber(pub.handle) as sub:

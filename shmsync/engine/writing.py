@@ -21,7 +21,7 @@ from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
-from .plans import CopyPlan
+from .copy_plan import CopyPlan
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
