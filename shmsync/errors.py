@@ -63,6 +63,8 @@ class NoSpace(ShmSyncError):
 class ManifestMismatch(ShmSyncError, ValueError):
     """Keys, shapes, dtypes or devices differ; the message lists every problem, and nothing was written."""
 
+    leaves: tuple[str, ...] = ()  # the dotted keys of the weights that it is about, where it was raised and known
+
 
 class WriterBusy(ShmSyncError, TimeoutError):
     """Another writer call is under way, or the writer kept a reader out until its deadline."""

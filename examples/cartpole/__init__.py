@@ -11,7 +11,8 @@
 
 policy.py     the network                       envs.py       a handful of CartPoles per actor
 rollout.py    what an actor sends, in bytes     actor.py      reads weights, collects rollouts
-fleet.py      starts, hears and ends actors     ppo.py        the loss, corrected for stale rollouts
+fleet.py      starts, hears and ends actors     helper.py     what actors are forked from
+ppo.py        the loss, corrected for stale rollouts
 learner.py    the training loop                 figures.py    everything that is counted
 dashboard.py  live progress                     report.py     closing table, plot, JSON
 run.py        one run, start to end             stop.py       Ctrl-C
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"The demo needs {', '.join(missing)}: pip install 'shmsync[demo]'", file=sys.stderr)
         return 1
     with Stop() as stop:
+        from .helper import context
+
+        context()  # first, so that it imports beside us
         from .run import run  # now, so that importing this package needs none of these
 
         return run(options, stop)

@@ -95,8 +95,8 @@ def act(job: Job, sub: shmsync.Subscriber) -> None:
 @torch.no_grad()
 def main(job: Job) -> None:
     """Entry point of the process. Ends quietly when the learner is gone."""
-    # Ctrl-C reaches every process of the terminal. The learner decides; actors follow its pipe. The fleet
-    # started us with both signals blocked, so that none could land before this line.
+    # Ctrl-C reaches every process of the terminal. The learner decides; actors follow its pipe. We
+    # were started with both signals blocked, so that none could land before this line.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     torch.set_num_threads(1)  # one core's worth of work: more threads would only get in each other's way

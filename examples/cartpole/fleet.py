@@ -6,17 +6,15 @@ and an actor killed while holding it would silence the others for good.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401  teaches multiprocessing to hand over shared tensors
 
-from . import actor
+from . import actor, helper
 from .options import Options
 from .rollout import BUFFERS, ENVIRONMENTS, Message, Rollout
 
@@ -60,25 +58,18 @@ class Fleet:
 
     def start(self, handle: Any, options: Options) -> None:
         """Start `options.workers` actors on the arena behind `handle`; does not wait for them."""
-        context = multiprocessing.get_context("spawn")
-        # Children inherit blocked signals: Ctrl-C must not find one that is still importing. The helper
-        # process of multiprocessing goes first, because starting it unblocks them.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            for worker in range(options.workers):
-                ours, theirs = context.Pipe()
-                rollouts = [Rollout.shared() for _ in range(BUFFERS)]
-                job = actor.Job(
-                    worker, handle, options.consistency, options.one_version_per_rollout,
-                    options.seed * 100_003 + worker * ENVIRONMENTS, rollouts, theirs,
-                )  # fmt: skip
-                process = context.Process(target=actor.main, args=(job,), name=f"actor-{worker}", daemon=True)
-                process.start()
-                theirs.close()  # or the end of this actor would never show as end of file
-                self.actors.append(Actor(worker, process, ours, rollouts))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        start = helper.context()
+        for worker in range(options.workers):
+            ours, theirs = start.Pipe()
+            rollouts = [Rollout.shared() for _ in range(BUFFERS)]
+            job = actor.Job(
+                worker, handle, options.consistency, options.one_version_per_rollout,
+                options.seed * 100_003 + worker * ENVIRONMENTS, rollouts, theirs,
+            )  # fmt: skip
+            process = start.Process(target=actor.main, args=(job,), name=f"actor-{worker}", daemon=True)
+            process.start()
+            theirs.close()  # or the end of this actor would never show as end of file
+            self.actors.append(Actor(worker, process, ours, rollouts))
 
     def hear(self, timeout: float) -> list[tuple[Actor, Rollout, Message]]:
         """Rollouts that are full, waiting up to `timeout` seconds for the first; notes who died."""

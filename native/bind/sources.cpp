@@ -140,6 +140,12 @@ Sources::Sources(nb::list guards, nb::list leaves) {
   ops_.resize(leaves_.size());
 }
 
+unsigned copying_threads(std::uint64_t bytes) {
+  if (bytes < kShareAbove) return 1;
+  static const nb::handle get_num_threads = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release();
+  return nb::cast<unsigned>(get_num_threads());
+}
+
 bool Sources::unchanged(const Guard& guard) {
   PyObject* dict = guard.dict.ptr();
   if (!guard.whole) {
@@ -191,8 +197,9 @@ bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
 void Sources::copy_to(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
     ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
+  const unsigned threads = copying_threads(bytes_);
   const WithoutGil released;
-  copy(ops_.data(), ops_.size());
+  copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
 }
 
 void Sources::put(std::size_t row, nb::handle tensor, const std::byte* address) {
@@ -228,10 +235,14 @@ void bind_sources(nb::module_& m) {
       "copy",
       [](std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> table) {
         std::vector<CopyOp> ops;
-        for (const auto& [to, from, bytes] : table)
+        std::uint64_t total = 0;
+        for (const auto& [to, from, bytes] : table) {
           ops.push_back({reinterpret_cast<std::byte*>(to), reinterpret_cast<const std::byte*>(from), bytes});
+          total += bytes;
+        }
+        const unsigned threads = copying_threads(total);
         const WithoutGil released;
-        copy(ops.data(), ops.size());
+        copy(ops.data(), ops.size(), CopyPath::automatic, threads);
       },
       "table"_a, "Copy each (destination, source, bytes); the GIL is released.");
   nb::class_<Sources>(m, "Sources", "A prepared table of source tensors.")

@@ -38,6 +38,9 @@ bool is_lazy(nanobind::handle tensor, std::uint8_t code);
 // FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
 bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
 
+// How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
+unsigned copying_threads(std::uint64_t bytes);
+
 class Sources {
  public:
   // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.

@@ -7,8 +7,15 @@
 #include <immintrin.h>
 #endif
 
+#include "shmsync/shared_copy.hpp"
+
 namespace shmsync {
 namespace {
+
+void copy_plain(const CopyOp* ops, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i)
+    if (ops[i].bytes != 0) std::memcpy(ops[i].destination, ops[i].source, ops[i].bytes);
+}
 
 #if defined(__x86_64__)
 
@@ -50,6 +57,16 @@ __attribute__((target("avx2"))) void stream(std::byte* to, const std::byte* from
   std::memcpy(to, from, bytes);
 }
 
+void copy_streaming(const CopyOp* ops, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i)
+    if (ops[i].bytes != 0) stream(ops[i].destination, ops[i].source, ops[i].bytes);
+  _mm_sfence();  // SYNC seq.end: streaming stores are weakly ordered; the release store alone does not order them
+}
+
+#else
+
+void copy_streaming(const CopyOp* ops, std::size_t count) { copy_plain(ops, count); }
+
 #endif
 
 }  // namespace
@@ -63,22 +80,12 @@ bool streaming_available() {
 #endif
 }
 
-void copy(const CopyOp* ops, std::size_t count, CopyPath path) {
-  if (path == CopyPath::automatic) {
-    std::size_t total = 0;
-    for (std::size_t i = 0; i < count; ++i) total += ops[i].bytes;
-    path = total > kStreamAbove ? CopyPath::streaming : CopyPath::plain;
-  }
-#if defined(__x86_64__)
-  if (path == CopyPath::streaming && streaming_available()) {
-    for (std::size_t i = 0; i < count; ++i)
-      if (ops[i].bytes != 0) stream(ops[i].destination, ops[i].source, ops[i].bytes);
-    _mm_sfence();  // SYNC seq.end: streaming stores are weakly ordered; the release store alone does not order them
-    return;
-  }
-#endif
-  for (std::size_t i = 0; i < count; ++i)
-    if (ops[i].bytes != 0) std::memcpy(ops[i].destination, ops[i].source, ops[i].bytes);
+void copy(const CopyOp* ops, std::size_t count, CopyPath path, unsigned threads) {
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < count; ++i) total += ops[i].bytes;
+  if (path == CopyPath::automatic) path = total > kStreamAbove ? CopyPath::streaming : CopyPath::plain;
+  const CopyPieces pieces = path == CopyPath::streaming && streaming_available() ? copy_streaming : copy_plain;
+  copy_by_several(ops, count, total < kShareAbove ? 1 : threads, pieces);
 }
 
 }  // namespace shmsync

@@ -1,8 +1,15 @@
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <thread>
 #include <vector>
 
 #include "fixture.hpp"
 #include "shmsync/copy.hpp"
+#include "shmsync/shared_copy.hpp"
 
 using namespace shmsync;
 
@@ -29,7 +36,7 @@ void copies_exactly_the_bytes_asked_for(CopyPath path) {
   }
 }
 
-void many_operations_with_streaming_by_their_total() {
+void many_operations_with_streaming_by_their_total(unsigned threads) {
   std::vector<std::byte> source(kStreamAbove + 4096), target(source.size());
   for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i % 251);
   std::vector<CopyOp> ops;
@@ -38,9 +45,90 @@ void many_operations_with_streaming_by_their_total() {
     ops.push_back({target.data() + at, source.data() + at, bytes});
     at += bytes;
   }
-  copy(ops.data(), ops.size());
+  copy(ops.data(), ops.size(), CopyPath::automatic, threads);
   CHECK(source == target);
 }
+
+// Sizes around the chunks' borders, in one operation and in many; guard bytes stay.
+void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
+  for (const std::size_t bytes : {kShareAbove, kShareAbove + 1, kShareAbove + kChunk - 1, kShareAbove + 3 * kChunk}) {
+    for (const std::size_t piece : {bytes, kChunk, kChunk + 1, std::size_t{70001}}) {
+      std::vector<std::byte> source(bytes), target(bytes + 2, std::byte{0xEE});
+      for (std::size_t i = 0; i < bytes; ++i) source[i] = static_cast<std::byte>(i % 251);
+      std::vector<CopyOp> ops;
+      for (std::size_t at = 0; at < bytes; at += piece)
+        ops.push_back({target.data() + 1 + at, source.data() + at, std::min(piece, bytes - at)});
+      copy(ops.data(), ops.size(), path, 3);
+      CHECK(target.front() == std::byte{0xEE} && target.back() == std::byte{0xEE});
+      CHECK(std::equal(source.begin(), source.end(), target.begin() + 1));
+    }
+  }
+}
+
+// What helpers stored is there for whoever sees the version that the caller released; TSan looks at the pairs.
+void a_version_is_whole_though_helpers_copied_parts_of_it() {
+  constexpr std::uint64_t kVersions = 60;
+  const std::size_t words = 5 * kChunk / sizeof(std::uint64_t);
+  const CopyPieces plain = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::plain); };
+  const CopyPieces streaming = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::streaming); };
+  std::vector<std::uint64_t> source(words), target(words);
+  std::atomic<std::uint64_t> current{0}, seen{0};
+  std::thread reader([&] {
+    for (std::uint64_t version = 1; version <= kVersions; ++version) {
+      while (current.load(std::memory_order_acquire) != version) std::this_thread::yield();
+      CHECK(std::all_of(target.begin(), target.end(), [&](std::uint64_t word) { return word == version; }));
+      seen.store(version, std::memory_order_release);
+    }
+  });
+  for (std::uint64_t version = 1; version <= kVersions; ++version) {
+    while (seen.load(std::memory_order_acquire) != version - 1) std::this_thread::yield();
+    std::fill(source.begin(), source.end(), version);
+    const CopyOp op{reinterpret_cast<std::byte*>(target.data()), reinterpret_cast<const std::byte*>(source.data()),
+                    words * sizeof(std::uint64_t)};
+    copy_by_several(&op, 1, 4, version % 2 ? plain : streaming);
+    current.store(version, std::memory_order_release);
+  }
+  reader.join();
+}
+
+std::atomic<int> others_begun{0};
+std::atomic<bool> caller_is_done{false};
+std::thread::id caller;
+
+// The caller ends although helpers were started: those that come when no chunk is left find nothing to do.
+void a_helper_that_comes_late_is_not_waited_for() {
+  caller = std::this_thread::get_id();
+  const CopyPieces count_others = [](const CopyOp* ops, std::size_t count) {
+    if (std::this_thread::get_id() != caller) others_begun.fetch_add(1);
+    CHECK(!caller_is_done.load());
+    copy(ops, count, CopyPath::plain);
+  };
+  std::vector<std::byte> source(4 * kChunk, std::byte{7}), target(source.size());
+  const CopyOp op{target.data(), source.data(), source.size()};
+  for (int i = 0; i < 200; ++i) {
+    caller_is_done.store(false);
+    copy_by_several(&op, 1, 8, count_others);
+    caller_is_done.store(true);  // no helper touches the memory from here on
+  }
+  CHECK(source == target);
+}
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// No memory for a helper's stack: the caller copies alone.
+void a_thread_that_cannot_be_started_is_not_needed() {
+  const pid_t child = fork();
+  if (child == 0) {
+    std::vector<std::byte> source(kShareAbove + 5, std::byte{3}), target(source.size());
+    const rlimit none{0, RLIM_INFINITY};
+    if (setrlimit(RLIMIT_AS, &none) != 0) _exit(2);
+    const CopyOp op{target.data(), source.data(), source.size()};
+    copy(&op, 1, CopyPath::automatic, 4);
+    _exit(source == target ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+#endif
 
 }  // namespace
 
@@ -48,5 +136,13 @@ int main() {
   copies_exactly_the_bytes_asked_for(CopyPath::plain);
   copies_exactly_the_bytes_asked_for(CopyPath::streaming);
   copies_exactly_the_bytes_asked_for(CopyPath::automatic);
-  many_operations_with_streaming_by_their_total();
+  many_operations_with_streaming_by_their_total(1);
+  many_operations_with_streaming_by_their_total(3);
+  several_threads_copy_exactly_the_bytes_asked_for(CopyPath::plain);
+  several_threads_copy_exactly_the_bytes_asked_for(CopyPath::streaming);
+  a_version_is_whole_though_helpers_copied_parts_of_it();
+  a_helper_that_comes_late_is_not_waited_for();
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  a_thread_that_cannot_be_started_is_not_needed();
+#endif
 }

@@ -13,6 +13,7 @@ from ..memory.arena import Arena
 from ..memory.manifest import Key, tie
 from .aliases import overlapping
 from .matching import mismatches, same_bytes, untied
+from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
 from .stepping import state_tensors, stuck_states
 
@@ -31,7 +32,10 @@ def parts_of(
 ) -> Parts:
     """The module as it is now, and these optimizers of it. Raises ManifestMismatch if it does not fit the arena."""
     collected = collect(module, filter, arena.manifest)
-    tensors = collected.tensors
+    names = second_names(collected.tensors, arena.manifest.by_key)
+    second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
+    tensors = without(collected.tensors, second)
+    collected = collected._replace(tensors=tensors)
     problems = mismatches(tensors, arena, partial=False, any_device=False, source_is="module")
     if arena.manifest.casts:
         problems += [

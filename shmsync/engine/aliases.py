@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from ..memory.manifest import tie
+from ..memory.manifest import Key, tie
+from .admission import problem_with
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -44,6 +45,17 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) ->
         ]
         open_until.append((end, name))
     return found
+
+
+def shared_in_part(tensors: Mapping[Key, object]) -> list[str]:
+    """Why a part of these tensors cannot be written by itself: writing one would change some of another."""
+    plain = {".".join(key): each for key, each in tensors.items() if problem_with(each) is None}
+    found = overlapping(plain, {id(each) for each in plain.values()})  # type: ignore[arg-type]
+    return [
+        f"{a} and {b} share memory in part in the destination, and partial=True may give one without the "
+        "other: give one of them memory of its own"
+        for a, b in found
+    ]
 
 
 def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], keep: Collection[torch.Tensor]) -> None:

@@ -97,9 +97,10 @@ class Binding:
             if id(tensor) not in self._private:
                 make_private(tensor)  # forward passes write buffers
         self._private = {id(tensor) for _, tensor in copied}
-        self._viewed_keys = [key for key, _ in viewed]
+        leaf_of = self._fitting.leaf_of
+        self._viewed_keys = [leaf_of(key) for key, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
-        self.copied = copied
+        self.copied = [(leaf_of(key), tensor) for key, tensor in copied]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._one_slot = self._arena.slots == 1
         self._placed = False  # with one slot: nothing has to move

@@ -14,6 +14,7 @@ from ..memory.arena import Arena
 from ..memory.manifest import Key
 from .admission import is_wrapper
 from .matching import describe_problems, mismatches, tied_apart
+from .second_names import second_names, without
 from .sources import EVERYTHING, collect, not_saved
 from .wrappers import unwrapped, walk
 
@@ -44,6 +45,7 @@ class Fitting:
         self._how_buffers = buffers
         self._copies = copies
         self._beside = beside
+        self._second: dict[Key, tuple[Key, int]] = {}  # a leaf that has another name too, and the id of its tensor
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
@@ -56,10 +58,20 @@ class Fitting:
         tensors = collect(module, EVERYTHING).tensors
         private = not_saved(module)
         tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
+        second = second_names(tensors, by_key)
+        for key, (leaf, known) in self._second.items():  # private copies of one tensor do not share memory any more
+            if key in tensors and id(tensors[key]) == known:
+                second.setdefault(key, leaf)
+        own = without(tensors, second)
         if self.arena.manifest.filtered:
-            tensors = {key: tensor for key, tensor in tensors.items() if key in by_key}
-        self.check(tensors)
-        return tensors
+            own = {key: tensor for key, tensor in own.items() if key in by_key}
+        self.check(own)
+        self._second = {key: (leaf, id(tensors[key])) for key, leaf in second.items()}
+        return own | {key: tensors[key] for key in second}
+
+    def leaf_of(self, key: Key) -> Key:
+        """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
+        return self._second[key][0] if key in self._second else key
 
     def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
         """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import AckTimeout, WorkerDied
+from ..errors import AckTimeout, ManifestMismatch, WorkerDied
 
 
 class Failure(NamedTuple):
@@ -20,6 +20,7 @@ class Failure(NamedTuple):
     error: bytes | None  # pickled; None when it cannot be
     summary: str  # one line
     trace: str  # as the worker would print it
+    leaves: tuple[str, ...] = ()  # which speak against the weights, as far as is known
 
     @classmethod
     def of(cls, error: BaseException, tag: Any = None) -> Failure:
@@ -31,8 +32,9 @@ class Failure(NamedTuple):
             packed = pickle.dumps(error)
             pickle.loads(packed)  # some exceptions can be pickled but not unpickled
         except Exception:
-            return cls(tag, None, summary, traceback.format_exc())
-        return cls(tag, packed, summary, traceback.format_exc())
+            packed = None
+        leaves = error.leaves if isinstance(error, ManifestMismatch) else ()
+        return cls(tag, packed, summary, traceback.format_exc(), leaves)
 
     def exception(self) -> BaseException:
         """The worker's exception, or a RuntimeError that quotes it."""

@@ -25,6 +25,22 @@ def dumps(message: object) -> bytes:
     return buffer.getvalue()
 
 
+@run_plainly
+def dumps_apart(message: object, least: int) -> tuple[bytes, list[memoryview]]:
+    """As dumps(), but tensors of so many bytes lie beside it. These are views of the tensors' own memory."""
+    pieces: list[memoryview] = []
+
+    def inside(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= least:
+            pieces.append(raw)
+        return raw.nbytes < least
+
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5, buffer_callback=inside).dump(message)
+    return buffer.getvalue(), pieces
+
+
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, nn.Parameter) and _plain(obj):

@@ -18,6 +18,7 @@ from ..memory.arena import Arena
 from ..memory.plainly import run_plainly
 from .copy_plan import CopyPlan
 from .outline import MADE_ANEW, Seen
+from .second_names import second_names, without
 from .sources import Collected, Filter, Weights, collect, not_saved
 
 _KEPT = 4  # plans for sources that are made anew: a trainer may alternate between all weights and a part of them
@@ -115,7 +116,8 @@ class Plans:
             if own:
                 kept = {key: tensor for key, tensor in collected.tensors.items() if key not in own}
                 collected = collected._replace(tensors=kept)
-        return collected
+        second = second_names(collected.tensors, self._arena.manifest.by_key)
+        return collected._replace(tensors=without(collected.tensors, second)) if second else collected
 
     def forget(self) -> None:
         """Keep no plan, and so no tensor of a source."""

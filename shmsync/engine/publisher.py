@@ -222,7 +222,9 @@ class Publisher:
         tensors = collect(module, self._filter).tensors
         views = self._arena.views(0)
         return self._side.writer.poisoned or any(
-            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
+            for key, tensor in tensors.items()
+            if key in views  # else it is a second name of one that is
         )
 
     def readers(self) -> list[ReaderInfo]:

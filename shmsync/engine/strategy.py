@@ -16,6 +16,7 @@ from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
 from ..memory.plainly import copy_into, run_plainly
 from . import extra_state
+from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes
 from .matching import plain, same_bytes
@@ -116,6 +117,12 @@ class WeightStrategy:
                     module.set_extra_state(state)
             raise
 
+    def check_destination(self, module: nn.Module) -> None:
+        """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights by itself."""
+        problems = shared_in_part(collect(module, EVERYTHING).tensors) if self.partial else []
+        if problems:
+            raise ManifestMismatch("the module cannot be bound: " + "; ".join(problems) + ". Nothing was changed")
+
     @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> _Fit:
         """Raise as apply_weights() does, and write nothing."""
@@ -145,6 +152,8 @@ class WeightStrategy:
             ends = {(*path, ""): path for path in modules}  # a path is all prefix
             extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
         problems = _differences(targets, given, None if self.partial else optional)
+        if self.partial:
+            problems += [f"mismatched: {problem}" for problem in shared_in_part(targets)]
         if self.partial and targets and not (given or extra):
             problems.append("missing: they give no leaf at all")
         problems += [
@@ -157,9 +166,12 @@ class WeightStrategy:
                 f"unexpected: {'.'.join((*path, extra_state.STATE_DICT_KEY))}" for path in extra if path not in modules
             ]
         if problems:
-            raise ManifestMismatch(
+            error = ManifestMismatch(
                 "the weights do not fit where they should go: " + "; ".join(problems) + ". Nothing was written"
             )
+            extra_keys = (".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra)
+            error.leaves = _leaves_in(problems, {*map(".".join, given), *extra_keys})
+            raise error
         return _Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
 
@@ -250,6 +262,16 @@ def leaves_of(
 def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     """Leaves by key path, with keys that contain dots taken apart."""
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
+
+
+def _leaves_in(problems: Sequence[str], names: set[str]) -> tuple[str, ...]:
+    """Which of these leaves the problems are about."""
+    found = []
+    for problem in problems:
+        words = problem.partition(": ")[2].split(" ")  # a name may have spaces
+        spans = (" ".join(words[:end]) for end in range(1, len(words) + 1))
+        found += [span for span in spans if span in names][:1]
+    return tuple(found)
 
 
 def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None) -> list[str]:

@@ -20,6 +20,14 @@ def check_timeout(timeout: float) -> float:
     return float(timeout)
 
 
+DEFAULT_TIMEOUT = 10.0  # seconds
+
+
+def timeout_or_default(timeout: float | None, default: float = DEFAULT_TIMEOUT) -> float:
+    """What a constructor's timeout= means, as a float: None is the default. Raises as check_timeout() does."""
+    return default if timeout is None else check_timeout(timeout)
+
+
 def check_version(version: int) -> int:
     """A version as an int. Raises ValueError unless it is a whole number, 0 or more."""
     if isinstance(version, bool) or not isinstance(version, Integral) or not 0 <= version <= _native.MAX_VERSION:

@@ -18,6 +18,10 @@ from .lookup import Arguments, check_names, find_model, model_at, model_in
 from .receiver import WeightReceiver
 from .sender import WeightSender
 
+_OF_COLLECTORS = {
+    "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",
+    "synchronized_on_sender",
+}  # fmt: skip
 S = TypeVar("S", bound="WeightSyncScheme")
 
 
@@ -26,7 +30,11 @@ class TransportBackend(Protocol):
     """How weights get to one worker.
 
     These two methods make one. Optional: `send_weights_async`, `wait_ack`, `send_ack(message="updated")`,
-    `check_ack(message="updated")`, `check_connection()`.
+    `check_ack(message="updated")`, `check_connection()`, `forget_posted()`.
+
+    wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
+    that is still to come. A transport whose answers name their message, so that wait_ack() passes over old ones by
+    itself, has forget_posted(): called before a send, it says that nobody waits for what was sent before.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
@@ -187,6 +195,16 @@ class WeightSyncScheme(ABC):
         Every later use of the scheme is a ClosedError.
         """
         self._over = True
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
+        kind = type(self).__name__
+        if name in _OF_COLLECTORS:
+            raise AttributeError(
+                f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
+                "of your own. Give the collector shmsync.integrations.torchrl.ShmWeightSyncScheme() instead"
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
     def __enter__(self: S) -> S:
         self.check_open("with")

@@ -2,13 +2,15 @@
 
 A method that takes `timeout=` gets what is left, and is called as it is. One that does not, in a send with a deadline,
 runs in a thread of its own: the send goes on when its time is over, and the next one to the same worker waits for that
-thread.
+thread. Of a transport in two steps it also waits for the answers that came too late for theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import logging
 import math
 import queue
 import threading
@@ -21,6 +23,7 @@ from tensordict import TensorDictBase
 
 from ..engine.outcome import Outcome, Wording
 
+_log = logging.getLogger("shmsync")
 _WORDING = Wording("its transport has not come back", after_lateness="Send again, or give more time with timeout=")
 
 
@@ -63,9 +66,19 @@ class Errands:
 
     def __init__(self) -> None:
         self.under_way: dict[int, tuple[Any, Errand]] = {}  # the transport, and what it does
+        self._owed: dict[int, tuple[Any, int]] = {}  # the transport, and how many answers are to come over it
 
     def __reduce__(self) -> tuple[type[Errands], tuple[()]]:
         return Errands, ()
+
+    def owed(self, index: int, transport: Any) -> int:
+        """How many messages that went over this transport nobody has seen answered."""
+        known = self._owed.get(index)
+        return known[1] if known is not None and known[0] is transport else 0
+
+    def owes(self, index: int, transport: Any, answers: int) -> None:
+        """So many answers are to come over this worker's transport."""
+        self._owed[index] = transport, answers
 
     def earlier(self, index: int, transport: Any) -> Errand | None:
         """What this worker's transport still does of an earlier send."""
@@ -99,7 +112,10 @@ class Calls:
             earlier = self._errands.earlier(index, transport)
             if hasattr(transport, "forget_posted") and (earlier is None or earlier.done_by(0.0)):
                 transport.forget_posted()  # an earlier send was interrupted before its wait_ack()
+                self._errands.owes(index, transport, 0)
             method = getattr(transport, "send_weights_async", transport.send_weights)
+            if _has_two_steps(transport):
+                method = self._counted(index, transport, method)
             return method, (model_id, copy() if in_thread else weights)
 
         self._all(step, deadline)
@@ -107,13 +123,9 @@ class Calls:
     def finish(self, deadline: float) -> None:
         """Wait for what send() began, then call wait_ack() of those that have both. Raises what became of them."""
         self._settle(deadline)
-        waiting = {
-            index: transport
-            for index, transport in self._left.items()
-            if hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack")
-        }
+        waiting = {index: transport for index, transport in self._left.items() if _has_two_steps(transport)}
         self._left = waiting
-        self._all(lambda index, in_thread: (waiting[index].wait_ack, ()), deadline)
+        self._all(lambda index, in_thread: (self._answered(index, waiting[index], deadline), ()), deadline)
         self._settle(deadline)
         outcome = Outcome(_WORDING)
         outcome.late = sorted({*self._late, *self._running})
@@ -121,6 +133,46 @@ class Calls:
         for index in sorted(self._errors):
             raise self._errors[index]
         outcome.check(self._what, self._version)
+
+    def _counted(self, index: int, transport: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method that sends; an answer is to come from then on."""
+
+        @functools.wraps(method)  # with its signature
+        def send(*args: Any, **given: Any) -> None:
+            before = self._errands.owed(index, transport)
+            self._errands.owes(index, transport, before + 1)
+            try:
+                method(*args, **given)
+            except Exception:
+                self._errands.owes(index, transport, before)
+                raise
+
+        return send
+
+    def _answered(self, index: int, transport: Any, deadline: float) -> Callable[..., Any]:
+        """wait_ack(), once for each answer that is to come: the last of them is that to this send.
+
+        An earlier send may have been late or interrupted, and its answer is not this one's.
+        """
+        errands, method = self._errands, transport.wait_ack
+
+        @functools.wraps(method)
+        def wait(timeout: float | None = None) -> None:
+            while (owed := errands.owed(index, transport)) > 0:
+                given = {} if timeout is None else {"timeout": max(0.0, deadline - time.monotonic())}
+                try:
+                    method(**given)
+                except TimeoutError:
+                    raise  # it is still to come
+                except Exception:
+                    errands.owes(index, transport, owed - 1)
+                    if owed == 1:
+                        raise
+                    _log.warning("worker %d has answered an earlier send with an error", index, exc_info=True)
+                else:
+                    errands.owes(index, transport, owed - 1)
+
+        return wait
 
     def _all(self, step: Callable[[int, bool], tuple[Callable[..., Any], tuple[Any, ...]]], deadline: float) -> None:
         direct, held_up = [], []
@@ -179,6 +231,10 @@ class Calls:
             self._late[index] = f"worker {index}: {error}" if str(error) else f"worker {index} timed out"
         else:
             self._errors[index] = error
+
+
+def _has_two_steps(transport: Any) -> bool:
+    return hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack")
 
 
 def _takes_timeout(method: Callable[..., Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,17 @@ class Arguments:
         """The keyword argument, else the context's attribute, else None."""
         value = self.given(name)
         return getattr(self.context, name, None) if value is None else value
+
+    def count(self, name: str) -> int | None:
+        """What get() finds, as a number of workers. Raises TypeError, ValueError for what is none."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} is a whole number of workers, such as 2, not {value!r}")
+        if value < 0:
+            raise ValueError(f"{name} is a number of workers, such as 2, not {value!r}")
+        return int(value)
 
     def reader(self, name: str) -> Callable[[], Any]:
         """Gives the keyword argument, or what the context has at the time of each call; None once that is gone."""
@@ -186,6 +198,21 @@ def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> An
     if context is None:
         raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
     return model_in(context, reference)
+
+
+def copied_end(end: Any, scheme: Any) -> Any:
+    """copy.copy() of a sender or a receiver: what a pickled copy would be, with a copy of this scheme of its.
+
+    A scheme may hold what its senders send with, pipes and arenas, and these stay the original's.
+    """
+    made = object.__new__(type(end))
+    state = {**end.__getstate__(), "_scheme": copy.copy(scheme)}
+    state |= {name: copy.copy(state[name]) for name in ("_turns", "_errands") if name in state}
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    else:
+        made.__dict__.update(state)
+    return made
 
 
 def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:

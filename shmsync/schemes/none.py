@@ -63,6 +63,11 @@ class NoSender(WeightSender):
     takes_process = True
 
     @override
+    def is_dead(self, worker_idx: int) -> bool:
+        """False: it sends nothing, so it never finds out."""
+        return False
+
+    @override
     def _chosen(self, worker_ids: Any) -> list[int]:
         return []
 

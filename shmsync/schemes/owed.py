@@ -1,19 +1,25 @@
 """partial=True without shared memory: which leaves each worker still has to get.
 
 A message may be late, be replaced by a newer one, or not be meant for everybody. So beside the leaves of a send a
-worker gets those of earlier ones that it was sent and has not confirmed; a new worker gets all that were ever sent.
+worker gets those of earlier ones that it was sent and has not answered; a new worker gets all that were ever sent. What
+a worker refuses, in time or later, is not brought to it again, and to nobody new if no other worker has it.
+
+INV: each refusal takes at least one part out of what its worker is due: those that have the leaves which the refusal
+     names. If it names none of the message, all that the message brought goes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from ..engine import extra_state
+from ..engine.second_names import tied_along
 from ..engine.strategy import leaves_of, refuse_odd
 from ..memory.manifest import tie
 from ..memory.plainly import run_plainly
@@ -39,28 +45,61 @@ def private_leaves(weights: Any) -> Leaves:
     return found | {".".join((*path, extra_state.STATE_DICT_KEY)): state for path, state in extra.items()}
 
 
+@dataclass(eq=False)
+class SentPart:
+    """What one send gave, and what became of it."""
+
+    given: Leaves
+    leaves: Leaves  # those, and the leaves that are one tensor with one of them
+    brought: weakref.WeakKeyDictionary[Any, Leaves]  # all that the message to each worker has to hold
+    unanswered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    refusers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    refused: bool = False
+    confirmed: bool = False
+    closed: bool = False  # no part of a message any more, but what several of them gave
+
+    @property
+    def counts(self) -> bool:
+        """Is it for new workers too? Not if nobody has it, and somebody has refused it."""
+        return self.confirmed or not self.refused
+
+    def holds(self, name: str, value: Any) -> bool:
+        """Is this leaf, or one that is the same tensor, a part of it?"""
+        return self.leaves.get(name, self) is value or (
+            torch.is_tensor(value) and any(each is value for each in self.leaves.values())
+        )
+
+
 class Owed:
     """What of one model each worker has to get. Workers are told apart by the objects that stand for them."""
 
     def __init__(self) -> None:
-        self._whole: Leaves = {}  # the newest of each leaf that was ever sent
-        self._before: Leaves = {}  # the same, before the last send
+        self._base: Leaves = {}  # the newest of each leaf in the parts that were settled for good
+        self._parts: list[
+            SentPart
+        ] = []  # the last one, and those before it that somebody may still answer; oldest first
         self._due: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()
 
     @property
     def whole(self) -> Leaves:
         """The newest value of each leaf that was ever sent to anybody."""
-        return self._whole
+        found = dict(self._base)
+        for part in self._parts:
+            if part.counts:
+                found.update(part.leaves)
+        return found
 
     def add(self, given: Leaves, workers: Iterable[Any]) -> None:
         """These leaves are for these workers, from now on; a leaf that was one tensor with one of them changes too."""
-        new = {id(each): given[name] for name, each in self._whole.items() if name in given and torch.is_tensor(each)}
-        tied = {name: new[id(each)] for name, each in self._whole.items() if id(each) in new and name not in given}
+        whole = self.whole
+        part = SentPart(given, {**tied_along(whole, given), **given}, weakref.WeakKeyDictionary())
         for worker in workers:
             due = self._due.get(worker)
-            due = self._whole if due is None else due
-            self._due[worker] = {**due, **{name: each for name, each in tied.items() if name in due}, **given}
-        self._before, self._whole = self._whole, {**self._whole, **tied, **given}
+            due = whole if due is None else due
+            self._due[worker] = {**due, **part.leaves}  # its own model may have two tensors where the trainer has one
+            part.brought[worker] = self._due[worker]
+        self._parts.append(part)
+        self._fold()
 
     def due(self, worker: Any, given: Leaves) -> Leaves | None:
         """What a message to this worker has to hold; None: no more than what was given."""
@@ -69,25 +108,89 @@ class Owed:
 
     def renew(self, worker: Any) -> Leaves:
         """This worker is to get everything."""
-        self._due[worker] = dict(self._whole)
-        return self._whole
+        whole = self._due[worker] = self.whole
+        for part in self._parts[-1:]:
+            part.brought[worker] = whole
+        return whole
 
-    def settle(self, given: Leaves, done: Iterable[Any], failed: Iterable[Any]) -> None:
-        """These workers have confirmed all they were sent; those have refused what was given to them.
+    def expect(self, given: Leaves, worker: Any) -> None:
+        """This worker will answer the message that brings these leaves, perhaps after its send is over."""
+        part = self._part(given)
+        if part is not None:
+            part.unanswered.add(worker)
 
-        None stands for somebody who is no worker.
+    def settle(
+        self,
+        given: Leaves,
+        done: Iterable[Any],
+        failed: Iterable[Any] | Mapping[Any, Collection[str]],
+        never: Iterable[Any] = (),
+    ) -> None:
+        """Who has confirmed the message that brought these leaves, who has refused it, and who will never answer it.
+
+        The same for answers that came in time and for those that came later. None stands for somebody who is no worker.
+        A mapping of those who have refused it says which leaves speak against it, as far as they are known.
         """
-        done, failed = list(done), list(failed)
-        refused = {id(each) for each in given.values() if torch.is_tensor(each)}  # with their names, and those tied
+        done, refusals = list(done), failed if isinstance(failed, Mapping) else dict.fromkeys(failed, ())
+        part = self._part(given)
+        if part is None:
+            return
+        for worker in (*done, *refusals, *never):
+            if worker is not None:  # else a relay
+                part.unanswered.discard(worker)
         for worker in done:
-            self._due[worker] = {}
-        for worker in failed:
+            self._confirm(part, worker)
+        for worker, names in refusals.items():
             if worker is None:
-                continue  # a relay
-            self._due[worker] = {
-                name: each
-                for name, each in self._due.get(worker, {}).items()
-                if name not in given and id(each) not in refused
-            }
-        if failed and not done:  # nobody has these leaves, and a new worker would refuse them too
-            self._whole = self._before
+                part.refused = True
+            else:
+                self._refuse(part, worker, names)
+        self._fold()
+
+    def _part(self, given: Leaves) -> SentPart | None:
+        return next((part for part in reversed(self._parts) if part.given is given), None)
+
+    def _confirm(self, part: SentPart, worker: Any) -> None:
+        had = part.brought.get(worker, {})
+        for each in self._parts:
+            if any(had.get(name, each) is value for name, value in each.leaves.items()):
+                each.confirmed = True
+        due = self._due.get(worker, {})
+        self._due[worker] = {name: value for name, value in due.items() if had.get(name, part) is not value}
+
+    def _refuse(self, part: SentPart, worker: Any, names: Collection[str]) -> None:
+        brought, due = part.brought.get(worker, {}), self._due.get(worker, {})
+        parts = self._parts[: self._parts.index(part) + 1]
+        blamed = [
+            each
+            for each in parts
+            if any(name in each.leaves and brought.get(name, each) is each.leaves[name] for name in names)
+        ]
+        known = [each for each in parts if any(brought.get(n, each) is v for n, v in each.leaves.items())]
+        for each in blamed or known:
+            each.refused = True
+            each.refusers.add(worker)
+        gone = blamed or known
+        self._due[worker] = {n: v for n, v in due.items() if not any(each.holds(n, v) for each in gone)}
+
+    def _fold(self) -> None:
+        """Put the parts together whose answers are all there; the last one may be brought again."""
+        folded: list[SentPart] = []
+        for position, part in enumerate(self._parts):
+            newer = self._parts[position + 1 :]
+            # Who has refused a part may still have it before them in a newer message.
+            if (
+                not newer
+                or part.unanswered
+                or any(worker in each.unanswered for each in newer for worker in part.refusers)
+            ):
+                folded.append(part)
+            elif not part.counts:
+                continue
+            elif not folded:
+                self._base.update(part.leaves)
+            elif folded[-1].closed:
+                folded[-1].leaves.update(part.leaves)
+            else:
+                folded.append(SentPart({}, dict(part.leaves), weakref.WeakKeyDictionary(), confirmed=True, closed=True))
+        self._parts = folded

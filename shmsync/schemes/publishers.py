@@ -13,6 +13,7 @@ from ..engine import extra_state
 from ..engine.casting import matching_dtypes
 from ..engine.dtypes import Dtypes
 from ..engine.publisher import Publication, Publisher, publish_all
+from ..engine.second_names import tied_along
 from ..engine.sources import EVERYTHING, Weights, collect, not_saved
 from ..engine.strategy import WeightStrategy
 from ..errors import ManifestMismatch
@@ -146,7 +147,8 @@ class Publishers:
             source = self._strategy.extract_weights(source) if isinstance(source, nn.Module) else source
             known = max(made.values(), key=lambda publisher: publisher.version)
             known.check(source)
-            first = {**_named(known.weights), **_named(source)}
+            whole, given = _named(known.weights), _named(source)
+            first = {**whole, **tied_along(whole, given), **given}
         fresh: dict[int, Publisher] = {}
 
         def discard() -> None:

@@ -6,7 +6,8 @@ import weakref
 from typing import Any
 
 from ..engine.timing import check_worker
-from .lookup import Arguments, named_content, referenced_model
+from ..errors import ProtocolError
+from .lookup import Arguments, copied_end, named_content, referenced_model
 
 
 class WeightReceiver:
@@ -25,6 +26,7 @@ class WeightReceiver:
         self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
         self._version = 0
+        self._copied = False  # it came out of a pickle, without the pipe and the model of the original
 
     @property
     def model_id(self) -> str:
@@ -103,7 +105,7 @@ class WeightReceiver:
             An exception while applying is raised here and, with its traceback, in the sender.
         """
         self._scheme.check_open("receive")
-        if self._transport is None:
+        if not self._check_connected("receive"):
             return False
         received = self._transport.receive_weights(timeout=timeout)
         if received is None:
@@ -117,6 +119,7 @@ class WeightReceiver:
 
         Raises ValueError for weights of another model, and what applying raises.
         """
+        self._check_connected("apply_weights")
         weights = named_content(weights, self._model_id)
         self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
@@ -125,6 +128,18 @@ class WeightReceiver:
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
+    def _check_connected(self, call: str) -> bool:
+        """Has it a way to its sender? Raises ProtocolError for a copy that has none."""
+        if self._transport is None and self._copied:
+            raise ProtocolError(
+                f"{call}() of a receiver that was copied or unpickled: pipe and model stayed with the original, so "
+                "nothing reaches it; call init_on_worker() of its scheme here"
+            )
+        return self._transport is not None
+
+    def __copy__(self) -> WeightReceiver:
+        return copied_end(self, self._scheme)
+
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None
-        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None}
+        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None, "_copied": True}

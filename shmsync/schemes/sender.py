@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.timing import check_worker, deadline_after
 from ..errors import ProtocolError
 from .errands import Calls, Errands
-from .lookup import Arguments, chosen_workers, model_at, process_of
+from .lookup import Arguments, chosen_workers, copied_end, model_at, process_of
 from .turns import Turns, turn
 
 
@@ -59,7 +59,11 @@ class WeightSender:
         return sorted(self._transports)
 
     def is_dead(self, worker_idx: int) -> bool:
-        """Has a WorkerDied named this worker, so that sends leave it out?"""
+        """Has a WorkerDied named this worker, so that sends leave it out? ValueError for one that is not registered."""
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        return self._is_dead(index)
+
+    def _is_dead(self, index: int) -> bool:
         return False
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
@@ -133,7 +137,7 @@ class WeightSender:
         """Take in the model and the workers."""
         self._take_model(arguments, "model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
-        count = arguments.get("num_workers")
+        count = arguments.count("num_workers")
         if pipes is not None:
             if count is not None and count != len(pipes):
                 raise ValueError(
@@ -291,6 +295,9 @@ class WeightSender:
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
 
+    def __copy__(self) -> WeightSender:
+        return copied_end(self, self._scheme)
+
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
         return {
@@ -299,5 +306,6 @@ class WeightSender:
             "_model": None,
             "_pending": None,
             "_transports": {},
+            "_processes": {},
             "_copied": True,
         }

@@ -83,6 +83,7 @@ class Subscriptions:
             with subscriber.read() as section:
                 self._strategy.apply_weights(model, section.weights)
         elif (bound := self._bound.get(model_id)) is None or bound() is not model:
+            self._strategy.check_destination(model)
             _bind(subscriber, model)
             self._bound[model_id] = weakref.ref(model)
 

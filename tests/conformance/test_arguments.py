@@ -33,6 +33,27 @@ def test_unknown_argument_registers_no_worker(scheme, ends):
     assert scheme.create_sender().worker_ids == []
 
 
+@pytest.mark.parametrize("count", [2.0, "2", True, -1], ids=repr)
+def test_a_number_of_workers_that_is_none_is_refused_by_name(scheme, ends, count):
+    with pytest.raises((TypeError, ValueError), match=rf"num_workers is .*not {count!r}"):
+        scheme.init_on_sender("policy", num_workers=count, **ends.sender)
+    with pytest.raises(RuntimeError, match=r"call init_on_sender\(\) before"):
+        scheme.get_sender()
+
+
+def test_a_worker_that_is_not_registered_is_named_with_those_that_are(scheme, ends):
+    scheme.init_on_sender("policy", model=Stamped(), **ends.sender)
+    sender = scheme.get_sender()
+    if not sender.sends:
+        assert not sender.is_dead(99)
+        return
+    for method in ("is_dead", "pending"):
+        if hasattr(sender, method):
+            for worker in (99, -1, "0"):
+                with pytest.raises(ValueError, match=r"registered ones are \[0\]"):
+                    getattr(sender, method)(worker)
+
+
 class Declaring(BoxScheme):
     sender_takes = BoxScheme.sender_takes | {"colour"}
 

@@ -77,6 +77,16 @@ def test_a_stopped_process_of_ray(crew, which, fan_out, first):
         transport.close()
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"worker_ids": [1]}], ids=["all", "some"])
+def test_weights_that_the_store_does_not_take_name_those_who_miss_them(crew, kwargs):
+    with RayWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", remote_collectors=crew)
+        sender = scheme.get_sender()
+        with stopped("the object store"), pytest.raises(AckTimeout, match="nothing was sent") as caught:
+            sender.send(parts.net(1.0), timeout=TIMEOUT, **kwargs)
+        assert caught.value.missing == kwargs.get("worker_ids", [0, 1])
+
+
 def test_a_relay_that_the_stopped_head_cannot_start(crew, nodes):
     scheme = RayWeightSyncScheme(fan_out="node")
     scheme.init_on_sender("policy", remote_collectors=crew)

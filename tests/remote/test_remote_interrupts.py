@@ -68,6 +68,30 @@ def test_in_receive(fleet):
     assert group.look()[0][1] > sent
 
 
+@pytest.mark.parametrize("side", ["the sender", "the worker"])
+def test_in_initial_weights(fleet, side):
+    group = fleet(1).connect("distributed")
+    (worker,) = group.workers
+    group.trainer.call(storms.make_model)
+    interrupted, call = {
+        "the sender": (group.trainer, storms.storm_of_initial_weights),
+        "the worker": (worker, storms.storm_of_initial_receipts),
+    }[side]
+    interrupted.call(transports.open_transport, 1, timeout=0.1)
+    landed, others = interrupted.call(call, SECONDS)
+    assert landed > 20
+    assert others == []
+    for each in group.everybody:
+        each.call(transports.open_transport, 1, timeout=members.FOR_EVER)
+    for value in (0.5, 0.25):
+        worker.start(transports.receive_initial_values)
+        group.trainer.call(storms.send_initial, value)
+        assert worker.result() == {value}
+    worker.call(transports.open_transport, 1, timeout=0.3)
+    with pytest.raises(TimeoutError):  # what was interrupted is left for nobody
+        worker.call(transports.receive_initial)
+
+
 def test_in_init_on_sender_and_shutdown(fleet):
     group = fleet(1).connect("distributed").open()
     landed, others, before = group.trainer.call(storms.storm_of_beginnings, SECONDS)

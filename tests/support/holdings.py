@@ -117,3 +117,14 @@ def live_whole_life(state):
     with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
         pub.publish()
         sub.refresh()
+
+
+def sealed_here():
+    """Of sealed weights: how many descriptors this process has, and how many mappings."""
+    gc.collect()
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += [name] if "shmsync-weights" in os.readlink(f"/proc/self/fd/{name}") else []
+    with open("/proc/self/maps") as maps:
+        return len(found), sum("shmsync-weights" in line for line in maps)

@@ -68,7 +68,9 @@ def stop(pid):
 
 
 def resume(pid):
-    os.kill(pid, signal.SIGCONT)
+    """SIGCONT. One that has ended meanwhile needs none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def wait_until_dead(pid):

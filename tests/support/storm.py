@@ -214,7 +214,7 @@ class Storm:
             self._judge(call, lives)
             return
         self.judge._deadline(call)
-        waiting = Call("wait_async", f"for {self._number}", timeout)
+        waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
         self.call_it(self.sender, waiting, {"timeout": waiting.timeout})
         self._judge(waiting, lives)
 
@@ -272,7 +272,7 @@ class Storm:
             self.restart()
             return
         for life in dead:
-            if self.random.random() < 0.7:
+            if life in self.lives and self.random.random() < 0.7:  # a new trainer has new workers
                 self.replace(life)
 
     def restart(self):
@@ -307,12 +307,18 @@ class Storm:
         return world is None or world.ranks[-1] not in self.fleet.workers
 
 
-def what_is_there():
+def what_is_there(name):
     """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
+    descriptors = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            descriptors.append(os.readlink(f"/proc/self/fd/{each}"))
+    if name.startswith("ray"):  # ray.shutdown() itself leaves a socket or two
+        descriptors = [each for each in descriptors if not each.startswith("socket:")]
     return {
         "processes": len(psutil.Process().children(recursive=True)),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(descriptors),
         "threads": threading.active_count(),
         "arenas": len(segments()),
     }
@@ -384,10 +390,10 @@ def main():
     try:
         for seconds in (1, given.seconds):  # the first lets everything be imported that is imported only once
             sky = run(given.of, seconds, seed, lambda text: print(text, flush=True))
-            after, until = what_is_there(), time.monotonic() + 20
+            after, until = what_is_there(given.of), time.monotonic() + 20
             while before is not None and any(after[each] > before[each] for each in after) and time.monotonic() < until:
                 time.sleep(0.1)  # what was killed needs a moment to be gone
-                after = what_is_there()
+                after = what_is_there(given.of)
             if before is not None and any(after[each] > before[each] for each in after):
                 raise Violation(f"left behind: {before} before, {after} after")
             before = after

@@ -53,13 +53,21 @@ STORMS = {
 
 
 class Call:
-    """One call of a sender, and what became of it."""
+    """One call of a sender, and what became of it.
 
-    def __init__(self, name, what, timeout):
-        self.name, self.what, self.timeout = name, what, timeout
+    sent_by: the send_async() that a wait_async() waits for: what it began may have been answered before the wait.
+    """
+
+    def __init__(self, name, what, timeout, sent_by=None):
+        self.name, self.what, self.timeout, self.sent_by = name, what, timeout, sent_by
         self.start = self.end = 0
         self.waited = 0.0  # seconds in which its thread could have run, and the machine ran others
         self.value = self.error = None
+
+    @property
+    def sent(self):
+        """When the sending began, in ns."""
+        return self.start if self.sent_by is None else self.sent_by.start
 
     def __str__(self):
         return f"{self.name}({self.what}, timeout={self.timeout})"

@@ -54,9 +54,9 @@ class Judge:
 
     def _success(self, call, chosen, number):
         for life in chosen:
-            if life.dead_since < call.start and not life.reported and not _had_it(life, number):
+            if life.dead_since < call.sent and not life.reported and not _had_it(life, number):
                 raise Violation(f"{call} returned, but worker {life.index} was dead before it began")
-            if life.stopped_since < call.start and not life.reported and life.row.get("changes"):
+            if life.stopped_since < call.sent and not life.reported and life.row.get("changes"):
                 raise Violation(f"{call} returned, but worker {life.index} stood still all the time")
             if life.whole and not life.reported:
                 life.least = max(life.least, number)
@@ -97,9 +97,9 @@ class Judge:
             if life.reported:
                 continue
             named = life.index in call.error.missing
-            if life.dead_since < call.start and not named and not _had_it(life, number):
+            if life.dead_since < call.sent and not named and not _had_it(life, number):
                 raise Violation(f"{call} does not name worker {life.index}, which was dead: {call.error}")
-            stopped = life.stopped_since < call.start
+            stopped = life.stopped_since < call.sent
             if stopped and life.index not in call.error.missing:
                 raise Violation(f"{call} does not name worker {life.index}, which stood still: {call.error}")
         if isinstance(call.error, WorkerDied):

@@ -98,12 +98,13 @@ class Worker:
     def end(self):
         """At the end of a test, whatever state it is in."""
         if self.process.is_alive() and not self.busy:
-            self.resume()
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError, ProcessLookupError):  # it dies just now
+                self.resume()
                 self.conn.send(None)
             self.process.join(60)
         if self.process.is_alive():
-            self.kill()
+            with contextlib.suppress(ProcessLookupError):
+                self.kill()
         self.process.join()
         self.conn.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import combinations_with_replacement
 
 import pytest
@@ -9,10 +10,51 @@ from torch.distributed import FileStore, HashStore
 
 from shmsync.schemes.remote.distributed.courier import Courier
 from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
-from shmsync.schemes.remote.distributed.requests import MailCall
+from shmsync.schemes.remote.distributed.requests import MailCall, WordCall
 from shmsync.schemes.remote.requests import Failed
 
-REQUESTS = 14  # one side's; more than any of these tests makes
+REQUESTS = 7  # of one side that a request of the other may fall between; what is left comes at the end
+
+
+class Other:
+    """The other side: a function that uses a Mailbox of the store, and makes one request of it at each step().
+
+    Args:
+        store: the real one.
+        function: gets the Mailbox.
+    """
+
+    def __init__(self, store, function):
+        self._store = store
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self.ended = False
+        self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
+        self._thread.start()
+
+    def _run(self, function):
+        function(Mailbox(self, 1))
+        self._go.acquire()
+        self.ended = True
+        self._done.release()
+
+    def __getattr__(self, name):
+        def request(*args):
+            self._go.acquire()
+            result = getattr(self._store, name)(*args)
+            self._done.release()
+            return result
+
+        return request
+
+    def step(self):
+        if not self.ended:
+            self._go.release()
+            self._done.acquire()
+
+    def finish(self):
+        while not self.ended:
+            self.step()
+        self._thread.join()
 
 
 class Interleaved:
@@ -24,40 +66,29 @@ class Interleaved:
 
     def __init__(self, store):
         self._store = store
-        self._others = []
+        self._other = None
+        self._order = []
         self._count = 0
 
-    def begin(self, others):
-        """From now on: (when, request), before the `when`-th request made here, in order."""
-        self._others = list(others)
+    def begin(self, order, function):
+        """From now on, before each request made here whose number is in `order`, in order, the other side makes one."""
+        self._other = Other(self._store, function)
+        self._order = list(order)
         self._count = 0
 
     def __getattr__(self, name):
         def request(*args):
-            self._let_others(self._count)
+            while self._order and self._order[0] <= self._count:
+                self._order.pop(0)
+                self._other.step()
             self._count += 1
             return getattr(self._store, name)(*args)
 
         return request
 
-    def _let_others(self, until):
-        while self._others and self._others[0][0] <= until:
-            self._others.pop(0)[1]()
-
     def finish(self):
         """Carry out what is left."""
-        self._let_others(REQUESTS)
-
-
-class Requests:
-    """Notes requests instead of making them."""
-
-    def __init__(self, store):
-        self.noted = []
-        self._store = store
-
-    def set(self, key, value):
-        self.noted.append(lambda: self._store.set(key, value))
+        self._other.finish()
 
 
 def orders(count):
@@ -70,29 +101,27 @@ def make_store(tmp_path=None):
 
 def serials_taken(mailbox):
     taken = []
-    while mailbox.has("in"):
-        message = mailbox.take_message()
-        if message is not None:
-            taken.append(message["serial"])
+    while (message := mailbox.take_message()) is not None:
+        taken.append(message["serial"])
     return taken
 
 
-@pytest.mark.parametrize("first", ["nothing", "an old message"])
+@pytest.mark.parametrize("first", ["nothing", "an old message", "the end of a relay"])
 def test_a_message_is_taken_once_however_the_sides_meet(first):
-    for order in orders(2):
+    for order in orders(3):
         store = make_store()
-        if first == "an old message":
-            Mailbox(store, 1).put_message({"serial": "old"})
-        sent = Requests(store)
-        Mailbox(sent, 1).put_message({"serial": "new"})
+        if first != "nothing":
+            Mailbox(store, 1).put_message({"serial": "old"} | ({"close": "x"} if first == "the end of a relay" else {}))
         interleaved = Interleaved(store)
-        interleaved.begin(zip(order, sent.noted, strict=True))
+        interleaved.begin(order, lambda mailbox: mailbox.put_message({"serial": "new"}))
         taken = serials_taken(Mailbox(interleaved, 1))
         interleaved.finish()
         taken += serials_taken(Mailbox(store, 1))
-        assert taken in (["new"], ["old", "new"]), order
-        if first == "nothing":
-            assert taken == ["new"], order
+        if first == "an old message":
+            assert taken in (["new"], ["old", "new"]), order
+        else:
+            assert taken == (["new"] if first == "nothing" else ["old", "new"]), order
+        assert Mailbox(store, 1).peek("in") is None, order
 
 
 def make_call(store):
@@ -109,15 +138,48 @@ def test_a_late_answer_takes_nothing_from_the_next_one():
         interleaved = Interleaved(store)
         _, old = make_call(interleaved)
         call, serial = make_call(interleaved)
-        given = Requests(store)
-        Mailbox(given, 1).put_answer(old, UPDATED, {"result": to_text("old")})
-        Mailbox(given, 1).put_answer(serial, UPDATED, {"result": to_text("new")})
-        interleaved.begin(zip(order, given.noted, strict=True))
-        while not call.look():
-            pass  # each look counts
+
+        def answer(mailbox, old=old, serial=serial):
+            mailbox.put_answer(old, UPDATED, {"result": to_text("old")})
+            mailbox.put_answer(serial, UPDATED, {"result": to_text("new")})
+
+        interleaved.begin(order, answer)
+        stepping_on(interleaved, call)
         assert call.result() == "new", order
         interleaved.finish()
         following, _ = make_call(store)  # a bell that still rings is none for it
+        assert not following.look(), order
+
+
+def stepping_on(interleaved, call):
+    """Look until it is finished; when the order is used up the other side goes on."""
+    while not call.look():
+        if not interleaved._order:
+            interleaved._other.step()
+
+
+@pytest.mark.parametrize("words", [["updated", "done"], ["done", "updated"], ["updated", "done", "done"]], ids=str)
+def test_nothing_that_a_worker_says_is_lost_however_the_sides_meet(words):
+    """`updated` answers the message; each other word is one of its own."""
+    for order in orders(6):
+        store = make_store()
+        interleaved = Interleaved(store)
+        call, serial = make_call(interleaved)
+
+        def say(mailbox, serial=serial):
+            for word in words:
+                mailbox.put_answer(serial if word == "updated" else None, word.encode(), {})
+
+        interleaved.begin(order, say)
+        stepping_on(interleaved, call)
+        assert call.result() is None, order
+        for word in [each for each in words if each != "updated"]:
+            found = WordCall(Courier(), Mailbox(interleaved, 1), word.encode())
+            stepping_on(interleaved, found)
+            assert found.result() is None, order
+        interleaved.finish()
+        assert not WordCall(Courier(), Mailbox(store, 1), b"done").look(), order  # and none comes twice
+        following, _ = make_call(store)
         assert not following.look(), order
 
 
@@ -177,7 +239,7 @@ def test_an_announcement_without_a_message_says_who_must_write_it():
     store.set("NODE_1_in", "update_weights")
     with pytest.raises(RuntimeError, match="send with DistributedTransport"):
         Mailbox(store, 1).take_message()
-    assert not Mailbox(store, 1).has("in")
+    assert Mailbox(store, 1).peek("in") is None
 
 
 def test_a_store_in_a_file_does_as_well(tmp_path):
@@ -188,4 +250,8 @@ def test_a_store_in_a_file_does_as_well(tmp_path):
     mailbox.put_message({"serial": "c"})
     assert serials_taken(mailbox) == ["c"]
     mailbox.put_answer("c", UPDATED, {})
-    assert mailbox.take_answer("c").serial == "c"
+    mailbox.put_answer(None, b"done", {})
+    answered, word = mailbox.said().answers
+    assert (answered.serial, word.word) == ("c", b"done")
+    mailbox.forget([answered])
+    assert mailbox.said().answers == [word]

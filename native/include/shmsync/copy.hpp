@@ -1,4 +1,4 @@
-// Many (destination, source, bytes) in one call, on one thread.
+// Many (destination, source, bytes) in one call.
 //
 // Below the threshold the bytes stay in cache, where the reader will want them. Above it, streaming stores skip
 // the read-for-ownership of every line, which is a third of the traffic. On x86-64 the AVX2 loop is chosen at
@@ -23,7 +23,11 @@ enum class CopyPath { automatic, plain, streaming };
 
 bool streaming_available();
 
-// Ends with the fence that orders streaming stores before a later release store (SYNC seq.end in copy.cpp).
-void copy(const CopyOp* ops, std::size_t count, CopyPath path = CopyPath::automatic);
+// From so many bytes on, other threads help if the caller allows it (docs/adr/0030-helpers-of-a-copy.md).
+inline constexpr std::size_t kShareAbove = std::size_t{16} << 20;
+
+// At most `threads` threads copy, the calling one among them. Ends with the fence that orders streaming stores before
+// a later release store (SYNC seq.end in copy.cpp).
+void copy(const CopyOp* ops, std::size_t count, CopyPath path = CopyPath::automatic, unsigned threads = 1);
 
 }  // namespace shmsync

@@ -18,7 +18,7 @@ from ... import _native
 from ...engine import extra_state
 from ...engine.dtypes import Dtypes, check_dtypes
 from ...engine.strategy import WeightStrategy, is_flat
-from ...engine.timing import check_timeout
+from ...engine.timing import timeout_or_default
 from ...errors import ClosedError, ProtocolError
 from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
@@ -44,7 +44,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             update is for some of them only.
         slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
             waits, for that much more memory.
-        timeout: of an update, in seconds; math.inf waits for ever.
+        timeout: of an update, in seconds; math.inf waits for ever, None is 10.
         alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
             not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
         dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
@@ -61,7 +61,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         per_worker_weights: bool = False,
         *,
         slots: int = 1,
-        timeout: float = 10.0,
+        timeout: float | None = None,
         alias: bool = False,
         dtype: Dtypes = None,
     ) -> None:
@@ -80,7 +80,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.slots = slots
-        self.timeout = check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout)
         self.alias = alias
         self.dtype = dtype
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker

@@ -48,6 +48,8 @@ def gather(
                     outcome.failed[index] = said
                 elif end.channel.garbage:
                     outcome.failed[index] = _garbled(index, end.channel.garbage)
+                elif (said := end.foreign()) is not None:
+                    outcome.failed[index] = _foreign(index, said)
                 elif gone or end.channel.ended:
                     outcome.dead[index] = str(link)
                 else:
@@ -129,6 +131,15 @@ def _garbled(index: int, what: str) -> Failure:
     error = ProtocolError(
         f"worker {index} has sent bytes that are no message: {what}. Nothing that follows can be read, so its pipe is "
         "lost; register it anew with a new pipe",
+        missing=[index],
+    )
+    return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
+
+
+def _foreign(index: int, what: str) -> Failure:
+    error = ProtocolError(
+        f"worker {index} has answered what is no answer of shmsync: {what}. It was left out, and its pipe goes on; run "
+        "the same version of shmsync on both sides, and let nobody else write there",
         missing=[index],
     )
     return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")

@@ -22,8 +22,10 @@ Untagged answers count for the oldest message without an answer.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, NamedTuple
 
+from ...engine.outcome import Failure
 from ...memory.segment import Handle
 
 UPDATE = "update_weights"
@@ -50,17 +52,19 @@ class Tagged(tuple[Any, ...]):
     """A pair that also carries a tag, and who it is from or for."""
 
     tag: Tag | None  # None: for the oldest message of its kind
-    who: int  # in an answer the owner word of the process that gave it; in a registration the worker's index
+    who: int  # the owner word of the process that has sent it; in a registration the worker's index
+    reaches: bool  # in an answer: can its process open what the sender has?
 
-    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0) -> Tagged:
+    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0, reaches: bool = False) -> Tagged:
         """A pair that means `tag`."""
         self = super().__new__(cls, pair)
         self.tag = tag
         self.who = who
+        self.reaches = reaches
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tagged, (tuple(self), self.tag, self.who)
+        return Tagged, (tuple(self), self.tag, self.who, *([True] if self.reaches else []))
 
 
 class Message(NamedTuple):
@@ -71,6 +75,7 @@ class Message(NamedTuple):
     content: Any  # weights, a version, a handle; model ids and a number
     tag: Tag | None  # None: from a sender that tags nothing
     worker: int | None = None  # of REGISTER: the index that the sender has given this worker
+    sender: int = 0  # of UPDATE with weights: the owner word of the process that has sent them; 0: unknown
 
     @classmethod
     def of(cls, message: Any) -> Message:
@@ -84,7 +89,7 @@ class Message(NamedTuple):
         tag = message.tag if isinstance(message, Tagged) else None
         if tag is None and isinstance(content, int):
             tag = Tag(model_id, content)
-        return cls(kind, model_id, content, tag)
+        return cls(kind, model_id, content, tag, sender=message.who if isinstance(message, Tagged) else 0)
 
 
 def given_message(content: Any, model_id: str, worker: int | None) -> Message:
@@ -112,6 +117,42 @@ def is_message(message: object) -> bool:
         return False
     content = message[0]
     return isinstance(content, tuple) and len(content) == 2 and isinstance(content[0], (str, tuple))
+
+
+def wrong_with(message: Any) -> str | None:
+    """What makes a message that has the shape of one of ours, in either direction, none of them; None: nothing."""
+    content, word = message
+    if isinstance(message, Tagged):
+        if message.tag is not None and not is_tag(message.tag):
+            return f"{word!r} with the tag {reprlib.repr(message.tag)}, which is no (model id, version)"
+        if type(message.who) is not int and not (message.who is None and word == REGISTER):
+            return f"{word!r} from or for {reprlib.repr(message.who)}, which is nobody's number"
+        if word == UNKNOWN and not (_is_pair(content) and isinstance(content[1], tuple)):
+            return f"{word!r} about {reprlib.repr(content)}, which is no (model id, model ids)"
+    if isinstance(content, Failure) and not (content.tag is None or is_tag(content.tag)):
+        return f"{word!r} with the tag {reprlib.repr(content.tag)}, which is no (model id, version)"
+    if word in (PREPARE, RESUME):
+        ids, meeting = content
+        named = isinstance(ids, tuple) and all(isinstance(each, str) for each in ids)
+        if not (named and isinstance(meeting, tuple) and [type(each) for each in meeting] == [int, int, float]):
+            return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
+    if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
+        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
+    return None
+
+
+def is_tag(tag: object) -> bool:
+    """Does it name a message?"""
+    return isinstance(tag, tuple) and len(tag) == 2 and (type(tag[0]), type(tag[1])) == (str, int)
+
+
+def _is_pair(content: object) -> bool:
+    return isinstance(content, tuple) and len(content) == 2
+
+
+def is_answer_from_us(message: object) -> bool:
+    """Does it claim to be an answer of this package's, as no message of a worker's own does by chance?"""
+    return is_answer_like(message) and (isinstance(message, Tagged) or isinstance(message[0], Failure))  # type: ignore[index]
 
 
 def is_version(content: Any) -> bool:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from typing_extensions import override
 
 from ...engine.dtypes import Dtypes
-from ...engine.outcome import Outcome
-from ...engine.pickling import dumps
+from ...engine.outcome import Failure, Outcome
 from ...engine.strategy import Form, leaves_of, refuse_odd
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
 from ..publishers import Plan
 from . import messages
 from .carrier import PipeCarrier, Posted
-from .messages import Message, Tag, Tagged
+from .loads import Load, Unreadable
+from .messages import Message, Tag
 from .receiver import PipeReceiver
 from .sender import PipeSender
-from .sender_end import Link
+from .sender_end import Link, Result
 from .transport import PipeTransport
+
+
+class _Open(NamedTuple):
+    """A message that is not answered."""
+
+    link: Link
+    tag: Tag
+    given: Leaves
+    renewed: bool  # it brought everything
 
 
 class MultiProcessCarrier(PipeCarrier):
@@ -33,13 +42,15 @@ class MultiProcessCarrier(PipeCarrier):
     def __init__(self, *, partial: bool = False) -> None:
         super().__init__()
         self._versions: dict[str, int] = {}
-        self._newest: dict[str, tuple[int, bytes]] = {}  # what resend() brings: a version, and its message
-        self._applied: dict[str, tuple[int, bytes]] = {}  # the newest that a worker has applied
+        self._lent: list[tuple[Link, Tag, Load]] = []  # messages that lead to what this process keeps, not answered
+        self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
+        self._applied: dict[str, tuple[int, Load]] = {}  # the newest that a worker has applied
         self._partial = partial
         self._owed: dict[str, Owed] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
         self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
         self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
+        self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
 
     @override
     def version(self, model_id: str) -> int:
@@ -52,11 +63,15 @@ class MultiProcessCarrier(PipeCarrier):
         leaves, _ = leaves_of(weights)
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
-        message = _packed(model_id, weights, version)
+        self._give_back()
+        sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        apart = any(link.end.reaches for link in links.values())
+        message = Load(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
 
         def accept() -> None:
             self._newest[model_id] = version, message
             if self._partial:
+                self._take_late(model_id)
                 self._owed.setdefault(model_id, Owed()).add(given, links.values())
                 self._given[model_id], self._untold[model_id] = given, set(links.values())
             self._versions[model_id] = version
@@ -70,6 +85,7 @@ class MultiProcessCarrier(PipeCarrier):
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
                 f"{self.version(model_id)}, and have applied none before it. Send others"
             )
+        self._take_late(model_id)
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
         self._renewed[model_id] = set()
@@ -77,10 +93,25 @@ class MultiProcessCarrier(PipeCarrier):
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.tellers[model_id] = self.sign
-            link.end.send(self._message_for(model_id, link, version, message), tag, replaceable=True, whose=whose)
+            load = self._message_for(model_id, link, version, message)
+            payload = self._payload(load, link, tag)
+            if self._partial:
+                self._expect(model_id, link, tag)
+            link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
-    def _message_for(self, model_id: str, link: Link, version: int, message: bytes) -> bytes:
+    def _payload(self, load: Load, link: Link, tag: Tag) -> bytes:
+        """The message itself, or one that leads to it: never two of these at once, so a late worker holds up one."""
+        if not (load.is_apart and link.end.reaches and link.end.owes_none(tag.model_id)):
+            return load.by_value()
+        self._lent.append((link, tag, load))  # before it is sent: an interrupt may come
+        return load.reference()
+
+    def _give_back(self) -> None:
+        """Keep no weights that nobody can still ask for."""
+        self._lent = [each for each in self._lent if each[0].end.owes(each[1]) and not each[0].reported]
+
+    def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
         if not self._partial:
             return message
@@ -91,19 +122,58 @@ class MultiProcessCarrier(PipeCarrier):
         else:
             due = owed.renew(link)
             self._renewed[model_id].add(link)
-        return message if due is None else _packed(model_id, due, version)
+        return message if due is None else Load(Tag(model_id, version), due, nbytes=0, apart=False)
+
+    def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
+        """An answer to this message counts whenever it comes."""
+        given, renewed = self._given[model_id], link in self._renewed[model_id]
+        self._owed[model_id].expect(given, link)
+        self._open.setdefault(model_id, []).append(_Open(link, tag, given, renewed))
+        link.end.remember(tag)
+
+    def _take_late(self, model_id: str) -> None:
+        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
+        still = []
+        for each in self._open.get(model_id, ()):
+            end = each.link.end
+            if not end.channel.closed:
+                end.pump()
+            answer = end.late_answer(each.tag)
+            if answer is not None:
+                self._settle(model_id, each, *answer)
+            elif end.owes(each.tag) and not each.link.reported:
+                still.append(each)
+            else:  # newer leaves have taken its place before it left, or nobody is there any more
+                self._owed[model_id].settle(each.given, [], [], [each.link])
+        self._open[model_id] = still
+
+    def _settle(self, model_id: str, each: _Open, result: Result) -> None:
+        owed, link = self._owed[model_id], each.link
+        if result is None:
+            owed.settle(each.given, [link], [])
+        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
+            owed.settle(each.given, [], [], [link])
+        else:
+            owed.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
 
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         super().mark(posted, outcome)
-        if self._partial:
-            done, failed = ([posted.links[i] for i in some] for some in (outcome.done, outcome.failed))
-            # Who has refused everything is still to get it: the newest leaves are not what speaks against it.
-            failed = [link for link in failed if link not in self._renewed[posted.model_id]]
-            self._owed[posted.model_id].settle(self._given[posted.model_id], done, failed)
+        if not self._partial:
+            return
+        results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
+        results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
+        open_ones = self._open[posted.model_id]
+        newest = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
+        self._open[posted.model_id] = [each for each in open_ones if each not in newest]
+        self._take_late(posted.model_id)
+        for each in newest:
+            each.link.end.late_answer(each.tag)  # it is known, so nobody asks for it
+            self._settle(posted.model_id, each, results[each.link])
 
     @override
     def concluded(self, posted: Posted, outcome: Outcome) -> None:
+        self._give_back()
         newest = self._newest.get(posted.model_id)
         if newest is None or newest[0] != posted.version:
             return
@@ -115,24 +185,23 @@ class MultiProcessCarrier(PipeCarrier):
                 self._newest[posted.model_id] = self._applied[posted.model_id]
 
 
-def _packed(model_id: str, weights: Any, version: int) -> bytes:
-    return dumps(Tagged(((model_id, weights), messages.UPDATE), Tag(model_id, version)))
-
-
 class MPTransport(PipeTransport):
     """Weights through one pipe, in either direction; see PipeTransport.
 
     Args:
         pipe_connection: one end of a duplex multiprocessing.Pipe; None makes a transport without a worker.
-        timeout: seconds to wait for an answer; math.inf waits for ever.
+        timeout: seconds to wait for an answer; math.inf waits for ever, None is 10.
     """
 
-    def __init__(self, pipe_connection: Any, timeout: float = 10.0) -> None:
+    def __init__(self, pipe_connection: Any, timeout: float | None = None) -> None:
         super().__init__(pipe_connection, timeout, MultiProcessCarrier())
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next (model_id, weights) of any model; None if none came. send_ack() answers."""
         message = self.end.take((messages.UPDATE,), deadline_after(timeout, self.timeout))
+        if message is not None and isinstance(message.content, Unreadable):
+            self.end.fail(message, message.content.error)
+            raise message.content.error
         return None if message is None else (message.model_id, message.content)
 
 
@@ -141,17 +210,22 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
-        timeout: default of a send, in seconds; math.inf waits for ever.
+        timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         partial, dtype: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs"}
 
     def __init__(
-        self, strategy: Form = "state_dict", *, timeout: float = 10.0, partial: bool = False, dtype: Dtypes = None
+        self,
+        strategy: Form = "state_dict",
+        *,
+        timeout: float | None = None,
+        partial: bool = False,
+        dtype: Dtypes = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype)
-        self.timeout = check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout)
 
     @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -181,6 +255,8 @@ class MultiProcessReceiver(PipeReceiver):
 
     @override
     def _check(self, message: Message) -> None:
+        if isinstance(message.content, Unreadable):
+            raise message.content.error
         self._strategy.check_weights(self._resolve_model_ref(), message.content)
 
     @override

@@ -52,7 +52,7 @@ class PipeReceiver(WeightReceiver):
         """
         self._scheme.check_open("receive")
         deadline = deadline_after(timeout, self._scheme.timeout)
-        if self._transport is None:
+        if not self._check_connected("receive"):
             return False
         end = self._end
         with end.lock:  # from here on no other thread applies weights to this model
@@ -88,7 +88,7 @@ class PipeReceiver(WeightReceiver):
         Raises what applying raises, which the sender gets too; ValueError when no receiver has that model.
         """
         self._scheme.check_open("apply_weights")
-        if self._transport is None:
+        if not self._check_connected("apply_weights"):
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id, self._worker_idx)
         if message.kind == messages.PREPARE:
@@ -199,7 +199,8 @@ class PipeReceiver(WeightReceiver):
         return True
 
     def _refused(self, message: Message, error: Exception) -> None:
-        _log.warning("weights of %r were refused: %s", self._model_id, error)
+        said = str(error)  # whoever keeps the record keeps no weights
+        _log.warning("weights of %r were refused: %s", self._model_id, said)
         self._end.answer_failure(message, error)
 
     def _join(self, message: Message) -> None:

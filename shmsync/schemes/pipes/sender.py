@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...engine.timing import deadline_after
+from ..lookup import chosen_workers
 from ..sender import WeightSender
 from ..turns import Turns, turn
 from .carrier import PipeCarrier, Posted
@@ -54,15 +55,17 @@ class PipeSender(WeightSender):
         return self._reached(super()._chosen(worker_ids))
 
     @override
-    def is_dead(self, worker_idx: int) -> bool:
-        return self.carrier.links[worker_idx].reported
+    def _is_dead(self, index: int) -> bool:
+        return self.carrier.links[index].reported
 
     def pending(self, worker_idx: int) -> list[Any]:
         """Messages from a worker that are no answers, oldest first; each is given once.
 
-        A wait for answers reads the whole pipe, so a recv() of your own may miss what arrives meanwhile.
+        A wait for answers reads the whole pipe, so a recv() of your own may miss what arrives meanwhile. Raises
+        ValueError for a worker that is not registered.
         """
-        return self.carrier.links[worker_idx].take_pending()
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        return self.carrier.links[index].take_pending()
 
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version; nothing new is published.

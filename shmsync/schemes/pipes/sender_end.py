@@ -37,9 +37,13 @@ class SenderEnd:
         self._highest: dict[str, int] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
+        self.reaches = False  # and that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
+        self._foreign: str | None = None  # what came that looks like an answer, and is none
+        self._remembered: set[Tag] = set()  # whose late answers somebody asks for
+        self._late: dict[Tag, Result] = {}
         self._turns: dict[str, Turns] = {}
         self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
 
@@ -99,6 +103,29 @@ class SenderEnd:
                 if note is not None:
                     del self._awaited[tag]  # nobody there will ever answer it
 
+    def foreign(self) -> str | None:
+        """What came that looks like an answer and is none of ours, once; None: nothing."""
+        found, self._foreign = self._foreign, None
+        return found
+
+    def remember(self, tag: Tag) -> None:
+        """Keep what the answer to this message says if it comes when nobody waits for it any more."""
+        self._remembered.add(tag)
+
+    def late_answer(self, tag: Tag) -> tuple[Result] | None:
+        """The answer to a message that is remembered, in a tuple of one, once; None: nobody has heard it."""
+        with self.lock:
+            if tag not in self._awaited:
+                self._remembered.discard(tag)
+            return (self._late.pop(tag),) if tag in self._late else None
+
+    def owes_none(self, model_id: str) -> bool:
+        """Is every message of this model answered?"""
+        with self.lock:
+            if not self.channel.closed:
+                self.pump()
+            return all(tag.model_id != model_id for tag in self._awaited)
+
     def owes(self, tag: Tag) -> bool:
         """Has a message of this tag an answer, or will it have one?"""
         return tag in self._awaited or tag in self._results
@@ -149,16 +176,20 @@ class SenderEnd:
 
     def _sort(self, message: Any) -> None:
         channel, awaited = self.channel, self._awaited
+        reaches = self.reaches
         strange, tags = True, self._tags  # strange: a message of the worker's own
         data: Any = None
         word, tag = "", None
         result: Result = None
         suspect: Tag | None = None
         note: str | None = None
-        if messages.is_answer_like(message):
+        foreign = messages.wrong_with(message) if messages.is_answer_from_us(message) else None
+        if foreign is not None:
+            strange = False
+        elif messages.is_answer_like(message):
             data, word = message
             if isinstance(message, messages.Tagged):
-                tag, tags, strange = message.tag, True, False
+                tag, tags, strange, reaches = message.tag, True, False, reaches or message.reaches
                 if message.who:
                     self._meet(message.who)
                 if word == messages.UNKNOWN:
@@ -180,11 +211,14 @@ class SenderEnd:
         said = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
         # No call from here on: see Channel.peek().
         self._tags = tags
+        self.reaches = reaches
         if tags and self._suspects:
             self._suspects = {}  # they were messages of its own
         if suspect is not None and suspect not in self._suspects:
             self._suspects[suspect] = said
-        if strange:
+        if foreign is not None:
+            self._foreign = foreign
+        elif strange:
             channel.pending += (message,)
         elif tag is None and result is None and note is None:
             self._stray += (message,)
@@ -195,6 +229,8 @@ class SenderEnd:
                 del awaited[tag]
                 if wanted:
                     self._results[tag] = result
+                elif tag in self._remembered:
+                    self._late[tag] = result
         del channel.arrived[0]
 
     def _names_version(self, data: Any) -> bool:
@@ -203,7 +239,7 @@ class SenderEnd:
 
     def forget_habits(self) -> None:
         """Another process may answer from now on, and in another way."""
-        self._tags = False
+        self._tags = self.reaches = False
 
     def _meet(self, owner: int) -> None:
         """The worker has said who it is."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import deadline_after, timeout_or_default
 from ..api import WeightSyncScheme
 from ..publishers import Publishers
 from ..subscriptions import Subscriptions
@@ -43,11 +43,12 @@ class SharedMemTransport(PipeTransport):
         slots: int = 1,
         consistency: Consistency = "pinned",
         groups: Sequence[Sequence[int]] | None = None,
-        timeout: float = 10.0,
+        timeout: float | None = None,
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
     ) -> None:
+        timeout = timeout_or_default(timeout)
         publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype)
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
@@ -102,7 +103,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         slots, consistency: of the arenas and of their subscribers; see Publisher and Subscriber.
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
-        timeout: default of a send, in seconds; math.inf waits for ever.
+        timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
         partial, dtype: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the
@@ -121,7 +122,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         slots: int = 1,
         consistency: Consistency = "pinned",
         groups: Sequence[Sequence[int]] | None = None,
-        timeout: float = 10.0,
+        timeout: float | None = None,
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
@@ -132,7 +133,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.slots = slots
         self.consistency: Consistency = consistency
         self.groups = groups
-        self.timeout = check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout)
         self.alias = alias
         self._transport = self.make_transport()
 
@@ -242,7 +243,7 @@ class SharedMemReceiver(PipeReceiver):
     """Binds the model to the arena, and moves it to each version that is announced."""
 
     _scheme: SharedMemWeightSyncScheme
-    _transport: SharedMemTransport
+    _transport: Any  # a SharedMemTransport, but None in a copy
 
     @override
     def _make_transport(self, pipe: Any) -> SharedMemTransport:
@@ -271,7 +272,8 @@ class SharedMemReceiver(PipeReceiver):
     @override
     def close(self) -> None:
         """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
-        self._transport.close()
+        if self._transport is not None:  # a copy has none
+            self._transport.close()
 
     @override
     def _ready(self) -> bool:

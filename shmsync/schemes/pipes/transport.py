@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from ...engine.outcome import listed
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import AckTimeout, ProtocolError, WorkerDied
 from ..turns import Turns, turn
 from . import messages
@@ -25,9 +25,9 @@ class PipeTransport:
     receive_weights(), send_ack(). On both sides: pending(), check_connection().
     """
 
-    def __init__(self, pipe: Any, timeout: float, carrier: PipeCarrier) -> None:
+    def __init__(self, pipe: Any, timeout: float | None, carrier: PipeCarrier) -> None:
         self.pipe = pipe
-        self.timeout = check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout)
         self.carrier = carrier
         self._posted: deque[Posted] = deque()  # by send_weights_async(), and not waited for
 

@@ -15,6 +15,7 @@ from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
 from ...errors import ProtocolError, WriterDied
 from ...memory.process import dead_parent, me
+from ...memory.sealed import reachable
 from . import messages
 from .connection import Channel
 from .messages import Message, Tag
@@ -30,6 +31,7 @@ class WorkerEnd:
         self._messages: deque[Message] = deque()
         self._given: Message | None = None  # by take(); ack() answers it
         self._told: set[Tag] = set()  # of which messages the sender knows that no receiver here is for them
+        self._reached: dict[int, bool] = {}  # by owner word of a sender
         self._looked = 0.0  # when the sender's process was last looked for
 
     @classmethod
@@ -93,7 +95,12 @@ class WorkerEnd:
             return False
         if found is None:
             return False
-        message, channel = Message.of(found[0]) if messages.is_message(found[0]) else None, self.channel
+        ours, channel = messages.is_message(found[0]), self.channel
+        wrong = messages.wrong_with(found[0]) if ours else None
+        if wrong is not None:
+            del channel.arrived[0]
+            raise ProtocolError(f"what came from the sender is no message of shmsync: {wrong}. It was left out")
+        message = Message.of(found[0]) if ours else None
         # No call from here on: see Channel.peek().
         if message is not None:
             self._messages += (message,)
@@ -146,8 +153,14 @@ class WorkerEnd:
         elif message.kind == messages.UPDATE and isinstance(message.content, int):
             payload = small((tuple(tag), word))
         else:
-            payload = small(messages.Tagged((None, word), tag, me().owner))
+            payload = small(messages.Tagged((None, word), tag, me().owner, self._reaches(message.sender)))
         self.channel.send(payload)
+
+    def _reaches(self, sender: int) -> bool:
+        """Can weights be read from the sender's own memory? Asked once for each sender."""
+        if sender and sender not in self._reached:
+            self._reached[sender] = reachable(sender)
+        return self._reached.get(sender, False)
 
     def answer_failure(self, message: Message, error: BaseException) -> None:
         """Send an exception that was just caught to the sender."""

@@ -14,7 +14,7 @@ from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, check_worker, deadline_after
-from ...errors import WorkerDied
+from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..lookup import Arguments
 from ..owed import Leaves, Owed, private_leaves
@@ -147,12 +147,12 @@ class RemoteSender(WeightSender):
     @override
     def set_up(self, arguments: Arguments) -> None:
         self._take_model(arguments, "model", "source_model")
+        counts = {name: arguments.count(name) for name in ("num_workers", "num_collectors")}
         roster = self._scheme.roster(arguments)
         if roster is not None:
             workers = roster.read() or ()
-            for name in ("num_workers", "num_collectors"):
-                count = arguments.get(name)
-                if isinstance(count, int) and count != len(workers):
+            for name, count in counts.items():
+                if count is not None and count != len(workers):
                     raise ValueError(
                         f"{name} is {count} but there are {len(workers)} {roster.name}; give one for each worker"
                     )
@@ -196,8 +196,8 @@ class RemoteSender(WeightSender):
             raise
 
     @override
-    def is_dead(self, worker_idx: int) -> bool:
-        return self._transports[worker_idx].reported
+    def _is_dead(self, index: int) -> bool:
+        return self._transports[index].reported
 
     def close(self) -> None:
         """End the relays and their arenas. Idempotent."""
@@ -214,6 +214,13 @@ class RemoteSender(WeightSender):
 
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Delivery:
+        try:
+            return self._deliver(weights, workers, deadline)
+        except AckTimeout as error:  # a carrier that could not pack them in time does not know whom they were for
+            error.missing = error.missing or [index for index in workers if not self._transports[index].reported]
+            raise
+
+    def _deliver(self, weights: Any, workers: list[int], deadline: float) -> Delivery:
         alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
         if workers and not alive:
             raise WorkerDied(

@@ -48,7 +48,8 @@ class World:
         for worker in self.ranks:
             if not worker.process.is_alive():
                 return False
-            worker.resume()
+            with contextlib.suppress(ProcessLookupError):  # it dies just now
+                worker.resume()
             if worker.busy:
                 return False
         with contextlib.suppress(Exception):
@@ -59,7 +60,8 @@ class World:
 
     def close(self):
         for worker in self.ranks:
-            worker.resume() if worker.process.is_alive() else None
+            with contextlib.suppress(ProcessLookupError):
+                worker.resume()
             worker.end()
 
 

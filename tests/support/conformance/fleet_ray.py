@@ -76,8 +76,7 @@ class RayWorker(Worker):
     def end(self):
         import ray
 
-        with contextlib.suppress(ProcessLookupError):
-            self.resume()
+        self.resume()
         ray.kill(self.actor)
         self.process.join()
         self.process.close()
@@ -124,6 +123,9 @@ class RayCrew:
         import ray
 
         ray.shutdown()
+        for worker in self._idle:
+            if worker.process is not None:
+                worker.process.close()
 
 
 class RayFleet(RemoteFleet):

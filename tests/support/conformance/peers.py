@@ -17,6 +17,7 @@ from tensordict import TensorDict
 
 import shmsync
 from shmsync.schemes.pipes.connection import Channel
+from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
 
@@ -331,3 +332,8 @@ def meet(state, make, timeout):
     scheme.init_on_sender("policy", pipes=state.pipes)
     with contextlib.suppress(shmsync.AckTimeout):
         shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)
+
+
+def sealed(state):
+    """Of sealed weights: how many descriptors this process has, and how many mappings."""
+    return holdings.sealed_here()

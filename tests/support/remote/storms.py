@@ -13,11 +13,18 @@ import time
 from torch import nn
 
 from shmsync import DistributedWeightSyncScheme
+from support.processes import PATIENCE
 from support.remote.members import FOR_EVER, linear, members
+from support.remote.threads import filled
+
+ENOUGH = 20  # interrupts that land
 
 
 def storm(action, seconds, longest):
-    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors)."""
+    """Call it again and again, interrupted in its first `longest` seconds: (how often it was, other errors).
+
+    So many seconds, and on a busy machine longer, until enough of them have come in the middle of a call.
+    """
     armed, landed, others = False, 0, []
     chance = random.Random(0)
 
@@ -39,7 +46,7 @@ def storm(action, seconds, longest):
     presser.start()
     try:
         end, rounds = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or (landed <= ENOUGH and time.monotonic() < end + PATIENCE / 4):
             rounds += 1
             try:
                 armed = True
@@ -64,7 +71,7 @@ def storm(action, seconds, longest):
     return landed, others
 
 
-def storm_of_sends(state, how, seconds):
+def storm_of_sends(state, how, seconds, longest=0.004):
     values = iter(range(1, 10**9))
 
     def fill():
@@ -81,12 +88,12 @@ def storm_of_sends(state, how, seconds):
             state.sender.send_async()
         state.sender.wait_async()
 
-    return storm({"send": whole, "send_async": halves}[how], seconds, 0.004)
+    return storm({"send": whole, "send_async": halves}[how], seconds, longest)
 
 
-def storm_at_a_transport(state, seconds):
-    weights = linear(500, 3.0).state_dict()
-    return storm(lambda: state.transport.send_weights("policy", weights), seconds, 0.003)
+def storm_at_a_transport(state, seconds, longest=0.003):
+    weights = filled(state, 3.0).state_dict()
+    return storm(lambda: state.transport.send_weights("policy", weights), seconds, longest)
 
 
 def storm_of_receipts(state, seconds):
@@ -112,3 +119,32 @@ def storm_of_beginnings(state, seconds):
 
     landed, others = storm(begin, seconds, 0.002)
     return landed, others, before
+
+
+def make_model(state):
+    state.model = linear(500)
+
+
+def storm_of_initial_weights(state, seconds):
+    """Nobody receives meanwhile."""
+    values = iter(range(1, 10**9))
+
+    def send():
+        with contextlib.suppress(TimeoutError):  # an interrupt in a finalizer is lost
+            send_initial(state, float(next(values)))
+
+    return storm(send, seconds, 0.003)
+
+
+def storm_of_initial_receipts(state, seconds):
+    """Nobody sends meanwhile."""
+
+    def receive():
+        with contextlib.suppress(TimeoutError):
+            state.transport.receive_initial_weights()
+
+    return storm(receive, seconds, 0.003)
+
+
+def send_initial(state, value):
+    state.transport.send_initial_weights(filled(state, value).state_dict())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+
+from torch import nn
 
 from support.remote.members import FOR_EVER, linear
 
@@ -45,16 +48,24 @@ def repeated(call, rounds, timeout):
     return run
 
 
+def filled(state, value):
+    """A copy of the trainer's model that is this value everywhere."""
+    model = copy.deepcopy(state.model)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
 def send_in_threads(state, count, rounds, timeout):
     """One sender, in so many threads."""
-    model = linear(500, 5.0)
+    model = filled(state, 5.0)
     call = repeated(lambda _: state.sender.send(model, timeout=timeout), rounds, timeout)
     return all_at_once(*[call] * count)
 
 
 def send_over_one_transport(state, count, rounds, timeout):
     """One transport without a sender, in so many threads."""
-    weights = linear(500, 5.0).state_dict()
+    weights = filled(state, 5.0).state_dict()
     call = repeated(lambda _: state.transport.send_weights("policy", weights), rounds, timeout)
     return all_at_once(*[call] * count)
 
@@ -77,14 +88,14 @@ def refuse_in_the_same_thread(state):
         def items(self):
             if not names:
                 try:
-                    state.transport.send_weights("policy", linear(500).state_dict())
+                    state.transport.send_weights("policy", state.model.state_dict())
                 except Exception as error:
                     names.append(type(error).__name__)
                 else:
                     names.append("nothing")
             return super().items()
 
-    state.transport.send_weights("policy", Weights(linear(500, 7.0).state_dict()))
+    state.transport.send_weights("policy", Weights(filled(state, 7.0).state_dict()))
     return names
 
 

@@ -122,6 +122,12 @@ def receive_initial(state):
     state.received = state.transport.receive_initial_weights()
 
 
+def receive_initial_values(state):
+    """All values that came."""
+    receive_initial(state)
+    return {float(each) for tensor in leaves(state.received).values() for each in tensor.flatten()}
+
+
 def receive_initial_at_last(state):
     """The same with a transport that has not got long."""
     while True:

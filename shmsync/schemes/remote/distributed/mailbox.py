@@ -3,18 +3,18 @@
 The store is a small key-value server that all ranks reach. It has no queues: a key holds the last value that was set.
 For each rank:
     NODE_{rank}_in        update_weights    the sender has a message
-    NODE_{rank}_message   JSON: which weights, how large, and how they come; null when it was taken
-    NODE_{rank}_out       updated, or failed
-    NODE_{rank}_answer    JSON: to which message, and with what result
+    NODE_{rank}_message   JSON: which weights, how large, and how they come; before that, whose relay is to end
+    NODE_{rank}_out       updated, or failed, or a word of the worker's own
+    NODE_{rank}_answers   JSON: what the worker has said and nobody has taken: to which message, and with what result
     NODE_{rank}_place     JSON: where the worker runs
     LAYOUT_{fingerprint}  the manifest of the weights, once
 The bytes of the weights do not go through the store.
 
-INV: `in` and `out` are bells. Whoever rings has written the content before; whoever hears a bell deletes it and only
-then reads the content, so nothing that is written later goes unheard. A bell may ring for content that was read before:
-therefore a message that is taken becomes null, in one step, and an answer names its message. A worker looks at the
-message itself, so that it does not matter who has heard the bell. No request waits for a key (see peek).
-Each model has one sender at a time; what a new one writes takes the place of what the old one left.
+INV: `in` and `out` are bells, for loops of the user's own and to save requests; nothing depends on who has heard them.
+A message is taken, and an answer given and taken, by a change of its Slot in one step, so nothing is lost or taken
+twice. An answer names its message; a word of the worker's own names none, and waits for a call that wants it. A bell
+rings after its content is there, so it may still ring when that was taken. No request waits for a key (see peek).
+Each model has one sender at a time; its message takes the place of the one that an earlier sender left there.
 """
 
 from __future__ import annotations
@@ -24,23 +24,37 @@ import json
 import pickle
 import secrets
 import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..place import Place
+from .slot import Slot, peek
 
 UPDATE = b"update_weights"
 UPDATED = b"updated"
 FAILED = b"failed"
-_TAKEN = "null"
-_ABSENT = "(not set)"
+_KEPT = 1000  # answers that nobody takes: those of a worker whose words a loop of the user's own reads from `out`
 
 
 class Answer(NamedTuple):
-    """What a worker says about a message."""
+    """What a worker says about a message, or without one."""
 
     serial: str | None
     word: bytes
     content: dict[str, Any]
+
+
+class Said(NamedTuple):
+    """What a worker has said so far, as its sender finds it.
+
+    bell: the word of `out`, which may be a loop's of the user's own.
+    answers: those that nobody has taken.
+    last: the word of the newest answer of all; None: there never was one, so that the worker answers in its own way.
+    """
+
+    bell: bytes | None
+    answers: list[Answer]
+    last: bytes | None
 
 
 class Mailbox:
@@ -50,29 +64,31 @@ class Mailbox:
         self.store = store
         self.rank = rank
         self._prefix = f"NODE_{rank}_"
+        self._messages = Slot(store, self._key("message"))
+        self._answers = Slot(store, self._key("answers"))
+        self._rung: bytes | None = None  # the word that put_answer() wrote last
 
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def has(self, box: str) -> bool:
-        """Is this key set?"""
-        return bool(self.store.check([self._key(box)]))
-
     def peek(self, box: str) -> bytes | None:
-        """What this key holds; None when it is not set. One request, that never waits.
+        """What this key holds; None when it is not set."""
+        return peek(self.store, self._key(box))
 
-        get() would wait for a key that somebody deletes at the wrong moment, and lock the store meanwhile.
-        """
-        value = bytes(self.store.compare_set(self._key(box), _ABSENT, _ABSENT))
-        return None if value == _ABSENT.encode() else value
+    # Messages.
 
-    def put_message(self, message: dict[str, Any]) -> None:
-        """In the sender: announce a message, instead of one that was not taken."""
-        self.store.set(self._key("message"), json.dumps(message))
-        self.store.set(self._key("in"), UPDATE)
+    def put_message(self, message: dict[str, Any]) -> bool:
+        """In the sender: put a message there, instead of one that was not taken, and announce it; see announce()."""
+        self._messages.change(lambda found: [*(each for each in found or () if "close" in each), message])
+        self._messages.expect([])
+        return self.announce()
+
+    def announce(self) -> bool:
+        """In the sender: ring for a message. False: a word of the user's own is there, which nobody has read yet."""
+        return bytes(self.store.compare_set(self._key("in"), "", UPDATE.decode())) == UPDATE
 
     def take_message(self, *, listen: bool = True) -> dict[str, Any] | None:
-        """In the worker: the message; None when there is none, or it was taken before.
+        """In the worker: the oldest message; None when there is none.
 
         The announcement need not be there: a loop of the user's own may have heard it. Other words stay where they are.
 
@@ -81,62 +97,76 @@ class Mailbox:
 
         Raises RuntimeError for an announcement without a message.
         """
-        found = self.peek("message")
-        if found is None or found == _TAKEN.encode():
-            if listen and self.peek("in") == UPDATE:
-                self.store.delete_key(self._key("in"))
-                found = self.peek("message")
-                if found is None:
-                    raise RuntimeError(
-                        f"{self._key('in')} announces weights but no sender of shmsync wrote it; send with "
-                        "DistributedTransport"
-                    )
-            if found is None or found == _TAKEN.encode():
-                return None
-        else:
+        found = self._messages.read()
+        if not found and listen and self.hush():
+            found = self._messages.read()
+            if found is None:
+                raise RuntimeError(
+                    f"{self._key('in')} announces weights but no sender of shmsync wrote it; send with "
+                    "DistributedTransport"
+                )
+        elif found:
             self.hush()
-        text = found.decode()
-        while True:  # a sender may write another one meanwhile
-            now = self.store.compare_set(self._key("message"), text, _TAKEN).decode()
-            if now == _TAKEN:
-                content: dict[str, Any] | None = json.loads(text)
-                return content
-            text = now
+        if not found:
+            return None
+        taken: dict[str, Any] = {}
 
-    def hush(self) -> None:
-        """In the worker: delete the announcement of a message that is taken without it."""
-        if self.peek("in") == UPDATE:
+        def rest(
+            found: list[dict[str, Any]],
+        ) -> list[dict[str, Any]]:  # another may have come
+            taken.clear()
+            taken.update(found[0] if found else {})
+            return found[1:]
+
+        self._messages.change(rest)
+        return taken or None
+
+    def hush(self) -> bool:
+        """In the worker: delete the announcement of a message; was there one?"""
+        heard = self.peek("in") == UPDATE
+        if heard:
             self.store.delete_key(self._key("in"))
+        return heard
+
+    # Answers.
 
     def put_answer(self, serial: str | None, word: bytes, content: dict[str, Any]) -> None:
-        """In the worker: answer the message of this serial number."""
-        self.store.set(self._key("answer"), json.dumps({"serial": serial, "word": word.decode(), **content}))
-        self.store.set(self._key("out"), word)
+        """In the worker: answer the message of this serial number; None: say a word that answers none."""
+        answer = {"id": new_serial(), "serial": serial, "word": word.decode(), **content}
 
-    def take_answer(self, serial: str) -> Answer | None:
-        """In the sender: the answer to the message of this serial number, or to an earlier one; None: there is none.
+        def more(found: dict[str, Any] | None) -> dict[str, Any]:
+            left = [] if found is None else found["left"]
+            return {"last": answer["word"], "left": [*left, answer][-_KEPT:]}
 
-        A worker that answers with serial numbers may write other words there for somebody else: they stay.
-        """
-        word = self.peek("out")
-        if word is None:
-            return None
-        if word not in (UPDATED, FAILED):
-            answer = self.last_answer()
-            if answer is not None and answer.word != word:
-                return answer if answer.serial == serial else None
-        self.store.delete_key(self._key("out"))
-        answer = self.last_answer()
-        # A loop of the user's own writes the word alone.
-        return Answer(serial, word, {}) if answer is None else answer
+        self._answers.change(more)
+        self._answers.expect({"last": answer["word"], "left": []})
+        before = bytes(self.store.compare_set(self._key("out"), "", word.decode()))
+        if before == self._rung:  # what a loop of the user's own has written there stays
+            self.store.compare_set(self._key("out"), before.decode(), word.decode())
+        self._rung = word
 
-    def last_answer(self) -> Answer | None:
-        """In the sender: the last answer, even without its bell."""
-        found = self.peek("answer")
+    def said(self, *, listen: bool = True) -> Said:
+        """In the sender: what the worker has said. Without `listen` it looks only when the bell rings."""
+        bell = self.peek("out")
+        found = self._answers.read() if bell is not None or listen else None
         if found is None:
-            return None
-        content = json.loads(found)
-        return Answer(content["serial"], content["word"].encode(), content)
+            return Said(bell, [], None)
+        answers = [Answer(each["serial"], each["word"].encode(), each) for each in found["left"]]
+        return Said(bell, answers, found["last"].encode())
+
+    def forget(self, answers: Iterable[Answer]) -> None:
+        """In the sender: these have been taken."""
+        taken = {each.content["id"] for each in answers}
+
+        def rest(found: dict[str, Any]) -> dict[str, Any]:
+            return {**found, "left": [each for each in found["left"] if each["id"] not in taken]}
+
+        if taken:
+            self._answers.change(rest)
+
+    def silence(self) -> None:
+        """In the sender: delete the bell."""
+        self.store.delete_key(self._key("out"))
 
     def introduce(self, place: Place, address: tuple[str, int] | None) -> None:
         """In the worker: say where it runs, and where its end can be seen (see lifeline)."""

@@ -26,6 +26,7 @@ from .transfers import my_rank, need_group
 # By serial number. A rank may take a message although its sender has given up. It waits for the bytes then, so they and
 # their transfer stay.
 _unanswered: dict[str, MailCall] = {}
+_LISTEN = 16  # so many looks at the bell for one at the answers themselves
 
 
 class MailCall(StoreCall):
@@ -59,6 +60,8 @@ class MailCall(StoreCall):
         self._expected = expected
         self._before = before
         self._posted = False
+        self._announced = False
+        self._looks = 0
         self._answer: Answer | None = None
         self._gone: str | None = None
 
@@ -71,13 +74,9 @@ class MailCall(StoreCall):
             if dead:
                 raise Gone(f"rank {self._mailbox.rank}, {lifeline}")
             self._post()
-        while self._answer is None and (found := self._mailbox.take_answer(self._serial)) is not None:
-            if found.serial is not None and not found.content.get("untaken"):
-                _unanswered.pop(found.serial, None)  # perhaps of a call that nobody looks at any more
-            if found.serial == self._serial:
-                self._answer = found
-                if not found.content.get("untaken"):
-                    self.payload = self._buffer = None  # so that the next send may have the buffer
+        elif not self._announced:
+            self._announced = self._mailbox.announce()
+        self._take_answer(listen=dead)
         if self._answer is None and dead:
             self._gone = f"rank {self._mailbox.rank}, {lifeline}"
             _unanswered.pop(self._serial, None)
@@ -92,15 +91,38 @@ class MailCall(StoreCall):
             except Exception as error:
                 del _unanswered[self._serial]
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
-        self._mailbox.put_message(self._message)
+        self._announced = self._mailbox.put_message(self._message)
         self._posted = True
+
+    def _take_answer(self, *, listen: bool) -> None:
+        """Take the answer if it is there, and with it those to earlier messages, which nobody waits for any more."""
+        self._looks += 1
+        bell, answers, last = self._mailbox.said(listen=listen or self._looks % _LISTEN == 0)
+        if last is None:
+            if bell is not None:
+                self._mailbox.silence()  # of a loop of the user's own, which writes the word alone
+                self._answer = Answer(self._serial, bell, {})
+            return
+        answered = [each for each in answers if each.serial is not None]
+        for each in answered:
+            if not each.content.get("untaken"):
+                _unanswered.pop(str(each.serial), None)  # perhaps of a call that nobody looks at any more
+            if each.serial == self._serial:
+                self._answer = each
+                if not each.content.get("untaken"):
+                    self.payload = self._buffer = None  # so that the next send may have the buffer
+        self._mailbox.forget(answered)
+        if answered and bell is None:
+            bell = self._mailbox.peek("out")  # it rings after the answer is there
+        if bell in (UPDATED, mailbox.FAILED, *(each.word for each in answered)):
+            self._mailbox.silence()  # other words are for somebody else: they stay
 
     @override
     def answer(self) -> Any:
         if self._answer is None:
             raise Gone(self._gone or "")
         _, word, content = self._answer
-        if word == mailbox.FAILED:
+        if word == mailbox.FAILED and "failure" in content:
             raise Failed(mailbox.from_text(content["failure"]))
         if word != self._expected():
             raise Failed(f"it answered {word.decode(errors='replace')!r}")
@@ -118,11 +140,16 @@ class WordCall(StoreCall):
 
     @override
     def try_once(self) -> bool:
-        word = self._mailbox.peek("out")
+        bell, answers, last = self._mailbox.said()
+        word = next((each for each in answers if each.serial is None), None)
         if word is not None:
-            self._word = word
-            self._mailbox.store.delete_key(f"NODE_{self._mailbox.rank}_out")
-        return word is not None
+            self._mailbox.forget([word])
+            self._word = word.word
+        elif bell is not None and bell != last:  # a loop of the user's own wrote it; else it rings for what was taken
+            self._word = bell
+        if bell is not None and bell in (last, self._word):
+            self._mailbox.silence()
+        return self._word is not None
 
     @override
     def answer(self) -> Any:

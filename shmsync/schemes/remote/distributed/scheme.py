@@ -79,8 +79,8 @@ class DistributedWeightSyncScheme(RemoteScheme):
     def roster(self, arguments: Arguments) -> Roster:
         ranks: Sequence[int] | None = arguments.get("ranks")
         if ranks is None:
-            count = arguments.get("num_workers")
-            if isinstance(count, int):
+            count = arguments.count("num_workers")
+            if count is not None:
                 ranks = range(1, count + 1)
             else:
                 need_group("ranks= or num_workers=")

@@ -11,16 +11,16 @@ from typing_extensions import override
 
 from ....engine.strategy import WeightStrategy
 from ....engine.timing import deadline_after
-from ..background import Clerk
 from ..carrier import Carrier
 from ..place import Site
 from ..relay import RelayOptions
 from ..requests import Call, Delivery
 from ..transport import RemoteTransport, checked_word
 from .courier import wait_for
+from .initial import initial_receiver, initial_sender
 from .mailbox import UPDATED, Mailbox
 from .requests import Outbox
-from .transfers import InitialReceiver, InitialSender, need_group
+from .transfers import need_group
 from .worker import Inbox
 
 _STRATEGY = WeightStrategy()
@@ -86,8 +86,6 @@ class DistributedTransport(RemoteTransport):
         mailbox = None if store is None or rank is None else Mailbox(store, rank)
         self.outbox = None if mailbox is None else Outbox(mailbox)
         self.inbox = None if mailbox is None else Inbox(mailbox)
-        self._clerk = Clerk()  # for the initial weights
-        self._initial_sender, self._initial_receiver = InitialSender(self._clerk), InitialReceiver(self._clerk)
 
     # The sender's side.
 
@@ -122,13 +120,13 @@ class DistributedTransport(RemoteTransport):
         return self.sender_end.post(payload)
 
     def send_initial_weights(self, weights: Any) -> None:
-        """Send without the store, for a worker that is in receive_initial_weights().
+        """Send without the store, for a worker that is in receive_initial_weights(), which asks rank 0 for them.
 
         Raises TimeoutError when the worker does not take part in time, ProtocolError without a process group.
         """
         if self.rank is not None:
             need_group()
-            self._initial_sender.send(self._packer.pack(weights, "policy", 0), self.rank, self.timeout)
+            initial_sender(self.rank).send(self._packer.pack(weights, "policy", 0), self.timeout)
 
     @override
     def check_ack(self, message: str = "updated", *, timeout: float | None = None) -> None:
@@ -194,7 +192,8 @@ class DistributedTransport(RemoteTransport):
         """What rank 0 sends with send_initial_weights(); None without a rank. Raises TimeoutError after `timeout`."""
         if self.rank is None:
             return None
-        weights = self._initial_receiver.receive(self.timeout)
+        need_group()
+        weights = initial_receiver().receive(self.timeout)
         if self.weights_buffer is None:
             return weights
         _STRATEGY.apply_weights(self.weights_buffer, weights)
@@ -218,6 +217,6 @@ class DistributedTransport(RemoteTransport):
     @override
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
-        for end in (self.outbox, self.inbox, self._clerk):
+        for end in (self.outbox, self.inbox):
             if end is not None:
                 end.close()

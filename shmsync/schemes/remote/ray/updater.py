@@ -14,7 +14,7 @@ from torch import nn
 
 from ....engine.outcome import Wording, listed
 from ....engine.strategy import WeightStrategy
-from ....engine.timing import check_timeout, deadline_after
+from ....engine.timing import deadline_after, timeout_or_default
 from ....errors import WorkerDied
 from ..parcel import Packer
 from ..requests import Delivery
@@ -164,20 +164,20 @@ class RayWeightUpdater(WeightUpdaterBase):
         policy_weights: the server's: a TensorDict, a dict or a module, read at each push that gets no others.
         remote_collectors: the actors; the list is read at each push.
         max_interval: batches that a worker may go without an update: a push skips it until more than that have passed.
-        timeout: seconds for each push; math.inf waits for ever.
+        timeout: seconds for each push; math.inf waits for ever, None is 60.
 
     A push waits until every actor has applied it. Raises WorkerDied, AckTimeout, an actor's own exception; the dead are
     left out from then on.
     """
 
     def __init__(
-        self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float = 60.0
+        self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0, *, timeout: float | None = None
     ) -> None:
         require_ray(type(self).__name__)
         self.policy_weights = policy_weights
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
-        self._timeout = check_timeout(timeout)
+        self._timeout = timeout_or_default(timeout, 60.0)
         self._carrier = RayCarrier()
         self._packer = Packer()
         self._pushes = 0

@@ -1,0 +1,24 @@
+// A copy that several threads share.
+//
+// It is cut into chunks, which the threads take from one counter. The caller takes chunks as the others do, and in the
+// end waits only for chunks that another thread has begun: a helper that has not been given a processor by then finds
+// the counter at its end and goes. So a machine whose processors are busy costs the caller at most the rest of one
+// chunk (docs/adr/0030-helpers-of-a-copy.md).
+#pragma once
+
+#include <cstddef>
+
+#include "shmsync/copy.hpp"
+
+namespace shmsync {
+
+inline constexpr std::size_t kChunk = std::size_t{512} << 10;
+
+// Copies these, and ends with whatever fence its stores need before a later release.
+using CopyPieces = void (*)(const CopyOp* ops, std::size_t count);
+
+// The caller and at most threads - 1 others call `copy` on parts of the operations. Without memory for the plan, or a
+// thread that can be started, the caller copies alone.
+void copy_by_several(const CopyOp* ops, std::size_t count, unsigned threads, CopyPieces copy);
+
+}  // namespace shmsync

@@ -1,0 +1,79 @@
+"""Copies of senders and receivers: none owns the pipes of another, and each says that it reaches nobody."""
+
+import copy
+import pickle
+
+import pytest
+
+from shmsync.errors import ProtocolError
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from support.calls import Call
+from support.conformance.nets import Stamped
+from support.conformance.rigs import PipeRig
+
+KINDS = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
+
+
+@pytest.fixture(params=KINDS)
+def rig(request):
+    made = PipeRig(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("sent", [False, True])
+def test_copy_of_a_sender_says_that_it_has_no_workers(rig, way, sent):
+    if sent:
+        rig.deliver(Stamped(1))
+    made = COPIES[way](rig.sender)
+    assert made.worker_ids == []
+    for call in (made.send, made.send_async):
+        with pytest.raises(ProtocolError, match="has no workers"):
+            call(Stamped(2))
+    rig.deliver(Stamped(3))
+    assert rig.stamps() == [3, 3]
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copy_of_a_sender_sends_to_workers_of_its_own(rig, way):
+    rig.deliver(Stamped(1))
+    made, other = COPIES[way](rig.sender), PipeRig(type(rig.scheme))
+    for index, pipe in enumerate(other.pipes[::2]):
+        made.register_worker(index, pipe)
+    call = Call(made.send, Stamped(2), timeout=60)
+    while call.is_alive():
+        other.receive()
+        call.join(0.01)
+    call.result()
+    assert (rig.stamps(), other.stamps()) == ([1, 1], [2, 2])
+    rig.deliver(Stamped(3))
+    assert (rig.stamps(), other.stamps()) == ([3, 3], [2, 2])
+    assert rig.sender.worker_ids == [0, 1]
+    made._scheme.shutdown()
+    other.close()
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copy_of_a_receiver_says_that_nothing_reaches_it(rig, way):
+    rig.deliver(Stamped(1))
+    made = COPIES[way](rig.receivers[0])
+    with pytest.raises(ProtocolError, match=r"receive\(\) of a receiver that was copied"):
+        made.receive()
+    with pytest.raises(ProtocolError, match="nothing reaches it"):
+        made.apply_weights(Stamped(2).state_dict())
+    made.close()
+    rig.deliver(Stamped(3))
+    assert rig.stamps() == [3, 3]
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copy_of_a_scheme_shares_nothing(rig, way):
+    rig.deliver(Stamped(1))
+    made = COPIES[way](rig.scheme)
+    with pytest.raises(RuntimeError, match="init_on_sender"):
+        made.get_sender()
+    made.shutdown()
+    rig.deliver(Stamped(2))
+    assert rig.stamps() == [2, 2]

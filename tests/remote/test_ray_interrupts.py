@@ -1,0 +1,59 @@
+"""Ctrl-C at any moment of a call over Ray: every actor stays usable, and the next send is applied with exact values."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
+
+from support.processes import until
+from support.remote import parts, ray_trainer, storms
+
+SECONDS = 2.0
+LONGEST = 0.015  # seconds after which one comes at most: a send takes some 5 ms
+
+
+@pytest.fixture
+def trainer(one_ray, start):
+    import ray
+
+    made = start()
+    made.call(ray_trainer.connect, ray.get_runtime_context().gcs_address)
+    return made
+
+
+def all_is_well(trainer):
+    assert trainer.call(parts.dead) == []
+    version = trainer.call(parts.send, 0.5)
+    assert trainer.call(ray_trainer.look) == [(0.5, version)] * 2
+
+
+@pytest.mark.parametrize("how", ["send", "send_async"])
+@pytest.mark.parametrize("kind", ray_trainer.KINDS)
+def test_in_a_send(trainer, kind, how):
+    trainer.call(ray_trainer.open_sender, kind, 2)
+    landed, others = trainer.call(storms.storm_of_sends, how, SECONDS, LONGEST)
+    assert landed > 20
+    assert others == []
+    trainer.call(parts.settle)
+    all_is_well(trainer)
+
+
+@pytest.mark.parametrize("kind", ["ray", "ray-module"])
+def test_in_a_send_of_a_transport(trainer, kind):
+    trainer.call(ray_trainer.open_sender, kind, 2)
+    trainer.call(ray_trainer.open_transport, 60.0)
+    landed, others = trainer.call(storms.storm_at_a_transport, SECONDS, LONGEST)
+    assert landed > 20
+    assert others == []
+    all_is_well(trainer)
+
+
+@pytest.mark.parametrize("kind", ray_trainer.KINDS)
+def test_in_init_on_sender_and_shutdown(trainer, kind):
+    trainer.call(ray_trainer.open_sender, kind, 2)
+    landed, others = trainer.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)
+    assert landed > 20
+    assert others == []
+    all_is_well(trainer)
+    until(lambda: trainer.call(ray_trainer.relays) <= 1)

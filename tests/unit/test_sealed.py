@@ -1,0 +1,119 @@
+"""Sealed memory that one process writes and others copy from: what a reader checks before it believes anything."""
+
+import fcntl
+import gc
+import os
+
+import pytest
+
+from shmsync.errors import ArenaCorrupt, NoSpace, WriterDied
+from shmsync.memory.process import me
+from shmsync.memory.sealed import Sealed, SealedAt, pieces_at, reachable
+
+DATA = [bytes(range(256)) * 40, b"", b"last"]
+
+
+@pytest.fixture
+def sealed():
+    return Sealed([memoryview(each) for each in DATA])
+
+
+def descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_pieces_come_back(sealed):
+    assert [bytes(each) for each in pieces_at(sealed.place, sealed.spans)] == DATA
+
+
+def test_reader_may_change_its_own(sealed):
+    mine, other = (pieces_at(sealed.place, sealed.spans) for _ in range(2))
+    mine[0][0] = 7
+    assert (mine[0][0], other[0][0]) == (7, 0)
+
+
+def test_nobody_can_change_or_resize_it(sealed):
+    path = f"/proc/self/fd/{sealed.place.fd}"
+    fd = os.open(path, os.O_RDWR)
+    try:
+        for refused in (lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 1), lambda: os.ftruncate(fd, 1 << 20)):
+            with pytest.raises(PermissionError):
+                refused()
+    finally:
+        os.close(fd)
+
+
+def test_no_descriptor_is_left(sealed):
+    before = descriptors()
+    pieces = pieces_at(sealed.place, sealed.spans)
+    del pieces
+    assert descriptors() == before
+    place, spans = sealed.place, sealed.spans
+    made = Sealed([memoryview(b"more")])
+    assert descriptors() == before + 1
+    del made
+    assert descriptors() == before
+    wrong = [place._replace(size=place.size + 1), place._replace(token=bytes(16)), place._replace(inode=1)]
+    for each in wrong:
+        with pytest.raises((ArenaCorrupt, WriterDied)):
+            pieces_at(each, spans)
+    assert descriptors() == before
+
+
+def test_what_was_given_up_is_gone(sealed):
+    place, spans = sealed.place, list(sealed.spans)
+    pieces = pieces_at(place, spans)
+    sealed.close()
+    with pytest.raises(WriterDied, match="given these weights up"):
+        pieces_at(place, spans)
+    assert bytes(pieces[0]) == DATA[0]  # whoever maps it keeps it
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[(0, 1 << 40)], [(-64, 4)], [(8, 4)], [(64, 128), (0, 8)]],
+    ids=["too long", "before", "backward", "twice"],
+)
+def test_piece_that_is_not_inside_is_refused(sealed, spans):
+    with pytest.raises(ArenaCorrupt, match="piece"):
+        pieces_at(sealed.place, spans)
+
+
+@pytest.mark.parametrize("seals", [0, 0x2, 0x2 | 0x4, 0x2 | 0x4 | 0x8, 0x1 | 0x2 | 0x4])
+def test_file_without_all_seals_is_refused(seals):
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(fd, bytes(64))
+        if seals:
+            fcntl.fcntl(fd, 1033, seals)
+        place = SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
+        with pytest.raises(ArenaCorrupt, match="seals"):
+            pieces_at(place, [(0, 8)])
+    finally:
+        os.close(fd)
+
+
+def test_fifo_and_file_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(bytes(64))
+    for name in ("fifo", "file"):
+        fd = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with pytest.raises(ArenaCorrupt, match="seals"):
+                pieces_at(SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
+        finally:
+            os.close(fd)
+
+
+def test_more_than_there_is_is_refused_before_it_is_taken():
+    class Huge:
+        nbytes = 1 << 60
+
+    with pytest.raises(NoSpace, match="available"):
+        Sealed([Huge()])  # type: ignore[list-item]
+
+
+def test_reachable_is_a_process_that_runs():
+    assert reachable(me().owner)
+    assert not reachable(me().owner + (1 << 40))
