@@ -69,11 +69,11 @@ model:
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
-# BENCH = engine, schemes, collectors, torchrl or distributed. All but the first run beside TorchRL, which is installed
+# BENCH = engine, sources, schemes, collectors, torchrl or distributed. All but the first two run beside TorchRL, which is installed
 # for them.
 BENCH ?= engine
 bench: $(STAMP)
-	[ $(BENCH) = engine ] || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation
+	case $(BENCH) in engine|sources) ;; *) false;; esac || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation
 	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)
 
 $(VENV)/.tools: constraints.txt

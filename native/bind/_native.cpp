@@ -10,6 +10,7 @@ void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
 void bind_module_tree(nb::module_&);
 void bind_sources(nb::module_&);
+void bind_values(nb::module_&);
 void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
 void bind_pipes(nb::module_&);
@@ -27,6 +28,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_modes(m);
   shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_sources(m);
+  shmsync::bind::bind_values(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);

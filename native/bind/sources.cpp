@@ -27,17 +27,7 @@ struct ExchangeTable {  // DLPackExchangeAPI, version 1
 const ExchangeTable* g_table = nullptr;
 PyTypeObject* g_tensor_type = nullptr;
 
-constexpr std::int32_t kCpu = 1;
 constexpr std::uint8_t kComplex = 5;
-
-bool contiguous(const DLTensor& t) {
-  std::int64_t expected = 1;
-  for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
-    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
-    expected *= t.shape[i];
-  }
-  return true;
-}
 
 std::size_t elements(const DLTensor& t) {
   std::size_t n = 1;
@@ -48,17 +38,6 @@ std::size_t elements(const DLTensor& t) {
 // DLPack shows the plain bytes of a lazily conjugated or negated tensor: the wrong values.
 bool lazy_flags(nb::handle tensor) {
   return nb::cast<bool>(tensor.attr("is_conj")()) || nb::cast<bool>(tensor.attr("is_neg")());
-}
-
-// DLPack shows an address, and not how much memory is there. resize_(0) on a storage, as FSDP does it, takes it away;
-// a wrapper that `p.data = x` has put into a parameter never had any.
-bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
-  if (bytes == 0) return true;
-  if (address == nullptr) return false;
-  nb::object storage = tensor.attr("untyped_storage")();
-  const auto begin = nb::cast<std::uintptr_t>(storage.attr("data_ptr")());
-  const auto size = nb::cast<std::size_t>(storage.attr("nbytes")());
-  return begin + size >= reinterpret_cast<std::uintptr_t>(address) + bytes;
 }
 
 bool set_exchange_table(nb::handle tensor_type) {
@@ -75,7 +54,47 @@ bool set_exchange_table(nb::handle tensor_type) {
   return true;
 }
 
+nb::object asked(nb::handle object, PyObject* method) {
+  nb::object answer = nb::steal(PyObject_CallMethodObjArgs(object.ptr(), method, nullptr));
+  if (!answer.is_valid()) throw nb::python_error();
+  return answer;
+}
+
 }  // namespace
+
+bool contiguous(const DLTensor& t) {
+  std::int64_t expected = 1;
+  for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
+    expected *= t.shape[i];
+  }
+  return true;
+}
+
+std::size_t extent(const DLTensor& t) {
+  if (elements(t) == 0) return 0;
+  std::int64_t last = 0;
+  for (std::int32_t i = 0; i < t.ndim; ++i) last += (t.shape[i] - 1) * t.strides[i];
+  return static_cast<std::size_t>(last) + 1;
+}
+
+bool is_lazy(nb::handle tensor, std::uint8_t code) {
+  static PyObject* const conj = PyUnicode_InternFromString("is_conj");
+  static PyObject* const neg = PyUnicode_InternFromString("is_neg");
+  return (code == kComplex && asked(tensor, conj).is(Py_True)) || asked(tensor, neg).is(Py_True);
+}
+
+bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
+  static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+  if (bytes == 0) return true;
+  if (address == nullptr) return false;
+  const nb::object storage = asked(tensor, untyped_storage);
+  const auto begin = nb::cast<std::uintptr_t>(asked(storage, data_ptr));
+  const auto size = nb::cast<std::size_t>(asked(storage, nbytes));
+  return begin + size >= reinterpret_cast<std::uintptr_t>(address) + bytes;
+}
 
 bool describe(PyObject* tensor, DLTensor& out) {
   if (g_table == nullptr || !PyObject_TypeCheck(tensor, g_tensor_type)) return false;
@@ -183,6 +202,15 @@ void Sources::copy_to(std::uintptr_t slot) {
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
 }
 
+void Sources::put(std::size_t row, nb::handle tensor, const std::byte* address) {
+  leaves_[row].tensor = nb::borrow(tensor);
+  leaves_[row].address = address;
+}
+
+void Sources::let_go() {
+  for (Leaf& leaf : leaves_) leaf.tensor = nb::none();
+}
+
 namespace {
 
 // tensor.data = view for each pair, by the attribute's own setter: a loop in Python costs half as much again.
@@ -224,6 +252,7 @@ void bind_sources(nb::module_& m) {
       .def_prop_ro("moved", &Sources::moved)
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
+      .def("let_go", &Sources::let_go, "Keep no tensor alive; an Outline puts new ones in.")
       .def_prop_ro("bytes", &Sources::bytes);
 }
 

@@ -28,6 +28,16 @@ struct DLTensor {
 // exchange table or the tensor cannot be exported.
 bool describe(PyObject* tensor, DLTensor& out);
 
+inline constexpr std::int32_t kCpu = 1;  // device_type
+
+bool contiguous(const DLTensor& t);
+std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
+// Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
+bool is_lazy(nanobind::handle tensor, std::uint8_t code);
+// Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as
+// FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
+bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
+
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);
 
@@ -45,6 +55,9 @@ class Sources {
   bool moved() const { return moved_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
+  // Another tensor, which was checked, in the place of the one in this row.
+  void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
+  void let_go();  // of the tensors; from now on rows are good for put() and copy_to() alone
   std::uint64_t bytes() const { return bytes_; }
 
  private:

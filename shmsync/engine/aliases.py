@@ -29,7 +29,13 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) ->
     )
     found = []
     open_until: list[tuple[int, str]] = []  # (end, name) of those that may reach into the next ones
+    shown: set[object] = set()
     for begin, end, name in spans:
+        # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
+        same = (tie(tensors[name]), id(tensors[name]) in moving)
+        if same in shown:
+            continue
+        shown.add(same)
         open_until = [(until, other) for until, other in open_until if until > begin]
         found += [
             (other, name)

@@ -217,13 +217,16 @@ class Binding:
 
 
 @run_plainly
-def bind_module(path: ReadPath, module: nn.Module, fitting: Fitting) -> Binding:
+def bind_module(
+    path: ReadPath, module: nn.Module, fitting: Fitting, checked: dict[Key, torch.Tensor] | None = None
+) -> Binding:
     """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
 
     A binding whose tensors are all taken over ends. One that has other tensors of the module goes on beside this one.
+    `checked`: what fitting.tensors() has given for the module, if what they take over has been dropped.
     """
-    tensors = fitting.tensors(module)
-    replaced = taken_over(module, tensors)
+    tensors = fitting.tensors(module) if checked is None else checked
+    replaced = taken_over(module, tensors) if checked is None else []
     for tensor in tensors.values():
         if tensor.device.type == "meta":
             materialise(tensor)

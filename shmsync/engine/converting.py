@@ -27,6 +27,7 @@ class Conversions:
     def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
         self._arena = arena
         self._sources = sources
+        self._leaves = [leaf for _, leaf in sources]
         self._seen = [_signature(source) for source, _ in sources]
         self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() moves
         self._copies: list[torch.Tensor] | None = None
@@ -37,11 +38,7 @@ class Conversions:
 
     def staged(self) -> list[tuple[torch.Tensor, Leaf]]:
         """The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot."""
-        return (
-            []
-            if self._copies is None
-            else [(c, leaf) for c, (_, leaf) in zip(self._copies, self._sources, strict=True)]
-        )
+        return [] if self._copies is None else list(zip(self._copies, self._leaves, strict=True))
 
     def unchanged(self) -> bool:
         """Is every source where it was when it was checked, with the same shape and dtype?"""
@@ -49,6 +46,10 @@ class Conversions:
             seen is not None and _signature(source) == seen
             for (source, _), seen in zip(self._sources, self._seen, strict=True)
         )
+
+    def use(self, tensors: list[torch.Tensor]) -> None:
+        """Convert these instead, which were checked; in the order of the sources. An empty list keeps none alive."""
+        self._sources = list(zip(tensors, self._leaves, strict=True)) if tensors else []
 
     def stage(self) -> None:
         """Convert what is staged; called before readers are kept out."""

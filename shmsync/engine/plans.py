@@ -1,136 +1,27 @@
-"""From a source to the bytes in a slot: how each tensor is copied, checked once and found again.
+"""The plans that a publisher keeps, and how the plan of a source is found again.
 
-A CopyPlan is made once for a source, and checks all of it: keys, shapes, dtypes, devices, layouts. That costs more than
-the copy, so Plans keeps the plans of a publisher. Later uses only check that nothing has changed since (see
-native/bind/sources.hpp); otherwise a new plan is made. Autograd's version counters cannot tell what changed: writes
-through `.data` or numpy do not move them.
+A module's plan is found by the module, and stays good while its dicts hold the same tensors. One for weights that are
+made anew for each publish is found by their keys, and by what their tensors are like.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from .. import _native
-from ..errors import ManifestMismatch
 from ..memory.arena import Arena
-from ..memory.manifest import Key, Leaf
 from ..memory.plainly import run_plainly
-from .admission import extent
-from .converting import Conversions
-from .matching import describe_problems, direct, mismatches, same_bytes, untied
+from .copy_plan import CopyPlan
+from .outline import MADE_ANEW, Seen
 from .second_names import second_names, without
 from .sources import Collected, Filter, Weights, collect, not_saved
 
-_native.set_exchange_table(torch.Tensor)
-
-
-class CopyPlan:
-    """A checked source: which tensors are copied, which through a private copy, and which leaves keep their value."""
-
-    def __init__(self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool) -> None:
-        problems = mismatches(collected.tensors, arena, partial=partial, any_device=any_device)
-        apart = [] if problems else untied(collected.tensors, arena)
-        problems += [
-            f"{first.name} and {other.name} are one tensor in the arena but have different values in the source"
-            for first, other in apart
-            if not same_bytes(collected.tensors[first.key], collected.tensors[other.key])
-        ]
-        if partial and not collected.tensors:
-            problems.append("it gives none of the arena's leaves")
-        if problems:
-            raise ManifestMismatch(describe_problems(problems, f"arena {name!r}", "the weights given to publish()"))
-        self._tensors = collected.tensors
-        # Leaf offsets: tied leaves are copied once, by whichever comes first.
-        converted: list[tuple[torch.Tensor, Leaf]] = []
-        self.in_place: list[Leaf] = []  # the source is the slab itself, at the place where it belongs
-        rows = []
-        given: set[int] = set()
-        ranges = arena.ranges()
-        for key, tensor in collected.tensors.items():
-            leaf = arena.manifest.by_key[key]
-            if leaf.nbytes == 0 or leaf.offset in given:
-                continue
-            given.add(leaf.offset)
-            if _own_place(tensor, leaf, ranges, arena.slots, name):
-                self.in_place.append(leaf)
-                rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
-            elif direct(tensor, leaf):
-                rows.append((tensor, leaf.offset, leaf.nbytes))
-            else:
-                converted.append((tensor, leaf))
-        self._conversions = Conversions(arena, converted)
-        rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self._conversions.staged()]
-        self._sources = _native.Sources(list(collected.guards or ()), rows)
-        # Tied leaves given as two tensors of equal values may differ the next time.
-        self._reusable = collected.guards is not None and not apart
-        others = {leaf.offset: leaf for leaf in arena.manifest.leaves if leaf.nbytes and leaf.offset not in given}
-        self.carried = sorted(others.values(), key=lambda leaf: leaf.offset)  # not given: keep the current value
-
-    def shows(self, tensors: Mapping[Key, Any]) -> bool:
-        """Was it made for these very tensors?"""
-        return len(tensors) == len(self._tensors) and all(
-            self._tensors.get(key) is tensor for key, tensor in tensors.items()
-        )
-
-    @property
-    def has_parameters(self) -> bool:
-        """Are any of its tensors parameters of a module?"""
-        return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that copy_to() writes."""
-        return self._sources.bytes + self._conversions.written
-
-    @property
-    def whole(self) -> bool:
-        """Does the source have every leaf?"""
-        return not self.carried
-
-    def still_valid(self, arena: Arena) -> bool:
-        """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
-        return (
-            self._reusable
-            and self._conversions.unchanged()
-            and self._sources.revalidate()
-            and not (self._sources.moved and (self.in_place or self._overlaps(arena)))
-        )
-
-    def _overlaps(self, arena: Arena) -> bool:
-        return any(self._sources.overlaps(begin, end) for begin, end in arena.ranges())
-
-    def stage(self) -> None:
-        """Convert beforehand what is small; done before readers are kept out."""
-        self._conversions.stage()
-
-    def copy_to(self, address: int, slot: int) -> None:
-        """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
-        self._conversions.write(slot)
-        self._sources.copy_to(address)
-
-
-def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], slots: int, name: str) -> bool:
-    """Is the source this leaf itself (slots = 1)? Raises ManifestMismatch when it lies anywhere else in the slab."""
-    if tensor.device.type != "cpu":
-        return False
-    address = tensor.data_ptr()
-    for begin, end in ranges:
-        if address >= end or address + extent(tensor) * tensor.element_size() <= begin:
-            continue
-        if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
-            return True
-        raise ManifestMismatch(
-            f"the source of {leaf.name} lies inside arena {name!r} itself, so publishing would read what it "
-            "overwrites; publish a clone() of it"
-        )
-    return False
+_KEPT = 4  # plans for sources that are made anew: a trainer may alternate between all weights and a part of them
 
 
 class Plans:
@@ -150,14 +41,20 @@ class Plans:
         self._of_modules: weakref.WeakKeyDictionary[nn.Module, CopyPlan] = weakref.WeakKeyDictionary()
         self._of_default: CopyPlan | None = None
         self._of_tensordict = _Recent()
+        self._of_values: list[CopyPlan] = []  # the newest first
+        self._taken: CopyPlan | None = None
 
     def find(self, source: Weights, *, default: bool = False) -> CopyPlan:
         """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
-        if isinstance(source, TensorDictBase):
-            return self._find_tensordict(source)
+        if type(source) in MADE_ANEW or isinstance(source, TensorDictBase):
+            return self._find_values(source)
         kept = self._of_default if default else self._of_modules.get(source) if isinstance(source, nn.Module) else None
         if kept is not None and kept.still_valid(self._arena):
             return kept
+        if default:
+            self._of_default = None  # its addresses may be those of a source that is refused now
+        elif isinstance(source, nn.Module):
+            self._of_modules.pop(source, None)
         plan = self.make(source)
         if default:
             self._of_default = plan
@@ -166,20 +63,50 @@ class Plans:
             self._of_modules[source] = plan
         return plan
 
-    def _find_tensordict(self, source: TensorDictBase) -> CopyPlan:
+    def _find_values(self, source: Any) -> CopyPlan:
+        """The plan for sources like this one, or a new one."""
+        self.let_go()
+        for plan in self._of_values:
+            fits = plan.take(source, self._arena)
+            if fits:
+                self._taken = plan
+                if self._of_values[0] is not plan:
+                    self._of_values.remove(plan)
+                    self._of_values.insert(0, plan)
+                return plan
+            plan.let_go()
+            if fits is None:
+                self._of_values.remove(plan)
+                break
         collected = functools.cache(lambda: self._collect(source))
-        plan = self._of_tensordict.find(source, self._arena, collected)
-        if plan is None:
-            plan = self.make(source, collected())
+        if isinstance(source, TensorDictBase):
+            kept = self._of_tensordict.find(source, self._arena, collected)
+            if kept is not None:
+                return kept
+        plan = self.make(source, collected(), by_value=True)
+        if plan.fits_others:
+            self._taken = plan
+            self._of_values = [plan, *self._of_values[: _KEPT - 1]]
+        elif isinstance(source, TensorDictBase):
             self._of_tensordict.keep(source, plan)
         return plan
 
+    def let_go(self) -> None:
+        """The plan that find() gave was carried out: keep no weights alive that were made for one publish."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            taken.let_go()
+
     @run_plainly
-    def make(self, source: Weights, collected: Collected | None = None) -> CopyPlan:
-        """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf."""
+    def make(self, source: Weights, collected: Collected | None = None, *, by_value: bool = False) -> CopyPlan:
+        """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf.
+
+        `by_value`: it is for other sources like this one too, if every part of this one is plain.
+        """
         partial = not isinstance(source, nn.Module)
         collected = collected or self._collect(source)
-        return CopyPlan(collected, self._arena, self._name, partial=partial, any_device=self._any_device)
+        seen = Seen(source, collected.tensors, self._filter, self._arena.manifest) if by_value else None
+        return CopyPlan(collected, self._arena, self._name, partial=partial, any_device=self._any_device, seen=seen)
 
     def _collect(self, source: Weights) -> Collected:
         collected = collect(source, self._filter, self._arena.manifest)
@@ -196,6 +123,8 @@ class Plans:
         """Keep no plan, and so no tensor of a source."""
         self._of_default = None
         self._of_modules.clear()
+        self._of_values.clear()
+        self._taken = None
         self._of_tensordict.clear()
 
 

@@ -23,10 +23,11 @@ from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from .adopting import Adoption
+from .copy_plan import CopyPlan
 from .dtypes import Dtypes, cast_leaves, check_dtypes
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
-from .plans import CopyPlan, Plans
+from .plans import Plans
 from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
@@ -142,7 +143,10 @@ class Publisher:
         acks = _acks(wait)
         self._side.check()
         with self._side.lock:
-            return self._side.publish(self._checked(weights), deadline, acks)
+            try:
+                return self._side.publish(self._checked(weights), deadline, acks)
+            finally:
+                self._plans.let_go()
 
     def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
         """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
@@ -203,7 +207,7 @@ class Publisher:
         side = self._side
         plan = self._plans.make(module)
         if not plan.whole:
-            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.carried))
+            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
         adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
         if self._differs(module):
@@ -309,7 +313,10 @@ class Publisher:
     def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
         """Raise what publishing these would raise before anything is written. `optional`: as in Publication."""
         with self._side.lock:
-            self._checked(weights, optional)
+            try:
+                self._checked(weights, optional)
+            finally:
+                self._plans.let_go()
 
     def forget_source(self) -> None:
         """Let go of the constructor's weights: from now on publish() must be given some."""
@@ -353,7 +360,11 @@ def _publish_locked(publications: Sequence[Publication], version: int | None, de
     # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an
     # ExitStack, lose some.
     if left == 0:
-        return _publish(publications, version, deadline)
+        try:
+            return _publish(publications, version, deadline)
+        finally:
+            for each in publications:
+                each.publisher._plans.let_go()
     with publications[-left].publisher._side.lock:
         return _publish_locked(publications, version, deadline, left - 1)
 
@@ -379,7 +390,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
         for side, plan in plans:
             side.write(plan)
         while uncommitted:
-            uncommitted[0].writer.commit()
+            uncommitted[0].commit()
             del uncommitted[0]
     except BaseException:
         for side in uncommitted:

@@ -6,8 +6,10 @@ object only has to see that the dicts still hold the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -50,9 +52,9 @@ class Filter(NamedTuple):
 
     def admits(self, name: str) -> bool:
         """Is the leaf of this dotted key part of the arena?"""
-        if self.include is not None and not any(fnmatchcase(name, pattern) for pattern in self.include):
+        if self.include is not None and not _any_of(self.include)(name):
             return False
-        return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return not (self.exclude and _any_of(self.exclude)(name))
 
     def idle(self, names: Iterable[str]) -> list[str]:
         """A sentence for each pattern that matches none of these dotted keys."""
@@ -61,7 +63,7 @@ class Filter(NamedTuple):
             f"the pattern {pattern!r} of {argument}= matches no leaf"
             for argument, patterns in (("include", self.include or ()), ("exclude", self.exclude))
             for pattern in patterns
-            if not any(fnmatchcase(name, pattern) for name in known)
+            if not any(map(_any_of((pattern,)), known))
         ]
 
     @property
@@ -71,6 +73,14 @@ class Filter(NamedTuple):
 
 
 EVERYTHING = Filter(None, ())
+
+
+@functools.lru_cache(maxsize=256)
+def _any_of(patterns: tuple[str, ...]) -> Callable[[str], object]:
+    """Does some pattern match? As one expression: many patterns cost little more than one."""
+    if not patterns:
+        return lambda name: None
+    return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns)).match
 
 
 def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
@@ -176,7 +186,7 @@ class _Watch:
 
 def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest | None) -> Collected:
     watch = _Watch()
-    pairs = ((_known(key, manifest) or key, value) for key, value in _in_tensordict(source, (), watch))
+    pairs = ((key_of(key, manifest, flat=False), value) for key, value in _in_tensordict(source, (), watch))
     tensors = _admitted(pairs, filter)
     return Collected(tensors, watch.guards)
 
@@ -213,12 +223,15 @@ def _in_mapping(
         if isinstance(value, Mapping):
             yield from _in_mapping(value, (*path, key), watch, manifest)
         else:
-            yield _resolve((*path, key), manifest), value
+            yield key_of((*path, key), manifest, flat=True), value
 
 
-def _resolve(path: Key, manifest: Manifest | None) -> Key:
-    """The key path that dotted keys stand for; the manifest knows keys that contain dots."""
-    return _known(path, manifest) or tuple(".".join(path).split("."))
+def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
+    """The key path that a path in a source stands for. `flat`: its keys may be dotted.
+
+    The manifest knows keys that contain dots.
+    """
+    return _known(path, manifest) or (tuple(".".join(path).split(".")) if flat else path)
 
 
 def _known(path: Key, manifest: Manifest | None) -> Key | None:

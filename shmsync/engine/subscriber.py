@@ -155,12 +155,13 @@ class Subscriber(ReadPath):
             for path in (self, *bound_elsewhere(bound, self)):  # no call is under way while the tensors change hands
                 stack.enter_context(path._exclusive())
             self.followers[:] = [each for each in self.followers if each.owners() or not isinstance(each, Binding)]
-            replaced = taken_over(bound, fitting.tensors(bound))
+            tensors = fitting.tensors(bound)
+            replaced = taken_over(bound, tensors)
             for old in replaced:
                 old.drop()  # it may fit no more, which would be an error at the entry of the section
             try:
                 with self.read() if self._version else nullcontext():
-                    binding = bind_module(self, bound, fitting)
+                    binding = bind_module(self, bound, fitting, tensors)
                     if self._version:
                         binding.move(self._held_slot)
                     self.followers.append(binding)

@@ -41,7 +41,7 @@ class Update(_native.Scope):
             side.adopted.look(self._optimizer)
         side.begin(deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
-            side.carry_all()
+            side.carry(None)
         elif side.adopted is not None:
             side.take_in()
         weights = side.arena.weights(side.writer.slot, writable=True)
@@ -61,7 +61,7 @@ class Update(_native.Scope):
             side.adopted.look()  # the body may have replaced tensors too
             side.take_in()
             side.counts.bytes_copied += side.adopted.copy_buffers()
-        version = side.writer.commit()
+        version = side.commit()
         side.set_updating(None)
         side.counts.updates += 1
         side.counts.publish.add(self._seconds + time.perf_counter() - started)

@@ -16,12 +16,13 @@ from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, Prot
 from ..memory import reader_table
 from ..memory.arena import Arena
 from ..memory.exiting import stay_if_exiting
-from ..memory.manifest import Key, Leaf
+from ..memory.manifest import Key
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
-from .plans import CopyPlan
+from .copy_plan import CopyPlan
+from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
 
@@ -70,6 +71,7 @@ class WriteSide:
         self._generation = _native.fork_generation()
         self._me = owner
         self._died: dict[RowId, int | str] = {}  # reaped in this call
+        self._stale = StaleLeaves(arena.manifest, arena.slots)
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
 
     @property
@@ -88,7 +90,7 @@ class WriteSide:
     def checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
         """Return the plan, or raise if it cannot be published. `optional`: the leaves that it may lack; None: all."""
         if optional is not None and not plan.whole:
-            missing = [leaf.name for leaf in plan.carried if leaf.key not in optional]
+            missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
             if missing:
                 raise ManifestMismatch(
                     f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
@@ -109,7 +111,7 @@ class WriteSide:
                 self.skip_to(version)
             self.begin(deadline)
             self.write(plan)
-            version = int(self.writer.commit())
+            version = self.commit()
         except BaseException:  # an interrupt may land anywhere
             self.undo()
             raise
@@ -121,12 +123,18 @@ class WriteSide:
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
-            self.carry(plan.carried + plan.in_place)
+            self.carry(plan.given)
         kept = self.take_in()  # until the copy is done: the plan may read from there
         plan.copy_to(self.address(), self.writer.slot)
         del kept
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
+
+    def commit(self) -> int:
+        """Publish what was written; the new version."""
+        version = int(self.writer.commit())
+        self._stale.written()
+        return version
 
     def set_updating(self, thread: int | None) -> None:
         """This thread is in update() from now on; None: no thread is."""
@@ -183,18 +191,16 @@ class WriteSide:
         """Where the slot to write starts."""
         return self._addresses[self.writer.slot]
 
-    def carry(self, leaves: list[Leaf]) -> None:
-        """Copy the current values of these leaves into the slot being written."""
-        to, source = self.address(), self._addresses[self.writer.current_slot]
-        if leaves:
-            _native.copy([(to + leaf.offset, source + leaf.offset, leaf.nbytes) for leaf in leaves])
-            self.counts.bytes_copied += sum(leaf.nbytes for leaf in leaves)
+    def carry(self, given: frozenset[int] | None) -> None:
+        """Bring the slot to write up to date, but for the leaves at these offsets, which are written next.
 
-    def carry_all(self) -> None:
-        """Copy all current values into the slot being written."""
+        None: any leaf may be written, and all have their current values before.
+        """
         to, source = self.address(), self._addresses[self.writer.current_slot]
-        _native.copy([(to, source, self.arena.manifest.used_bytes)])
-        self.counts.bytes_copied += self.arena.manifest.used_bytes
+        pieces = self._stale.begin(self.writer.slot, given)
+        if pieces:
+            _native.copy([(to + offset, source + offset, size) for offset, size in pieces])
+            self.counts.bytes_copied += sum(size for _, size in pieces)
 
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""

@@ -187,15 +187,24 @@ def nested(tensors: Mapping[Key, Any]) -> TensorDict:
         for part in key[:-1]:
             level = level.setdefault(part, {})
         level[key[-1]] = tensor
-    return TensorDict(result, batch_size=[])
+    return _level(result)
+
+
+def _level(level: dict[str, Any]) -> TensorDict:
+    """TensorDict(level, batch_size=[]), whose constructor would take ten times as long to look at each tensor."""
+    held = {key: _level(value) if type(value) is dict else value for key, value in level.items()}
+    made = TensorDict({}, batch_size=[])
+    store = getattr(made, "_tensordict", None)
+    if type(store) is not dict or not all(type(value) in _PLAIN for value in held.values()):
+        return TensorDict(held, batch_size=[])
+    store.update(held)
+    return made
+
+
+_CONTIGUOUS = ()  # strides that torch finds by itself
+_PLAIN = (torch.Tensor, torch.nn.Parameter, TensorDict)
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     """A contiguous tensor over a storage, `offset` bytes from its start. Call it inside plainly()."""
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tensor.set_(storage, offset // dtype.itemsize, shape, tuple(strides))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset // dtype.itemsize, shape, _CONTIGUOUS)

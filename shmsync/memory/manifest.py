@@ -64,6 +64,11 @@ class Manifest:
         return {leaf.name: leaf for leaf in self.leaves}
 
     @cached_property
+    def places(self) -> dict[int, int]:
+        """The offset of each leaf that has bytes, and how many; tied leaves are one place."""
+        return {leaf.offset: leaf.nbytes for leaf in self.leaves if leaf.nbytes}
+
+    @cached_property
     def used_bytes(self) -> int:
         """Bytes of a slot that hold leaves, padding between them included."""
         return max((leaf.offset + leaf.nbytes for leaf in self.leaves), default=0)

@@ -1,0 +1,165 @@
+// A dict or TensorDict of tensors that is like one seen before: same keys, and tensors of the same dtypes and shapes.
+//
+// Each state_dict() is a new dict of new tensors. This finds their places again, and looks at each tensor anew: what
+// may not be copied as bytes is told by its type, its flags, its strides and its address.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "sources.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace shmsync::bind {
+namespace {
+
+enum class Kind : std::uint8_t { bytes, converted, left_out };
+
+class Outline {
+ public:
+  // tree: [(key, position of a leaf, or the list of a level below), ...].
+  // leaves: by position, (tensor, kind, row in the table of sources or -1, position of the leaf that it is one with).
+  // types: (torch.Tensor, Parameter); levels: (dict, OrderedDict); tensordict: its class.
+  Outline(nb::list tree, nb::list leaves, nb::tuple types, nb::tuple levels, nb::object tensordict)
+      : types_(types), levels_(levels), tensordict_(tensordict) {
+    add(tree);
+    for (nb::handle item : leaves) {
+      DLTensor t;
+      Leaf leaf{static_cast<Kind>(nb::cast<int>(item[1])), nb::cast<int>(item[2]), nb::cast<int>(item[3])};
+      if (leaf.kind == Kind::left_out) {
+        leaves_.push_back(std::move(leaf));
+        continue;
+      }
+      if (!describe(nb::object(item[0]).ptr(), t)) throw nb::value_error("a leaf of an outline is no plain tensor");
+      leaf.lazy = is_lazy(nb::object(item[0]), t.code);
+      leaf.code = t.code;
+      leaf.bits = t.bits;
+      leaf.sizes.assign(t.shape, t.shape + t.ndim);
+      leaf.strides.assign(t.strides, t.strides + t.ndim);
+      leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+      leaves_.push_back(std::move(leaf));
+    }
+  }
+
+  // Does `source` fit? Then the table has its tensors, and `converted` those that are no bytes to copy.
+  bool fill(nb::handle source, Sources& table, nb::list converted) {
+    moved_ = !settled_;
+    settled_ = false;
+    if (!fits(0, source, table, converted)) return false;
+    for (const Leaf& leaf : leaves_)
+      if (leaf.first >= 0 && leaf.address != leaves_[static_cast<std::size_t>(leaf.first)].address) return false;
+    settled_ = true;
+    return true;
+  }
+  bool moved() const { return moved_; }
+
+ private:
+  struct Leaf {
+    Kind kind;
+    int row, first;
+    std::uint8_t code = 0, bits = 0;
+    std::vector<std::int64_t> sizes, strides;
+    const std::byte* address = nullptr;
+    bool lazy = false;
+  };
+  struct Entry {
+    nb::object key;
+    std::size_t at;  // of a leaf, or of a level
+    bool level;
+  };
+
+  std::size_t add(nb::handle tree) {
+    const std::size_t number = levels_below_.size();
+    levels_below_.emplace_back();
+    for (nb::handle item : tree) {
+      nb::object child(item[1]);
+      const bool level = nb::isinstance<nb::list>(child);
+      const std::size_t at = level ? add(child) : nb::cast<std::size_t>(child);
+      levels_below_[number].push_back({nb::object(item[0]), at, level});
+    }
+    return number;
+  }
+
+  // The plain dict of a level; none for a type that may answer in its own way.
+  nb::object dict_of(nb::handle source) const {
+    const nb::handle type = source.type();
+    if (type.is(levels_[0]) || type.is(levels_[1])) return nb::borrow(source);
+    if (!type.is(tensordict_)) return {};
+    const nb::object attributes = nb::steal(PyObject_GenericGetDict(source.ptr(), nullptr));
+    if (!attributes.is_valid()) throw nb::python_error();
+    static PyObject* const name = PyUnicode_InternFromString("_tensordict");
+    PyObject* const inner = PyDict_GetItem(attributes.ptr(), name);
+    return inner != nullptr && nb::handle(inner).type().is(levels_[0]) ? nb::borrow(inner) : nb::object();
+  }
+
+  // INV: nothing in the loop runs code of Python's, so the dict stays as it is. The caller sees to the modes of torch.
+  bool fits(std::size_t number, nb::handle source, Sources& table, nb::list& converted) {
+    const nb::object dict = dict_of(source);
+    const std::vector<Entry>& entries = levels_below_[number];
+    if (!dict.is_valid() || static_cast<std::size_t>(PyDict_Size(dict.ptr())) != entries.size()) return false;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    for (const Entry& entry : entries) {
+      if (!PyDict_Next(dict.ptr(), &at, &key, &value)) return false;
+      if (key != entry.key.ptr() && (!PyUnicode_CheckExact(key) || PyUnicode_Compare(key, entry.key.ptr()) != 0))
+        return false;
+      if (entry.level ? !fits(entry.at, value, table, converted) : !takes(leaves_[entry.at], value, table, converted))
+        return false;
+    }
+    return true;
+  }
+
+  bool takes(Leaf& leaf, nb::handle value, Sources& table, nb::list& converted) {
+    const nb::handle type = value.type();
+    if (!type.is(types_[0]) && !type.is(types_[1])) return false;
+    if (leaf.kind == Kind::left_out) return true;
+    DLTensor t;
+    if (!describe(value.ptr(), t) || t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
+        static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
+        !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
+      return false;
+    if (leaf.kind == Kind::bytes) {
+      if (!contiguous(t) || is_lazy(value, t.code)) return false;
+    } else if (!std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides) ||
+               is_lazy(value, t.code) != leaf.lazy) {
+      return false;
+    }
+    const std::byte* const address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+    // Asked each time: the tensor that had this address before is gone, and its memory may be another's by now.
+    if (!holds(value, address, extent(t) * t.bits / 8)) return false;
+    if (address != leaf.address) {
+      moved_ = true;
+      leaf.address = address;
+    }
+    if (leaf.kind == Kind::converted)
+      converted.append(value);
+    else if (leaf.row >= 0)
+      table.put(static_cast<std::size_t>(leaf.row), value, address);
+    return true;
+  }
+
+  nb::tuple types_, levels_;
+  nb::object tensordict_;
+  std::vector<std::vector<Entry>> levels_below_;
+  std::vector<Leaf> leaves_;
+  bool moved_ = false;
+  bool settled_ = false;  // did the last source fit? Else some addresses have not been looked at by the caller
+};
+
+}  // namespace
+
+void bind_values(nb::module_& m) {
+  nb::class_<Outline>(m, "Outline", "The keys, dtypes and shapes of a dict or TensorDict of tensors.")
+      .def(nb::init<nb::list, nb::list, nb::tuple, nb::tuple, nb::object>(), "tree"_a, "leaves"_a, "types"_a,
+           "levels"_a, "tensordict"_a,
+           nb::sig(
+               "def __init__(self, tree: list, leaves: list, types: tuple, levels: tuple, tensordict: type) -> None"))
+      .def("fill", &Outline::fill, "source"_a, "table"_a, "converted"_a,
+           nb::sig("def fill(self, source: object, table: Sources, converted: list) -> bool"),
+           "Put the tensors of a source into the table, and into the list those to convert. False: it does not fit.")
+      .def_prop_ro("moved", &Outline::moved, "Has some tensor another address than the last time?");
+}
+
+}  // namespace shmsync::bind

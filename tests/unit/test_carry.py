@@ -1,0 +1,191 @@
+"""With several slots a partial publish carries what changed since its slot was last written: no byte more, or less."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+
+import pytest
+import torch
+
+import shmsync
+
+
+class Interrupt(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupted_at(line):
+    """An exception after so many lines of the writer, as a signal handler may raise it."""
+    left = line
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("engine/writing.py", "engine/stale.py")):
+            return None
+        left -= event == "line"
+        if left == 0:
+            left = -1
+            raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(None)
+
+
+class Reference:
+    """A publisher of many leaves, and what the newest version must be."""
+
+    def __init__(self, publisher, subscriber, slots, dtype):
+        self.chance = random.Random(slots)
+        shapes = {
+            f"{number}.{name}": (self.chance.randint(0, 90),) for number in range(8) for name in ("weight", "bias")
+        }
+        self.values = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        tied = torch.zeros(70)
+        self.values |= {"one": tied, "two": tied, "count": torch.tensor(0)}
+        self.dtype = dtype
+        self.pub = publisher(self.values, slots=slots, dtype=dtype)
+        self.sub = subscriber(self.pub)
+        self.number = 0
+
+    def some(self):
+        """New values for some leaves, or all; tied ones stay one."""
+        self.number += 1
+        names = self.chance.sample(sorted(self.values), self.chance.choice((1, 2, 5, len(self.values))))
+        given = {name: torch.full_like(self.values[name], self.number) for name in names}
+        if {"one", "two"} <= given.keys():
+            given["two"] = given["one"]
+        return given
+
+    def published(self, given):
+        self.values |= given
+        for one, two in (("one", "two"), ("two", "one")):
+            if one in given:
+                self.values[two] = given[one]
+
+    def check(self):
+        with self.sub.read() as section:
+            for name, value in self.values.items():
+                shown = section.weights.get(tuple(name.split(".")))
+                assert torch.equal(shown, value.to(shown.dtype)), (name, self.number)
+
+
+@pytest.mark.parametrize(
+    "dtype", [None, torch.float64, {"*.weight": torch.float64}], ids=["plain", "cast", "some cast"]
+)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_every_leaf_is_right_after_any_sequence_of_writes(publisher, subscriber, slots, dtype):
+    arena = Reference(publisher, subscriber, slots, dtype)
+    pub = arena.pub
+
+    def publish():
+        given = arena.some()
+        if arena.chance.random() < 0.3:
+            given = {name: torch.stack([value, value], -1)[..., 0] for name, value in given.items()}  # gathered
+            if {"one", "two"} <= given.keys():
+                given["two"] = given["one"]
+        pub.publish(given)
+        arena.published(given)
+
+    def update():
+        given = arena.some()
+        with pub.update() as weights:
+            for name, value in given.items():
+                weights.get(tuple(name.split("."))).copy_(value)
+        arena.published(given)
+
+    def refused():
+        with pytest.raises(shmsync.ManifestMismatch):
+            pub.publish({**arena.some(), "9.weight": torch.zeros(2)})
+
+    def failed_update():
+        given = arena.some()
+        with pytest.raises(ZeroDivisionError), pub.update() as weights:
+            for name in given:
+                weights.get(tuple(name.split("."))).fill_(77)
+            raise ZeroDivisionError
+        if slots == 1:  # poisoned: only all of it repairs it
+            pub.publish(arena.values)
+
+    def failed_publish():
+        given = arena.some()
+        version = pub.version
+        with interrupted_at(arena.chance.randint(1, 50)):
+            pub.publish(given)
+        if slots == 1 and pub._side.writer.poisoned:
+            pub.publish(arena.values)
+        elif pub.version > version:  # it came after the commit
+            arena.published(given)
+
+    def stalled():
+        if slots != 2:
+            return
+        with arena.sub.read():
+            pub.publish(given := arena.some())
+            arena.published(given)
+            failed = []
+
+            def other():
+                try:
+                    pub.publish(arena.some(), timeout=0)
+                except shmsync.ReaderStalled as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            assert failed
+
+    for _ in range(250):
+        arena.chance.choice((publish, publish, publish, update, refused, failed_update, failed_publish, stalled))()
+        arena.check()
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_is_carried_is_what_changed_since_the_slot_was_written(publisher, slots):
+    base, adapter = torch.zeros(100_000), torch.zeros(64)
+    pub = publisher({"base": base, "one": adapter, "two": adapter + 1}, slots=slots)
+
+    def copied(given):
+        before = pub.stats().bytes_copied
+        pub.publish(given)
+        return pub.stats().bytes_copied - before
+
+    small, large = adapter.nbytes, base.nbytes
+    for _ in range(slots - 1):
+        assert copied({"one": adapter}) == large + 2 * small  # each slot once
+    assert copied({"one": adapter}) == small
+    assert copied({"two": adapter}) == 2 * small  # and "one", which the slot has not seen
+    for _ in range(slots):
+        copied({"one": adapter, "two": adapter})
+    assert copied({"one": adapter, "two": adapter}) == 2 * small
+    pub.publish({"base": base})
+    assert copied({"one": adapter}) >= large + small
+    for _ in range(slots):
+        copied({"one": adapter})
+    with pub.update() as weights:
+        weights["base"].fill_(3)
+    assert copied({"one": adapter}) >= large + small
+    assert (pub.weights["base"] == 3).all()
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_nothing_of_a_failed_write_is_relied_on(publisher, slots):
+    pub = publisher({"base": torch.zeros(1000), "one": torch.zeros(8)}, slots=slots)
+    for value in range(slots + 1):
+        pub.publish({"one": torch.full((8,), float(value))})
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["base"].fill_(9)
+        raise ZeroDivisionError
+    for value in range(slots + 1):
+        pub.publish({"one": torch.full((8,), float(value))})
+        assert (pub.weights["base"] == 0).all()

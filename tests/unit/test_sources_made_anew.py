@@ -1,0 +1,221 @@
+"""Weights that are made anew for each publish: their plan is found again, and each tensor is still looked at."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from shmsync.engine import plans
+from support.odd_tensors import ODD
+
+FORMS = {
+    "state_dict": lambda module: module.state_dict(),
+    "dict": lambda module: dict(module.state_dict()),
+    "clones": lambda module: {key: value.clone() for key, value in module.state_dict().items()},
+    "nested": lambda module: {
+        name: OrderedDict(child.state_dict()) for name, child in module.named_children() if child.state_dict()
+    },
+    "TensorDict": lambda module: TensorDict.from_module(module),
+    "TensorDict of values": lambda module: TensorDict.from_module(module).data.clone(),
+}
+OPTIONS = {
+    "plain": {},
+    "two slots": {"slots": 2},
+    "cast": {"dtype": torch.float64},
+    "some cast": {"dtype": {"*.weight": torch.bfloat16}},
+    "excluded": {"exclude": ["0.*"]},
+    "any device": {"device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """DTensors need a group of processes: this one alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many plans were made."""
+    count = itertools.count()
+    counted = []
+
+    class Counted(plans.CopyPlan):
+        def __init__(self, *args, **kwargs):
+            counted.append(next(count))
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(plans, "CopyPlan", Counted)
+    return counted
+
+
+def net():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False), nn.Linear(3, 3))
+    module[3].weight = module[2].weight
+    return module
+
+
+def change(module, number):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(number)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_plan_is_found_again_and_every_value_arrives(publisher, made, form, options):
+    module = net()
+    pub = publisher(module, **OPTIONS[options])
+    for number in range(2, 9):
+        change(module, number)
+        if number == 5:
+            module[3].bias = nn.Parameter(torch.zeros(3))  # elsewhere in memory
+            change(module, number)
+        pub.publish(FORMS[form](module))
+        for key, value in module.state_dict().items():
+            shown = pub.weights.get(tuple(key.split(".")), None)
+            assert shown is None or torch.equal(shown, value.to(shown.dtype)), key
+    compared = form in ("clones", "TensorDict of values")  # tied leaves as two tensors: equal values, each time anew
+    assert len(made) == (8 if compared else 2)
+
+
+def test_no_value_is_kept_alive_by_a_plan(publisher):
+    pub = publisher({"t": torch.zeros(4), "strided": torch.zeros(4)})
+    for make in (dict, OrderedDict, TensorDict):
+        for _ in range(3):
+            source = make({"t": torch.ones(4), "strided": torch.ones(8)[::2]})
+            alive = [weakref.ref(value) for value in source.values()]
+            pub.publish(source)
+            del source
+            gc.collect()
+            assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_tensor_without_plain_memory_is_refused_at_every_publish(publisher, kind):
+    good = {"t": torch.zeros(4), "other": torch.zeros(2)}
+    pub = publisher(good)
+    for number in range(2, 5):
+        pub.publish({"t": torch.full((4,), float(number)), "other": torch.zeros(2)})
+        with pytest.raises(shmsync.ManifestMismatch):
+            pub.publish({"t": ODD[kind][0](), "other": torch.zeros(2)})
+        assert pub.version == number
+        assert pub.weights["t"].tolist() == [number] * 4
+
+
+REFUSED = {
+    "other dtype": lambda: torch.zeros(4, dtype=torch.float64),
+    "other shape": lambda: torch.zeros(2, 2),
+    "uninitialised": nn.UninitializedParameter,
+    "no tensor": lambda: [0.0] * 4,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_fit_is_refused_after_what_did(publisher, kind):
+    pub = publisher({"t": torch.zeros(4)})
+    pub.publish({"t": torch.ones(4)})
+    for _ in range(2):
+        with pytest.raises(shmsync.ManifestMismatch):
+            pub.publish({"t": REFUSED[kind]()})
+    assert pub.version == 2
+    pub.publish({"t": torch.full((4,), 3.0)})
+    assert pub.weights["t"].tolist() == [3] * 4
+
+
+LAZY = {
+    "negated": lambda: torch._neg_view(torch.full((4,), -2.0)),
+    "imaginary part": lambda: torch.full((4,), 2 - 2j).conj().imag,
+    "strided": lambda: torch.full((8,), 2.0)[::2],
+    "transposed": lambda: torch.full((2, 2), 2.0).t().reshape(4),
+}
+
+
+@pytest.mark.parametrize("kind", LAZY)
+def test_what_is_not_its_bytes_is_converted(publisher, kind):
+    pub = publisher({"t": torch.zeros(4)})
+    for _ in range(3):
+        pub.publish({"t": torch.ones(4)})
+        assert pub.weights["t"].tolist() == [1] * 4
+        pub.publish({"t": LAZY[kind]()})
+        assert pub.weights["t"].tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_a_lazy_conjugate_of_the_same_memory_is_seen(publisher, dtype):
+    value = torch.full((4,), 1 + 2j) if dtype.is_complex else torch.full((4,), 2.0)
+    pub = publisher({"t": value})
+    pub.publish({"t": value})
+    pub.publish({"t": value.conj() if dtype.is_complex else torch._neg_view(value)})
+    assert (pub.weights["t"] == (1 - 2j if dtype.is_complex else -2.0)).all()
+    pub.publish({"t": value})
+    assert torch.equal(pub.weights["t"], value)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_lies_in_the_slab_is_refused_each_time(publisher, slots):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub = publisher(module, slots=slots)
+    state = module.state_dict()
+    pub.publish(state)
+    for source in (module, {**state, "0.weight": pub.weights["1", "weight"]}):
+        module[0].weight.data = pub.weights["1", "weight"]
+        for _ in range(3):
+            with pytest.raises(shmsync.ManifestMismatch, match="lies inside arena"):
+                pub.publish(source)
+        module[0].weight.data = state["0.weight"]
+        pub.publish(module)
+
+
+def test_tied_leaves_that_come_apart_are_seen(publisher):
+    shared = torch.zeros(3)
+    pub = publisher({"a": shared, "b": shared, "c": torch.zeros(3)})
+    one = torch.ones(3)
+    for _ in range(2):
+        pub.publish({"a": one, "b": one, "c": one})
+        with pytest.raises(shmsync.ManifestMismatch, match="one tensor in the arena"):
+            pub.publish({"a": one, "b": one + 1, "c": one})
+    two = torch.full((3,), 2.0)
+    pub.publish({"a": one, "b": one, "c": two})  # separate leaves may become one tensor, and two again
+    assert pub.weights["c"].tolist() == [2] * 3
+    pub.publish({"a": two, "b": two, "c": two})
+    pub.publish({"a": two, "b": two, "c": one})
+    assert pub.weights["c"].tolist() == [1] * 3
+
+
+def test_another_order_or_another_part_is_another_plan(publisher, made):
+    values = {name: torch.zeros(3) for name in "abcdefgh"}
+    pub = publisher(values)
+    for _ in range(3):
+        for names in ("ab", "ba", "a", "hgf"):
+            given = {name: torch.rand(3) for name in names}
+            pub.publish(given)
+            values |= given
+            assert all(torch.equal(pub.weights[name], value) for name, value in values.items())
+    assert len(made) == 5
+    with pytest.raises(shmsync.ManifestMismatch, match="z is not in the arena"):
+        pub.publish({"a": torch.zeros(3), "z": torch.zeros(3)})
+
+
+def test_a_mode_of_torch_is_not_asked_for_flags(publisher):
+    class Lies(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise AssertionError(function)
+
+    pub = publisher({"t": torch.zeros(4)})
+    source = {"t": torch.full((4,), 2.0)}
+    pub.publish(source)
+    with Lies():
+        pub.publish({"t": source["t"]})
+    assert pub.weights["t"].tolist() == [2] * 4
