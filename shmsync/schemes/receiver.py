@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 from ..engine.timing import check_worker
-from ..errors import ProtocolError
 from .lookup import Arguments, copied_end, named_content, referenced_model
 
 
@@ -26,7 +25,6 @@ class WeightReceiver:
         self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
         self._version = 0
-        self._copied = False  # it came out of a pickle, without the pipe and the model of the original
 
     @property
     def model_id(self) -> str:
@@ -98,14 +96,15 @@ class WeightReceiver:
             timeout: seconds to wait for the first message; 0 only looks, None is the scheme's or the transport's own.
 
         Returns:
-            Were there new weights?
+            Were there new weights? None ever come to a receiver that was copied or unpickled, which has no way to its
+            sender.
 
         Raises:
             ValueError: no model is registered, or the context that had it is gone. WriterDied: the sender is gone.
             An exception while applying is raised here and, with its traceback, in the sender.
         """
         self._scheme.check_open("receive")
-        if not self._check_connected("receive"):
+        if self._transport is None:
             return False
         received = self._transport.receive_weights(timeout=timeout)
         if received is None:
@@ -119,7 +118,6 @@ class WeightReceiver:
 
         Raises ValueError for weights of another model, and what applying raises.
         """
-        self._check_connected("apply_weights")
         weights = named_content(weights, self._model_id)
         self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
@@ -128,18 +126,9 @@ class WeightReceiver:
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
-    def _check_connected(self, call: str) -> bool:
-        """Has it a way to its sender? Raises ProtocolError for a copy that has none."""
-        if self._transport is None and self._copied:
-            raise ProtocolError(
-                f"{call}() of a receiver that was copied or unpickled: pipe and model stayed with the original, so "
-                "nothing reaches it; call init_on_worker() of its scheme here"
-            )
-        return self._transport is not None
-
     def __copy__(self) -> WeightReceiver:
         return copied_end(self, self._scheme)
 
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None
-        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None, "_copied": True}
+        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None}

@@ -52,7 +52,7 @@ class PipeReceiver(WeightReceiver):
         """
         self._scheme.check_open("receive")
         deadline = deadline_after(timeout, self._scheme.timeout)
-        if not self._check_connected("receive"):
+        if self._transport is None:
             return False
         end = self._end
         with end.lock:  # from here on no other thread applies weights to this model
@@ -88,7 +88,7 @@ class PipeReceiver(WeightReceiver):
         Raises what applying raises, which the sender gets too; ValueError when no receiver has that model.
         """
         self._scheme.check_open("apply_weights")
-        if not self._check_connected("apply_weights"):
+        if self._transport is None:
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id, self._worker_idx)
         if message.kind == messages.PREPARE:
