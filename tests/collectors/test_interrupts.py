@@ -67,7 +67,7 @@ def test_ctrl_c_lets_the_trainer_save_its_state_and_leaves_nothing(tmp_path, pla
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=in_the_foreground,
     )
     os.close(theirs)
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
@@ -83,6 +83,12 @@ def test_ctrl_c_lets_the_trainer_save_its_state_and_leaves_nothing(tmp_path, pla
     assert "Traceback" not in err
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     assert not segments(trainer.pid)
+
+
+def in_the_foreground():
+    """As a shell starts a program: on the terminal, and with Ctrl-C, which a test run in the background ignores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def busy(trainer, place):

@@ -1,6 +1,10 @@
 """Ray, for all tests that need no more than one node of it."""
 
+import os
+
 import pytest
+
+from support.remote import parts
 
 
 @pytest.fixture(scope="session")
@@ -9,3 +13,17 @@ def one_ray():
 
     with ray_parts.one_node():
         yield
+
+
+@pytest.fixture
+def ray_driver(one_ray, start):
+    """A process that is a driver of this Ray: what an interrupt may hit at any moment."""
+    import ray
+
+    from support.remote import ray_trainer
+
+    made = start()
+    # The fork server may be older than this Ray, whose token it needs.
+    made.call(parts.set_environment, **{name: value for name, value in os.environ.items() if name.startswith("RAY_")})
+    made.call(ray_trainer.connect, ray.get_runtime_context().gcs_address)
+    return made

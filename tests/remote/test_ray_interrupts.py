@@ -13,47 +13,38 @@ SECONDS = 2.0
 LONGEST = 0.015  # seconds after which one comes at most: a send takes some 5 ms
 
 
-@pytest.fixture
-def trainer(one_ray, start):
-    import ray
-
-    made = start()
-    made.call(ray_trainer.connect, ray.get_runtime_context().gcs_address)
-    return made
-
-
-def all_is_well(trainer):
-    assert trainer.call(parts.dead) == []
-    version = trainer.call(parts.send, 0.5)
-    assert trainer.call(ray_trainer.look) == [(0.5, version)] * 2
+def all_is_well(ray_driver):
+    assert ray_driver.call(parts.dead) == []
+    version = ray_driver.call(parts.send, 0.5)
+    assert ray_driver.call(ray_trainer.look) == [(0.5, version)] * 2
 
 
 @pytest.mark.parametrize("how", ["send", "send_async"])
 @pytest.mark.parametrize("kind", ray_trainer.KINDS)
-def test_in_a_send(trainer, kind, how):
-    trainer.call(ray_trainer.open_sender, kind, 2)
-    landed, others = trainer.call(storms.storm_of_sends, how, SECONDS, LONGEST)
+def test_in_a_send(ray_driver, kind, how):
+    ray_driver.call(ray_trainer.open_sender, kind, 2)
+    landed, others = ray_driver.call(storms.storm_of_sends, how, SECONDS, LONGEST)
     assert landed > 20
     assert others == []
-    trainer.call(parts.settle)
-    all_is_well(trainer)
+    ray_driver.call(parts.settle)
+    all_is_well(ray_driver)
 
 
 @pytest.mark.parametrize("kind", ["ray", "ray-module"])
-def test_in_a_send_of_a_transport(trainer, kind):
-    trainer.call(ray_trainer.open_sender, kind, 2)
-    trainer.call(ray_trainer.open_transport, 60.0)
-    landed, others = trainer.call(storms.storm_at_a_transport, SECONDS, LONGEST)
+def test_in_a_send_of_a_transport(ray_driver, kind):
+    ray_driver.call(ray_trainer.open_sender, kind, 2)
+    ray_driver.call(ray_trainer.open_transport, 60.0)
+    landed, others = ray_driver.call(storms.storm_at_a_transport, SECONDS, LONGEST)
     assert landed > 20
     assert others == []
-    all_is_well(trainer)
+    all_is_well(ray_driver)
 
 
 @pytest.mark.parametrize("kind", ray_trainer.KINDS)
-def test_in_init_on_sender_and_shutdown(trainer, kind):
-    trainer.call(ray_trainer.open_sender, kind, 2)
-    landed, others = trainer.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)
+def test_in_init_on_sender_and_shutdown(ray_driver, kind):
+    ray_driver.call(ray_trainer.open_sender, kind, 2)
+    landed, others = ray_driver.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)
     assert landed > 20
     assert others == []
-    all_is_well(trainer)
-    until(lambda: trainer.call(ray_trainer.relays) <= 1)
+    all_is_well(ray_driver)
+    until(lambda: ray_driver.call(ray_trainer.relays) <= 1)
