@@ -37,6 +37,7 @@ def test_no_worker_ever_uses_a_new_policy_with_an_old_value_net(fleet):
 
 @only(SHM)
 @start_methods("forkserver")
+@pytest.mark.full
 def test_no_worker_ever_mixes_thousands_of_versions(fleet):
     never_mixed(fleet, fleet.open("policy"), fleet.open("env.value_net"), 2000)
 

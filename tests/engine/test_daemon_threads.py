@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from support.choice import first
+
 START = """
 import multiprocessing, threading, math
 import torch
@@ -164,7 +166,7 @@ COLLECTORS = {
 }
 
 
-@pytest.mark.parametrize("wait", COLLECTORS)
+@pytest.mark.parametrize("wait", first(COLLECTORS))
 def test_a_daemon_thread_in_a_collector_does_not_disturb_the_exit(wait, tmp_path):
     pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
     program = tmp_path / "program.py"
@@ -196,7 +198,7 @@ atexit.register(lambda: thread.join())
     assert "ClosedError" in done.stderr
 
 
-@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("wait", first(WAITS, 3))
 def test_a_daemon_thread_in_a_wait_does_not_disturb_the_exit(wait):
     source = START + textwrap.dedent(WAITS[wait])
     done = subprocess.run(

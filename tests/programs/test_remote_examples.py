@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import shmsync
+from support.choice import first
 from support.processes import until
 
 pytest.importorskip("gymnasium", reason="the examples need gymnasium, which shmsync[collectors] brings")
@@ -107,7 +108,7 @@ def run(tmp_path):
         each.kill()
 
 
-@pytest.fixture(params=["ray", "rpc", pytest.param("rpc under torchrun", marks=full), "torchrun"])
+@pytest.fixture(params=first(["torchrun", "ray", "rpc", "rpc under torchrun"]))
 def kind(request):
     if request.param == "ray":
         pytest.importorskip("ray", reason="the example needs Ray, which shmsync[ray] brings")

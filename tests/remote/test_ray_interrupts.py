@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
+from support.choice import first
 from support.processes import until
 from support.remote import parts, ray_trainer, storms
 
@@ -20,7 +21,7 @@ def all_is_well(ray_driver):
 
 
 @pytest.mark.parametrize("how", ["send", "send_async"])
-@pytest.mark.parametrize("kind", ray_trainer.KINDS)
+@pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
 def test_in_a_send(ray_driver, kind, how):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
     landed, others = ray_driver.call(storms.storm_of_sends, how, SECONDS, LONGEST)
@@ -30,6 +31,7 @@ def test_in_a_send(ray_driver, kind, how):
     all_is_well(ray_driver)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ray", "ray-module"])
 def test_in_a_send_of_a_transport(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
@@ -40,7 +42,7 @@ def test_in_a_send_of_a_transport(ray_driver, kind):
     all_is_well(ray_driver)
 
 
-@pytest.mark.parametrize("kind", ray_trainer.KINDS)
+@pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
 def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
     landed, others = ray_driver.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)

@@ -14,6 +14,14 @@ from __future__ import annotations
 import zlib
 from collections import Counter, defaultdict
 
+import pytest
+
+
+def first(values, count=1):
+    """Values of a parameter, of which all but the first are `full`: `make test` shows enough with so few."""
+    values = list(values)
+    return values[:count] + [pytest.param(value, marks=pytest.mark.full) for value in values[count:]]
+
 
 def choose(items, choice):
     """(the tests to run, those that are left out), in their order. `choice`: "all", "covering" or "rest"."""
