@@ -13,7 +13,7 @@ from torch import nn
 import shmsync
 from shmsync.collectors import MultiprocessCollector
 from support import processes
-from support.storm_fleets import waited
+from support.storm_fleets import waited_since, waits
 from support.storm_judge import CALM, GRACE, Violation
 from support.storm_model import FINE, Weather
 from support.storm_trouble import Hand
@@ -127,14 +127,14 @@ class CollectorStorm:
     def update(self):
         self._number += 1
         self.policy.weather.become(self._number)
-        machine, start = waited(), time.monotonic_ns()
+        machine, start = waits(), time.monotonic_ns()
         restarts = self.collector.stats().restarts
         error = None
         try:
             version = self.collector.update_policy_weights_()
         except shmsync.AckTimeout as caught:
             error, version = caught, caught.version
-        end, machine = time.monotonic_ns(), waited() - machine
+        end, machine = time.monotonic_ns(), waited_since(machine)
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.numbers[version] = self._number
@@ -252,13 +252,13 @@ class TorchRLStorm:
         self.policy.become(self._number)
         timeout = self.random.choice([0.1, CALM, CALM])
         self.newest = self._number
-        machine, start, error = waited(), time.monotonic_ns(), None
+        machine, start, error = waits(), time.monotonic_ns(), None
         try:
             self.scheme.send(self.policy, timeout=timeout)
             self.least = self._number
         except (shmsync.WorkerDied, shmsync.AckTimeout, shmsync.ReaderStalled) as caught:
             error = caught
-        end, machine = time.monotonic_ns(), waited() - machine
+        end, machine = time.monotonic_ns(), waited_since(machine)
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.sky.note(f"send of {self._number}, timeout={timeout} -> {error!r} after {(end - start) / 1e9:.3f} s")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +64,7 @@ class Call:
     def __init__(self, name, what, timeout, sent_by=None):
         self.name, self.what, self.timeout, self.sent_by = name, what, timeout, sent_by
         self.start = self.end = 0
-        self.waited = 0.0  # seconds in which its thread could have run, and the machine ran others
+        self.waited = 0.0  # seconds in which its process could have run, and the machine ran others
         self.value = self.error = None
 
     @property
@@ -73,24 +76,33 @@ class Call:
         return f"{self.name}({self.what}, timeout={self.timeout})"
 
 
-def waited():
-    """Seconds that this thread has waited for a processor; always 0 where the kernel does not count that."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+def waits():
+    """How long each of Python's threads here has waited for a processor, in ns; nothing if the kernel does not count.
+
+    Another thread that waits for one, the hand of the storm, may have the interpreter's lock meanwhile.
+    """
+    found = Counter()
+    for thread in threading.enumerate():
+        with contextlib.suppress(OSError, IndexError):
+            found[thread.native_id] = int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[1])
+    return found
+
+
+def waited_since(before):
+    """Seconds that they have waited since waits() gave that."""
+    return (waits() - before).total() / 1e9
 
 
 def timed(function, kwargs):
     """(start, end, waited, value, error) of a call, where the trainer is."""
     value = error = None
-    before, start = waited(), time.monotonic_ns()
+    before, start = waits(), time.monotonic_ns()
     try:
         value = function(**kwargs)
     except Exception as caught:
         error = caught
     end = time.monotonic_ns()
-    return start, end, waited() - before, value, error
+    return start, end, waited_since(before), value, error
 
 
 def take(call, found):
