@@ -83,11 +83,7 @@ def flag(value: Any, what: str) -> bool:
 
 def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
     """The rewards of that many environments. Raises ManifestMismatch as number() does."""
-    array = _as_array(values, what)
-    if array.shape != (count,):
-        raise ManifestMismatch(
-            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
-        )
+    array = _one_each(values, count, what)
     found = array.astype(np.float64, copy=False)
     if not np.abs(found).max() <= LARGEST_FLOAT32:  # NaN too
         for each in found:
@@ -97,11 +93,7 @@ def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
 
 def flags(values: Any, count: int, what: str) -> NDArray[np.bool_]:
     """True or False for that many environments. Raises ManifestMismatch as flag() does."""
-    array = _as_array(values, what)
-    if array.shape != (count,):
-        raise ManifestMismatch(
-            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
-        )
+    array = _one_each(values, count, what)
     if array.dtype == np.bool_:
         return array
     return np.array([flag(each, what) for each in array])
@@ -112,6 +104,15 @@ def _one(value: Any, what: str) -> float:
     if array.size != 1:
         raise ManifestMismatch(f"{what} has shape {array.shape}, and must be one value")
     return float(array.reshape(()))
+
+
+def _one_each(values: Any, count: int, what: str) -> NDArray[Any]:
+    array = _as_array(values, what)
+    if array.shape != (count,):
+        raise ManifestMismatch(
+            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
+        )
+    return array
 
 
 def _as_array(value: Any, what: str) -> NDArray[Any]:

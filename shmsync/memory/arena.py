@@ -21,6 +21,8 @@ from .slab import Slab
 from .system import refusals
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
+_CONTIGUOUS = ()  # strides that torch finds by itself
+_PLAIN = (torch.Tensor, torch.nn.Parameter, TensorDict)
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
 
@@ -199,10 +201,6 @@ def _level(level: dict[str, Any]) -> TensorDict:
         return TensorDict(held, batch_size=[])
     store.update(held)
     return made
-
-
-_CONTIGUOUS = ()  # strides that torch finds by itself
-_PLAIN = (torch.Tensor, torch.nn.Parameter, TensorDict)
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:

@@ -75,9 +75,8 @@ class Owed:
 
     def __init__(self) -> None:
         self._base: Leaves = {}  # the newest of each leaf in the parts that were settled for good
-        self._parts: list[
-            SentPart
-        ] = []  # the last one, and those before it that somebody may still answer; oldest first
+        # The last one, and those before it that somebody may still answer; oldest first.
+        self._parts: list[SentPart] = []
         self._due: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()
 
     @property
@@ -166,11 +165,10 @@ class Owed:
             for each in parts
             if any(name in each.leaves and brought.get(name, each) is each.leaves[name] for name in names)
         ]
-        known = [each for each in parts if any(brought.get(n, each) is v for n, v in each.leaves.items())]
-        for each in blamed or known:
+        gone = blamed or [each for each in parts if any(brought.get(n, each) is v for n, v in each.leaves.items())]
+        for each in gone:
             each.refused = True
             each.refusers.add(worker)
-        gone = blamed or known
         self._due[worker] = {n: v for n, v in due.items() if not any(each.holds(n, v) for each in gone)}
 
     def _fold(self) -> None:

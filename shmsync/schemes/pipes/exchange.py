@@ -128,20 +128,24 @@ def _settle_garbage(outcome: Outcome, waiting: dict[int, Link]) -> None:
 
 
 def _garbled(index: int, what: str) -> Failure:
-    error = ProtocolError(
+    return _protocol_failure(
+        index,
         f"worker {index} has sent bytes that are no message: {what}. Nothing that follows can be read, so its pipe is "
         "lost; register it anew with a new pipe",
-        missing=[index],
     )
-    return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
 
 
 def _foreign(index: int, what: str) -> Failure:
-    error = ProtocolError(
+    return _protocol_failure(
+        index,
         f"worker {index} has answered what is no answer of shmsync: {what}. It was left out, and its pipe goes on; run "
         "the same version of shmsync on both sides, and let nobody else write there",
-        missing=[index],
     )
+
+
+def _protocol_failure(index: int, said: str) -> Failure:
+    """A failure that was found on this side of the pipe, and so has no traceback of the worker's."""
+    error = ProtocolError(said, missing=[index])
     return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
 
 

@@ -111,9 +111,7 @@ class Mailbox:
             return None
         taken: dict[str, Any] = {}
 
-        def rest(
-            found: list[dict[str, Any]],
-        ) -> list[dict[str, Any]]:  # another may have come
+        def rest(found: list[dict[str, Any]]) -> list[dict[str, Any]]:  # another may have come
             taken.clear()
             taken.update(found[0] if found else {})
             return found[1:]
