@@ -93,7 +93,9 @@ class PipeReceiver(WeightReceiver):
         message = given_message(weights, self._model_id, self._worker_idx)
         if message.kind == messages.PREPARE:
             self._receive_jointly(message)
-        elif message.kind != messages.RESUME:
+        elif message.kind == messages.RESUME:
+            self._end.meeting_over(message.content[1][0])
+        else:
             with self._end.lock:
                 self._apply_given(message)
 
@@ -111,6 +113,7 @@ class PipeReceiver(WeightReceiver):
             if message.kind == messages.REGISTER:
                 receiver._attach(message)
             else:
+                end.check_not_alone(message)
                 receiver._use_given(message)
         except Exception as error:
             end.fail(message, error)
@@ -140,7 +143,9 @@ class PipeReceiver(WeightReceiver):
     def _handle(self, message: Message) -> None:
         if message.kind == messages.PREPARE:
             self._receive_jointly(message)
-        elif message.model_id:  # else it ends a meeting that is over
+        elif message.kind == messages.RESUME:
+            self._end.meeting_over(message.content[1][0])
+        else:
             with self._end.lock:
                 receiver = self._serves(message.model_id)
                 if receiver is None:  # its own thread was quicker
@@ -151,11 +156,12 @@ class PipeReceiver(WeightReceiver):
                     _apply_all({message.model_id: message}, {message.model_id: receiver})
 
     def _receive_jointly(self, first: Message) -> None:
-        """Apply several models at once. No forward runs in here, so none sees one model new and another old."""
+        """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
         end = self._end
         ids, (number, version, deadline) = first.content
-        end.answer(first, messages.PREPARED)
         served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
+        end.only_together(number, version, served)  # an error or an interrupt may end the wait, too
+        end.answer(first, messages.PREPARED)
 
         def belongs(message: Message) -> bool:
             ends = message.kind == messages.PREPARE or (
@@ -165,30 +171,38 @@ class PipeReceiver(WeightReceiver):
 
         arrived: dict[str, Message] = {}
         superseded: list[Message] = []
-        while len(arrived) < len(served):
+        over = False  # can nothing of this meeting come any more?
+        while len(arrived) < len(served) and not over:
             message = end.next(belongs, time.monotonic() + 0.05)
             if message is None:
-                if time.monotonic() >= deadline + _GRACE:  # its sender was stopped; it would have called this off
+                if time.monotonic() >= deadline + _GRACE:  # its sender was stopped, or does not write the rest
                     break
-                continue
-            if message.kind == messages.PREPARE:  # the sender has given this meeting up
+            elif message.kind == messages.PREPARE:  # the sender has given this meeting up
                 end.put_back(message)
-                break
-            if message.kind == messages.RESUME:
-                break
-            if message.kind == messages.UPDATE and message.tag is not None and message.tag.version >= version:
+                over = True
+            elif message.kind == messages.RESUME:
+                over = True
+            elif message.kind == messages.UPDATE and message.tag is not None and message.tag.version >= version:
                 superseded += [arrived[message.model_id]] if message.model_id in arrived else []
                 arrived[message.model_id] = message
             else:  # a registration, or an earlier send of this model alone
                 self._handle(message)
         with end.lock:
-            _apply_all(arrived, served)
+            if len(arrived) == len(served):
+                end.meeting_over(number)
+                _apply_all(arrived, served)
+            else:
+                for message in arrived.values():  # refused, unless they are newer than this meeting
+                    _apply_all({message.model_id: message}, served)
+                if over:
+                    end.meeting_over(number)
         for message in superseded:
             end.answer(message, messages.UPDATED)
 
     def _apply_one(self, message: Message) -> bool:
         """Apply the weights of this receiver's own model; were they applied? The quick form of _apply_all()."""
         try:
+            self._end.check_not_alone(message)
             self._check(message)
             self._use(message)
         except Exception as error:
@@ -245,6 +259,7 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
     try:
         for model_id, message in given.items():
             served[model_id].model()
+            served[model_id]._end.check_not_alone(message)
             served[model_id]._check(message)
         for model_id, message in given.items():
             served[model_id]._use(message)

@@ -100,8 +100,8 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
     except BaseException:
         meeting.call_off()
         raise
-    if any(outcome.late for _, _, outcome in outcomes):
-        meeting.call_off()  # a late worker may have lost a message to a newer one; it goes on with what it has
+    if any(outcome.late or outcome.failed for _, _, outcome in outcomes):
+        meeting.call_off()  # a late worker may have lost a message to a newer one; it keeps what it had of all models
     for sender, post, outcome in outcomes:
         sender.carrier.mark(post, outcome)
         outcome.dead = {**met.dead, **outcome.dead}

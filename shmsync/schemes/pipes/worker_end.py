@@ -6,14 +6,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ... import _native
 from ...engine.outcome import Failure
 from ...engine.pickling import dumps, small
 from ...engine.timing import slice_until
-from ...errors import ProtocolError, WriterDied
+from ...errors import AckTimeout, ProtocolError, WriterDied
 from ...memory.process import dead_parent, me
 from ...memory.sealed import reachable
 from . import messages
@@ -32,6 +32,7 @@ class WorkerEnd:
         self._given: Message | None = None  # by take(); ack() answers it
         self._told: set[Tag] = set()  # of which messages the sender knows that no receiver here is for them
         self._reached: dict[int, bool] = {}  # by owner word of a sender
+        self._together: dict[str, tuple[int, int]] = {}  # what a meeting brings of a model: (its number, version)
         self._looked = 0.0  # when the sender's process was last looked for
 
     @classmethod
@@ -134,6 +135,28 @@ class WorkerEnd:
                     self._messages.remove(each)
         if self._told:
             self._told &= {message.tag for message in self._messages if message.tag is not None}
+
+    def only_together(self, number: int, version: int, model_ids: Iterable[str]) -> None:
+        """From now on this version of these models is refused when it comes alone; until meeting_over()."""
+        with self.lock:
+            self._together.update(dict.fromkeys(model_ids, (number, version)))
+
+    def meeting_over(self, number: int) -> None:
+        """Nothing more comes for this meeting: the version may come again, as resend() brings it."""
+        with self.lock:
+            self._together = {each: meeting for each, meeting in self._together.items() if meeting[0] != number}
+
+    def check_not_alone(self, message: Message) -> None:
+        """Raise AckTimeout if this belongs to a meeting from which not everything came in time."""
+        if self._together and message.tag is not None and message.model_id in self._together:
+            number, version = self._together[message.model_id]
+            if message.tag.version == version:
+                others = [each for each, meeting in self._together.items() if meeting[0] == number]
+                raise AckTimeout(
+                    f"version {version} of {', '.join(map(repr, sorted(others)))} was sent together, and not all of it "
+                    "came in time: this worker keeps what it had of each. Send them together again",
+                    version=version,
+                )
 
     def _look_for_sender(self) -> None:
         # With fork the siblings hold the sender's end too, so that its death does not end the pipe.

@@ -16,7 +16,9 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
+from shmsync.schemes.pipes import messages
 from shmsync.schemes.pipes.connection import Channel
+from shmsync.schemes.pipes.worker_end import WorkerEnd
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
@@ -337,3 +339,16 @@ def meet(state, make, timeout):
 def sealed(state):
     """Of sealed weights: how many descriptors this process has, and how many mappings."""
     return holdings.sealed_here()
+
+
+def stop_when_prepared(state):
+    """The worker stops (SIGSTOP) as soon as it has said that it waits for a meeting."""
+    answer = WorkerEnd.answer
+
+    def answer_and_stop(self, message, word):
+        answer(self, message, word)
+        if word == messages.PREPARED:
+            WorkerEnd.answer = answer
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    WorkerEnd.answer = answer_and_stop
