@@ -103,7 +103,7 @@ class WeightStrategy:
         if weights is None:
             return
         targets, given, extra = self.check_weights(destination, weights)
-        _refuse_bound({key: targets[key] for key in given})
+        refuse_bound({key: targets[key] for key in given})
         earlier = [(targets[key].detach().clone(), targets[key]) for key in given] if extra else []
         states = [(module, module.get_extra_state()) for module, _ in extra]
         _copy_all([(source, targets[key]) for key, source in given.items()])
@@ -183,8 +183,11 @@ class _Fit(NamedTuple):
     extra: list[tuple[nn.Module, Any]]
 
 
-def _refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
-    """Not part of check_weights(): who checks may give a bound module memory of its own before it is written."""
+def refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
+    """Raise ManifestMismatch for targets that lie in an arena.
+
+    Not part of check_weights(): who checks may give a bound module memory of its own before it is written.
+    """
     readonly = readonly_ranges()
     bound = [".".join(key) for key, target in targets.items() if readonly and lies_in(target, readonly)]
     if bound:

@@ -113,6 +113,11 @@ class Publishers:
         """The publisher of a model for a group."""
         return self._publishers[model_id][group]
 
+    def known_publisher(self, model_id: str, groups: Sequence[int]) -> Publisher | None:
+        """The model's publisher for the first of these groups that has one."""
+        made = self._publishers.get(model_id, {})
+        return next((made[group] for group in groups if group in made), None)
+
     def newest_for(self, model_id: str, worker: int) -> int:
         """The newest version that this worker's group has. Raises ValueError when nothing was sent to it yet."""
         publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))

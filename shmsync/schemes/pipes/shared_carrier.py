@@ -10,14 +10,15 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.pickling import dumps, small
-from ...engine.publisher import Publication, publish_all
-from ...engine.strategy import WeightStrategy
+from ...engine.publisher import Publication, Publisher, publish_all
+from ...engine.strategy import WeightStrategy, refuse_bound
 from ...engine.timing import check_worker
 from ...errors import ClosedError
 from ..publishers import ALL, Plan, Publishers
 from . import messages
 from .carrier import PipeCarrier, Posted
 from .messages import Tag, Tagged
+from .plain_copy import PlainCopy
 from .sender_end import Link, Route
 
 
@@ -41,6 +42,7 @@ class SharedMemCarrier(PipeCarrier):
         self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
         self._unconfirmed: dict[str, set[int]] = {}  # who has not said that it is there
         self._routes: dict[str, tuple[Route, Publication]] = {}
+        self._copies: dict[str, PlainCopy] = {}  # how the plain TensorDicts get what is sent
         self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
         self._set_up: set[str] = set()  # the models that have a sender
         self._closed = False
@@ -130,22 +132,40 @@ class SharedMemCarrier(PipeCarrier):
                 "auto_register=True"
             )
         living = self.living()
-        if plain is not None:
-            extracted = self._strategy.extract_weights(weights)
-            self._strategy.check_weights(plain, extracted)
         # Without workers a plain TensorDict of the user's own is all there is.
         groups = self.publishers.chosen(links, living) if living else [ALL] if plain is None else []
+        copy = self._plain_copy(model_id, self.publishers.known_publisher(model_id, groups))
+        if copy is not None:
+            given = copy.given(weights) if self.publishers.partial else None
+        elif plain is not None:
+            extracted = self._strategy.extract_weights(weights)
+            fit = self._strategy.check_weights(plain, extracted)
+            refuse_bound({key: fit.targets[key] for key in fit.given})
         plan = self.publishers.plan(model_id, weights, groups, version, len(self.links))
 
         def accept() -> None:
             plan.accept()
             if plain is not None:
-                self._strategy.apply_weights(plain, extracted)
+                if copy is not None:
+                    copy.write(given)
+                else:
+                    self._strategy.apply_weights(plain, extracted)
                 self._sent[model_id] = version
             elif model_id not in self.policy_weights:
                 self.policy_weights[model_id] = self.publishers.publisher(model_id, groups[0]).weights
 
         return plan._replace(accept=accept)
+
+    def _plain_copy(self, model_id: str, publisher: Publisher | None) -> PlainCopy | None:
+        """How the model's plain TensorDict gets what this publisher accepts; None: not so, or there is none."""
+        plain, known = self.plain.get(model_id), self._copies.get(model_id)
+        if plain is None or publisher is None or (known is not None and known.good_for(publisher)):
+            return None if publisher is None else known
+        self._copies.pop(model_id, None)
+        made = PlainCopy.of(plain, publisher, partial=self.publishers.partial)
+        if made is not None:
+            self._copies[model_id] = made
+        return made
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
@@ -190,7 +210,7 @@ class SharedMemCarrier(PipeCarrier):
             return True
         publisher = self.publishers.only(model_id)
         attached = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
-        if publisher is None or not attached or not told or not self.links or reported or model_id in self.plain:
+        if publisher is None or not attached or not told or not self.links or reported:
             return False
         route = Route(self.links)
         if route.complete:
@@ -200,7 +220,12 @@ class SharedMemCarrier(PipeCarrier):
     def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
         """As post(), in the case that is_common(): who has not answered in a moment is in the result."""
         route, publication = self._routes[model_id]
+        copy = self._plain_copy(model_id, publication.publisher)
+        if copy is None and model_id in self.plain:
+            return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
         (version,) = publish_all([publication._replace(weights=module)], None, deadline)
+        if copy is not None:
+            copy.write(None)
         tag = Tag(model_id, version)
         message, answer = (small((tuple(tag), word)) for word in (messages.UPDATE, messages.UPDATED))
         late = route.exchange(message, answer, tag, deadline)
@@ -209,4 +234,5 @@ class SharedMemCarrier(PipeCarrier):
     def close(self) -> None:
         """End the arenas. Idempotent."""
         self._closed = True
+        self._copies.clear()
         self.publishers.close()

@@ -32,6 +32,35 @@ class Tied(Stamped):
         stamp(self, value)
 
 
+class Deep(nn.Module):
+    """Two leaves for each layer."""
+
+    def __init__(self, layers, value=0):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+        stamp(self, value)
+
+    def forward(self):
+        low, high = zip(*(torch.aminmax(tensor) for tensor in self.parameters()), strict=True)
+        return int(min(low)), int(max(high))
+
+
+class Apart(Tied):
+    """The same names, but nothing is tied."""
+
+    def __init__(self, value=0):
+        super().__init__(value)
+        self.tied.weight = nn.Parameter(self.layer.weight.detach().clone())
+
+
+class Brief(Stamped):
+    """Of bfloat16."""
+
+    def __init__(self, value=0):
+        super().__init__(value)
+        self.to(torch.bfloat16)
+
+
 class Slow(Stamped):
     """Takes its time between two looks at its weights."""
 
