@@ -102,7 +102,11 @@ class WeightStrategy:
         """
         if weights is None:
             return
-        targets, given, extra = self.check_weights(destination, weights)
+        self.apply_checked(self.check_weights(destination, weights))
+
+    def apply_checked(self, fit: Fit) -> None:
+        """Copy weights that check_weights() has just found to fit. Raises ManifestMismatch for a bound module's."""
+        targets, given, extra = fit
         refuse_bound({key: targets[key] for key in given})
         earlier = [(targets[key].detach().clone(), targets[key]) for key in given] if extra else []
         states = [(module, module.get_extra_state()) for module, _ in extra]
@@ -124,10 +128,10 @@ class WeightStrategy:
             raise ManifestMismatch("the module cannot be bound: " + "; ".join(problems) + ". Nothing was changed")
 
     @run_plainly
-    def check_weights(self, destination: Any, weights: Any) -> _Fit:
+    def check_weights(self, destination: Any, weights: Any) -> Fit:
         """Raise as apply_weights() does, and write nothing."""
         if weights is None:
-            return _Fit({}, {}, [])
+            return Fit({}, {}, [])
         if not isinstance(weights, (TensorDictBase, Mapping)):
             raise ValueError(
                 f"weights to apply are a TensorDict or a dict, not a {type(weights).__name__}; extract_weights() makes "
@@ -172,10 +176,10 @@ class WeightStrategy:
             extra_keys = (".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra)
             error.leaves = _leaves_in(problems, {*map(".".join, given), *extra_keys})
             raise error
-        return _Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
+        return Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
 
-class _Fit(NamedTuple):
+class Fit(NamedTuple):
     """Checked weights: each given leaf has a target of its shape and dtype."""
 
     targets: dict[Key, Any]

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ...engine.dtypes import Dtypes
 from ...engine.outcome import Failure, Outcome
-from ...engine.strategy import Form, leaves_of, refuse_odd
+from ...engine.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
 from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
@@ -253,14 +253,27 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
+    _checked: tuple[Message, Fit] | None = None  # so that _use() need not look again
+
     @override
     def _check(self, message: Message) -> None:
         if isinstance(message.content, Unreadable):
             raise message.content.error
-        self._strategy.check_weights(self._resolve_model_ref(), message.content)
+        fit = self._strategy.check_weights(self._resolve_model_ref(), message.content)
+        if type(self._strategy) is WeightStrategy:  # a user's own applies weights in its own way
+            self._checked = message, fit
+
+    @override
+    def _refused(self, message: Message, error: Exception) -> None:
+        self._checked = None  # it would keep the weights
+        super()._refused(message, error)
 
     @override
     def _use(self, message: Message) -> None:
-        self._strategy.apply_weights(self._resolve_model_ref(), message.content)
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] is message:
+            self._strategy.apply_checked(checked[1])
+        else:
+            self._strategy.apply_weights(self._resolve_model_ref(), message.content)
         if message.tag is not None:
             self._version = message.tag.version

@@ -44,11 +44,13 @@ class PlainCopy:
         collected = collect(weights, EVERYTHING, to_write=True)
         targets = unflattened(collected.tensors)
         leaves = {tuple(leaf.name.split(".")): leaf for leaf in publisher.manifest.leaves}
-        if collected.guards is None or len(targets) != len(collected.tensors) or len(leaves) > len(targets):
+        if collected.guards is None or len(targets) != len(collected.tensors):
             return None
         if not partial and len(leaves) < len(targets):
             return None
-        places = [(leaf, targets.get(key)) for key, leaf in leaves.items()]
+        if not leaves.keys() <= targets.keys():
+            return None
+        places = [(leaf, targets[key]) for key, leaf in leaves.items()]
         readonly = readonly_ranges()
         if not all(_takes_bytes(target, leaf) and not lies_in(target, readonly) for leaf, target in places):
             return None
