@@ -166,8 +166,9 @@ void bind_pipes(nb::module_& m) {
       .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
       .def("comes", &Frames::comes, "message"_a, "timeout_ns"_a,
            "Wait at most so long for the next message; is it exactly this one? It stays in the pipe for reply().")
-      .def("reply", &Frames::reply, "message"_a, "answer"_a,
-           "Take exactly this message out of the pipe and send an answer to it; False: it is not the next one any more.")
+      .def(
+          "reply", &Frames::reply, "message"_a, "answer"_a,
+          "Take exactly this message out of the pipe and send an answer to it; False: it is not the next one any more.")
       .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
       .def_prop_ro("idle", &Frames::idle, "Is no message half sent or half read?")
       .def_prop_ro("garbage", &Frames::garbage, nb::sig("def garbage(self, /) -> int | None"),
