@@ -9,6 +9,8 @@
 #include <tuple>
 #include <vector>
 
+#include "sources.hpp"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -19,13 +21,15 @@ using Word = std::uint64_t;
 
 // How far to look for a word: no farther than the smallest of these objects in any torch since 2.6.
 constexpr std::size_t kObjectWords = 5, kTensorWords = 22, kStorageWords = 7;
+constexpr std::size_t kSkipped = 2;  // words of a tensor that tell nothing of its values
+constexpr std::int32_t kInline = 5;  // dimensions whose sizes stand in the tensor itself
 constexpr std::size_t kNowhere = ~std::size_t{0};
 constexpr std::size_t kKinds = 4;  // of flags that plain tensors have
 
 struct Layout {
-  std::size_t tensor = kNowhere;   // in the Python object: the address of the tensor
-  std::size_t flags = kNowhere;    // in the tensor: its set of dispatch keys
-  std::size_t storage = kNowhere;  // in the tensor: the address of its storage
+  std::size_t tensor = kNowhere;                   // in the Python object: the address of the tensor
+  std::size_t flags = kNowhere;                    // in the tensor: its set of dispatch keys
+  std::size_t storage = kNowhere;                  // in the tensor: the address of its storage
   std::size_t begin = kNowhere, bytes = kNowhere;  // in the storage
   std::array<Word, kKinds> plain{};                // flags; 0: no more of them
 
@@ -37,6 +41,7 @@ struct Layout {
 
 Layout g_layout;
 bool g_known = false;
+bool g_words_tell = false;  // was it tried that whatever changes in a tensor changes its words?
 std::uint64_t g_asked = 0;
 
 Word word(std::uintptr_t object, std::size_t number) {
@@ -61,7 +66,7 @@ std::size_t place(const Pairs& pairs, std::size_t words) {
 using Probe = std::tuple<nb::object, std::uintptr_t, Word, std::uintptr_t, std::uintptr_t, std::size_t>;
 
 bool learn(const std::vector<Probe>& probes, const std::vector<Word>& plain) {
-  g_known = false;
+  g_known = g_words_tell = false;
   Pairs tensors, flags, storages, begins, bytes;
   for (const auto& [object, tensor, set, storage, begin, size] : probes) {
     tensors.emplace_back(reinterpret_cast<std::uintptr_t>(object.ptr()), tensor);
@@ -99,21 +104,55 @@ bool look(PyObject* tensor, Look& out) {
   return out.bytes <= static_cast<std::size_t>(PTRDIFF_MAX);  // else it is a symbol for a number
 }
 
+bool Seen::still(PyObject* tensor) const {
+  if (!set_ || !g_words_tell) return false;
+  const std::uintptr_t at = word(reinterpret_cast<std::uintptr_t>(tensor), g_layout.tensor);
+  if (at == 0 || std::memcmp(words_.data(), reinterpret_cast<const std::byte*>(at) + kSkipped * sizeof(Word),
+                             (g_layout.flags + 1 - kSkipped) * sizeof(Word)) != 0)
+    return false;
+  const std::uintptr_t storage = word(at, g_layout.storage);  // not null: it has not changed
+  return word(storage, g_layout.begin) == look_.begin && word(storage, g_layout.bytes) == look_.bytes;
+}
+
+void Seen::remember(PyObject* tensor, std::int32_t dimensions) {
+  set_ = g_words_tell && dimensions <= kInline && look(tensor, look_);
+  if (!set_) return;
+  const std::uintptr_t at = word(reinterpret_cast<std::uintptr_t>(tensor), g_layout.tensor);
+  std::memcpy(words_.data(), reinterpret_cast<const std::byte*>(at) + kSkipped * sizeof(Word),
+              (g_layout.flags + 1 - kSkipped) * sizeof(Word));
+}
+
 void count_asked() { ++g_asked; }
 
 void bind_look(nb::module_& m) {
-  m.def("learn_tensors", &learn, "probes"_a, "plain"_a,
-        nb::sig("def learn_tensors(probes: list[tuple[object, int, int, int, int, int]], plain: list[int]) -> bool"),
-        "Learn where torch keeps flags and sizes, by (tensor, its address, its flags, the address of its storage, where "
-        "that begins, its bytes); `plain`: flags of plain tensors. False: not found, tensors are asked. [] forgets.");
+  m.def(
+      "learn_tensors", &learn, "probes"_a, "plain"_a,
+      nb::sig("def learn_tensors(probes: list[tuple[object, int, int, int, int, int]], plain: list[int]) -> bool"),
+      "Learn where torch keeps flags and sizes, by (tensor, its address, its flags, the address of its storage, where "
+      "that begins, its bytes); `plain`: flags of plain tensors. False: not found, tensors are asked. [] forgets.");
   m.def(
       "look",
       [](nb::handle tensor) {
         Look found{};
-        return look(tensor.ptr(), found) ? nb::object(nb::make_tuple(found.begin, found.bytes)) : nb::object(nb::none());
+        return look(tensor.ptr(), found) ? nb::object(nb::make_tuple(found.begin, found.bytes))
+                                         : nb::object(nb::none());
       },
       "tensor"_a, nb::sig("def look(tensor: object) -> tuple[int, int] | None"),
       "Where the storage of a plain tensor begins, and its bytes; None: ask the tensor.");
+  m.def(
+      "words_tell", [](bool trust) { g_words_tell = trust && g_known; }, "trust"_a,
+      "Trust from now on that a tensor whose words are the same is the same.");
+  m.def(
+      "seen_after",
+      [](nb::handle tensor, nb::handle change) {
+        DLTensor t;
+        Seen seen;
+        if (describe(tensor.ptr(), t)) seen.remember(tensor.ptr(), t.ndim);
+        change();
+        return seen.still(tensor.ptr());
+      },
+      "tensor"_a, "change"_a, nb::sig("def seen_after(tensor: object, change: object) -> bool"),
+      "Are the words of a tensor the same after change()?");
   m.def("tensors_asked", [] { return g_asked; }, "How many times a tensor was asked through Python, in this process.");
 }
 

@@ -6,6 +6,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -25,6 +26,22 @@ struct Look {
 // Of a tensor whose flags say that it is plain: neither lazy nor a wrapper. False says nothing: ask the tensor.
 // The object is a torch.Tensor; call it with the GIL held.
 bool look(PyObject* tensor, Look& out);
+
+// What a tensor was at a look: every word of it that may tell its dtype, shape, strides, place and flags, and where its
+// storage begins and ends. While none has changed, neither has what was found out about the tensor.
+class Seen {
+ public:
+  // Is this plain tensor exactly as the one that was remembered? False says nothing.
+  bool still(PyObject* tensor) const;
+  // Remembers a tensor of so many dimensions, if it is plain and its words tell all of it.
+  void remember(PyObject* tensor, std::int32_t dimensions);
+
+ private:
+  static constexpr std::size_t kWords = 20;  // without the first two: what it can do, and who holds it
+  std::array<std::uint64_t, kWords> words_;
+  Look look_;
+  bool set_ = false;
+};
 
 // Counts the tensors that had to be asked.
 void count_asked();

@@ -121,7 +121,8 @@ Sources::Sources(nb::list guards, nb::list leaves) {
               0,
               false,
               0,
-              0};
+              0,
+              {}};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;
@@ -164,8 +165,10 @@ bool Sources::unchanged(const Guard& guard) {
 }
 
 bool Sources::unchanged(Leaf& leaf) {
+  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type) return false;
+  if (leaf.plain && leaf.seen.still(leaf.tensor.ptr())) return true;
   DLTensor t;
-  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type || !describe(leaf.tensor.ptr(), t)) return false;
+  if (!describe(leaf.tensor.ptr(), t)) return false;
   if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
       static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
       !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) || !contiguous(t))
@@ -181,6 +184,7 @@ bool Sources::unchanged(Leaf& leaf) {
   }
   moved_ |= address != leaf.address;
   leaf.address = address;
+  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), t.ndim);
   return true;
 }
 

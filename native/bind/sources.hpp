@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "look.hpp"
 #include "shmsync/copy.hpp"
 
 namespace shmsync::bind {
@@ -69,8 +70,9 @@ class Sources {
     std::size_t offset;
     std::size_t bytes;
     std::uint8_t code, bits;
-    bool plain;  // was told by look(): else it is asked through Python, each time
+    bool plain;                            // was told by look(): else it is asked through Python, each time
     std::uint32_t first_size, dimensions;  // its shape, in sizes_
+    Seen seen;                             // at the last look
   };
   struct Entry {
     nanobind::object key, value;

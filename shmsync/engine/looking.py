@@ -7,7 +7,7 @@ what those say of themselves, and then tried on others; where that fails, each t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ def _taught() -> bool:
     if not _native.learn_tensors(probes, sorted(PLAIN_KEYS)):
         return False
     if _right(_tensors(range(11, 17))) and _right_after_changes():
+        _native.words_tell(True)
+        _native.words_tell(_words_tell())
         return True
     forget()
     return False
@@ -91,3 +93,26 @@ def _right_after_changes() -> bool:
         change()
         right.append(_right([tensor]))
     return all(right)
+
+
+def _words_tell() -> bool:
+    """Does each change that a tensor can go through change its own memory, so that it need not be looked at in full?"""
+
+    def seen(change: Callable[[torch.Tensor], object], dtype: torch.dtype = torch.float32) -> bool:
+        tensor = torch.zeros(5, 5, dtype=dtype, device="cpu")[1:4, 1:4]
+        return _native.seen_after(tensor, lambda: change(tensor))
+
+    def assign(make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], object]:
+        return lambda tensor: setattr(tensor, "data", make(tensor))
+
+    changes = [
+        assign(lambda t: t.view(torch.int32)), assign(lambda t: t.view(torch.uint32)),
+        assign(lambda t: t.t()), assign(lambda t: t[:, :2]), assign(lambda t: t[:2]), assign(lambda t: t[None]),
+        assign(lambda t: t.as_strided((3, 3), (5, 1), 7)), assign(lambda t: t.as_strided((3, 3), (0, 1), 6)),
+        assign(torch._neg_view), assign(lambda t: t.clone()), lambda t: t.set_(torch.zeros(3, 3, device="cpu")),
+        lambda t: t.untyped_storage().resize_(400), lambda t: t.untyped_storage().resize_(0),
+        lambda t: t.as_strided_((3, 3), (1, 5), 6), lambda t: t.unsqueeze_(0),
+    ]  # fmt: skip
+    kept = [lambda t: None, lambda t: t.fill_(1), lambda t: t.numpy().fill(2)]
+    conjugated = seen(assign(torch.conj), torch.complex64)
+    return all(map(seen, kept)) and not any(map(seen, changes)) and not conjugated
