@@ -69,7 +69,7 @@ class Conversions:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Differs when the tensor shows other memory, or less of it. A tensor that has become a wrapper differs from every other one."""
+    """Differs when the tensor shows other memory, or less of it; one that has become a wrapper differs always."""
     try:
         held = _native.look(tensor) or tensor.untyped_storage().nbytes()
         return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout, held

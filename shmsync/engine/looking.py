@@ -33,7 +33,7 @@ def forget() -> None:
 
 
 def _taught() -> bool:
-    probes = [_probe(tensor) for tensor in _tensors(range(3, 9))]
+    probes: list[tuple[object, int, int, int, int, int]] = [_probe(tensor) for tensor in _tensors(range(3, 9))]
     if not _native.learn_tensors(probes, sorted(PLAIN_KEYS)):
         return False
     if _right(_tensors(range(11, 17))) and _right_after_changes():
@@ -85,7 +85,7 @@ def _right_after_changes() -> bool:
     for change in (
         lambda: tensor.untyped_storage().resize_(12),
         lambda: tensor.untyped_storage().resize_(0),
-        lambda: tensor.set_(torch.zeros(21, device="cpu")),
+        lambda: tensor.set_(torch.zeros(21, device="cpu").untyped_storage()),
         lambda: setattr(tensor, "data", torch.zeros(35, device="cpu")[3:]),
         lambda: tensor.resize_(70),
         lambda: tensor.requires_grad_(),
@@ -109,7 +109,8 @@ def _words_tell() -> bool:
         assign(lambda t: t.view(torch.int32)), assign(lambda t: t.view(torch.uint32)),
         assign(lambda t: t.t()), assign(lambda t: t[:, :2]), assign(lambda t: t[:2]), assign(lambda t: t[None]),
         assign(lambda t: t.as_strided((3, 3), (5, 1), 7)), assign(lambda t: t.as_strided((3, 3), (0, 1), 6)),
-        assign(torch._neg_view), assign(lambda t: t.clone()), lambda t: t.set_(torch.zeros(3, 3, device="cpu")),
+        assign(torch._neg_view), assign(lambda t: t.clone()),
+        lambda t: t.set_(torch.zeros(9, device="cpu").untyped_storage()),
         lambda t: t.untyped_storage().resize_(400), lambda t: t.untyped_storage().resize_(0),
         lambda t: t.as_strided_((3, 3), (1, 5), 6), lambda t: t.unsqueeze_(0),
     ]  # fmt: skip

@@ -74,10 +74,7 @@ def _put(tree: dict[str, Any], key: Key, number: int) -> None:
 
 def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:
     return tensordict_of(
-        {
-            key: tensors[below] if type(below) is int else _filled(below, tensors)
-            for key, below in tree.items()
-        }
+        {key: tensors[below] if type(below) is int else _filled(below, tensors) for key, below in tree.items()}
     )
 
 

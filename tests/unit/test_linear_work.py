@@ -1,4 +1,4 @@
-"""What grows with the number of leaves grows in step with it: counted in calls, which no other program can slow down."""
+"""What grows with the number of leaves grows in step with it: counted in calls, which no load can change."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_every_leaf_arrives_as_a_tensor_of_its_own(publisher, subscriber, slots,
         for key, tensor in shown.items(True, True):
             mine = leaves[key]
             assert mine.dtype is tensor.dtype and mine.shape == tensor.shape and mine.is_contiguous()
-            assert mine.view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist() if mine.dim() else mine == tensor
+            assert mine.tolist() == tensor.tolist()
             assert not mine._is_view() and mine.is_leaf and not mine.requires_grad and not mine.is_inference()
             assert torch._C._dispatch_keys(mine) == torch._C._dispatch_keys(torch.zeros(1))
         assert counter(leaves["float32", "of4"]) == 1
@@ -85,7 +85,8 @@ def test_whatever_mode_is_on_they_can_be_trained(publisher, subscriber, mode):
     if mode == "transform":
         torch.func.grad(lambda x: (take(), x.sum())[1])(torch.ones(2))
     else:
-        with {"inference": torch.inference_mode, "no_grad": torch.no_grad, "meta": lambda: torch.device("meta")}[mode]():
+        modes = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "meta": lambda: torch.device("meta")}
+        with modes[mode]():
             take()
     (taken,) = kept
     weight = taken["weight"].requires_grad_()
@@ -114,7 +115,7 @@ def test_what_is_known_of_the_leaves_is_worked_out_once(publisher, subscriber):
     one.weights["t"].zero_()
     assert other.weights["t"].tolist() == [1] * 3
     one.weights["new"] = torch.zeros(1)
-    assert "new" not in sub.snapshot().weights.keys()
+    assert "new" not in sub.snapshot().weights
 
 
 def test_a_snapshot_is_a_tensordict_like_any_other(publisher, subscriber):
