@@ -144,6 +144,8 @@ void bind_reader(nb::module_& m) {
       .value("CLOSED", State::closed)
       .value("POISONED", State::poisoned);
 
+  m.def("sleeps", &futex_sleeps, "How many times the calling thread has gone to sleep for a word of shared memory.");
+
   nb::class_<Section>(
       m, "ReadSection",
       "A stretch of code that uses one version of the weights. Made by Subscriber.read(); may be entered again.")
@@ -219,10 +221,10 @@ void bind_reader(nb::module_& m) {
           "timeout_ns"_a)
       .def(
           "_wait_version",
-          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns) {
-            return r.wait_version(version, timeout_ns);
+          [](const Reader& r, std::uint64_t version, std::int64_t timeout_ns, std::int64_t spin_ns) {
+            return r.wait_version(version, timeout_ns, spin_ns);
           },
-          "version"_a, "timeout_ns"_a)
+          "version"_a, "timeout_ns"_a, "spin_ns"_a = 0)
       .def("_check", &Reader::check)
       .def("_count_retry", [](Reader& r) { r.side->count_retry(); })
       .def("_aliases", &Reader::aliases, "tensor"_a)

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "gil.hpp"
+#include "look.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -33,11 +34,6 @@ std::size_t elements(const DLTensor& t) {
   std::size_t n = 1;
   for (std::int32_t i = 0; i < t.ndim; ++i) n *= static_cast<std::size_t>(t.shape[i]);
   return n;
-}
-
-// DLPack shows the plain bytes of a lazily conjugated or negated tensor: the wrong values.
-bool lazy_flags(nb::handle tensor) {
-  return nb::cast<bool>(tensor.attr("is_conj")()) || nb::cast<bool>(tensor.attr("is_neg")());
 }
 
 bool set_exchange_table(nb::handle tensor_type) {
@@ -79,6 +75,8 @@ std::size_t extent(const DLTensor& t) {
 }
 
 bool is_lazy(nb::handle tensor, std::uint8_t code) {
+  if (Look found; look(tensor.ptr(), found)) return false;
+  count_asked();
   static PyObject* const conj = PyUnicode_InternFromString("is_conj");
   static PyObject* const neg = PyUnicode_InternFromString("is_neg");
   return (code == kComplex && asked(tensor, conj).is(Py_True)) || asked(tensor, neg).is(Py_True);
@@ -90,6 +88,8 @@ bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
   static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
   if (bytes == 0) return true;
   if (address == nullptr) return false;
+  if (Look found; look(tensor.ptr(), found)) return found.has(address, bytes);
+  count_asked();
   const nb::object storage = asked(tensor, untyped_storage);
   const auto begin = nb::cast<std::uintptr_t>(asked(storage, data_ptr));
   const auto size = nb::cast<std::size_t>(asked(storage, nbytes));
@@ -121,12 +121,12 @@ Sources::Sources(nb::list guards, nb::list leaves) {
               0,
               false,
               0,
-              0};
+              0,
+              {}};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;
       leaf.bits = t.bits;
-      leaf.check_flags = t.code == kComplex || elements(t) == 1;
       leaf.first_size = static_cast<std::uint32_t>(sizes_.size());
       leaf.dimensions = static_cast<std::uint32_t>(t.ndim);
       sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
@@ -134,6 +134,9 @@ Sources::Sources(nb::list guards, nb::list leaves) {
     } else {
       leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
     }
+    Look found;
+    leaf.plain = look(leaf.tensor.ptr(), found);
+    asks_ |= !leaf.plain;
     bytes_ += leaf.bytes;
     leaves_.push_back(std::move(leaf));
   }
@@ -162,21 +165,26 @@ bool Sources::unchanged(const Guard& guard) {
 }
 
 bool Sources::unchanged(Leaf& leaf) {
+  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type) return false;
+  if (leaf.plain && leaf.seen.still(leaf.tensor.ptr())) return true;
   DLTensor t;
-  if (Py_TYPE(leaf.tensor.ptr()) != leaf.type || !describe(leaf.tensor.ptr(), t)) return false;
+  if (!describe(leaf.tensor.ptr(), t)) return false;
   if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
       static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
       !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) || !contiguous(t))
     return false;
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-  // Only `p.data = x` can set the bits of a tensor already checked; x lies elsewhere unless it is a lazy view of
-  // the same memory, which for real dtypes needs a stride of 2 and so at most one element.
-  if ((leaf.check_flags || address != leaf.address) && lazy_flags(leaf.tensor)) return false;
-  if (address != leaf.address) {
-    if (!holds(leaf.tensor, address, elements(t) * t.bits / 8)) return false;
-    moved_ = true;
+  const std::size_t bytes = elements(t) * t.bits / 8;
+  // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
+  // back and made smaller may have been given the same place.
+  if (Look found; !leaf.plain) {
+    if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, bytes)) return false;
+  } else if (!look(leaf.tensor.ptr(), found) || !found.has(address, bytes)) {
+    return false;
   }
+  moved_ |= address != leaf.address;
   leaf.address = address;
+  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), t.ndim);
   return true;
 }
 
@@ -249,6 +257,7 @@ void bind_sources(nb::module_& m) {
       .def(nb::init<nb::list, nb::list>(), "guards"_a, "leaves"_a,
            nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
       .def("revalidate", &Sources::revalidate)
+      .def_prop_ro("asks", &Sources::asks, "Does revalidate() ask tensors, so that modes of torch must be off?")
       .def_prop_ro("moved", &Sources::moved)
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "look.hpp"
 #include "shmsync/copy.hpp"
 
 namespace shmsync::bind {
@@ -53,6 +54,7 @@ class Sources {
   // are read again, and moved() says so.
   bool revalidate();
   bool moved() const { return moved_; }
+  bool asks() const { return asks_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.
@@ -68,8 +70,9 @@ class Sources {
     std::size_t offset;
     std::size_t bytes;
     std::uint8_t code, bits;
-    bool check_flags;  // complex, or a single element: the conj or neg bit can change and leave no other trace
+    bool plain;                            // was told by look(): else it is asked through Python, each time
     std::uint32_t first_size, dimensions;  // its shape, in sizes_
+    Seen seen;                             // at the last look
   };
   struct Entry {
     nanobind::object key, value;
@@ -87,6 +90,7 @@ class Sources {
   std::vector<std::int64_t> sizes_;  // of all leaves, one after the other: saves each leaf a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
+  bool asks_ = false;
   std::uint64_t bytes_ = 0;
 };
 

@@ -62,6 +62,7 @@ class Outline {
     std::uint8_t code = 0, bits = 0;
     std::vector<std::int64_t> sizes, strides;
     const std::byte* address = nullptr;
+    Seen seen;  // what was looked at last and fits; of a plain tensor
     bool lazy = false;
   };
   struct Entry {
@@ -115,6 +116,15 @@ class Outline {
     const nb::handle type = value.type();
     if (!type.is(types_[0]) && !type.is(types_[1])) return false;
     if (leaf.kind == Kind::left_out) return true;
+    if (!leaf.seen.still(value.ptr()) && !looks_right(leaf, value)) return false;
+    if (leaf.kind == Kind::converted)
+      converted.append(value);
+    else if (leaf.row >= 0)
+      table.put(static_cast<std::size_t>(leaf.row), value, leaf.address);
+    return true;
+  }
+
+  bool looks_right(Leaf& leaf, nb::handle value) {
     DLTensor t;
     if (!describe(value.ptr(), t) || t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
         static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
@@ -133,10 +143,7 @@ class Outline {
       moved_ = true;
       leaf.address = address;
     }
-    if (leaf.kind == Kind::converted)
-      converted.append(value);
-    else if (leaf.row >= 0)
-      table.put(static_cast<std::size_t>(leaf.row), value, address);
+    leaf.seen.remember(value.ptr(), t.ndim);
     return true;
   }
 

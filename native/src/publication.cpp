@@ -8,8 +8,8 @@
 namespace shmsync {
 namespace {
 
-constexpr Nanoseconds kSpin = std::chrono::microseconds(50);  // three times faster than going to sleep at once
-constexpr Nanoseconds kTurn = std::chrono::milliseconds(2);   // how long the gate stays open for waiting readers
+constexpr Nanoseconds kSpin = SpinEstimate::kLeast;
+constexpr Nanoseconds kTurn = std::chrono::milliseconds(2);  // how long the gate stays open for waiting readers
 constexpr Nanoseconds kTurnNap = std::chrono::microseconds(200);
 constexpr Nanoseconds kNextTurn = std::chrono::milliseconds(100);  // for a reader that let its turn pass
 
@@ -40,7 +40,7 @@ Begin PublicationWriter::begin() {
 }
 
 Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
-  return sleep_until([this] { return slot_is_free(); }, timeout) ? mark() : Begin::busy;
+  return sleep_until([this] { return slot_is_free(); }, timeout, kSpin) ? mark() : Begin::busy;
 }
 
 Begin PublicationWriter::mark() {
@@ -196,11 +196,11 @@ void PublicationWriter::end_turns() {
 }
 
 template <class Done>
-bool PublicationWriter::sleep_until(Done done, Nanoseconds timeout) {
+bool PublicationWriter::sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin) {
   const std::uint64_t start = monotonic_ns();
   timeout = std::min(timeout, kSlice);
   // With few cores the partner runs as soon as we yield; going to sleep would cost two context switches more.
-  while (Nanoseconds(monotonic_ns() - start) < std::min(timeout, kSpin)) {
+  while (Nanoseconds(monotonic_ns() - start) < std::min(timeout, spin)) {
     if (done()) return true;
     yield_processor();
   }
@@ -242,7 +242,17 @@ bool PublicationWriter::wait_acks(std::uint64_t version, std::vector<Awaited>& r
     });
     return rows.empty();
   };
-  return done() || sleep_until(done, timeout);
+  if (done()) return true;
+  // A wait in several slices is one wait. Only its first slice spins longer than the least: by then the rest are late.
+  const std::uint64_t now = monotonic_ns();
+  const bool first = acks_wait_for_ != version;
+  if (first) {
+    acks_wait_for_ = version;
+    acks_since_ = now;
+  }
+  const bool finished = sleep_until(done, timeout, first ? acks_take_.spin() : kSpin);
+  if (finished || first) acks_take_.add(Nanoseconds(monotonic_ns() - acks_since_));
+  return finished;
 }
 
 }  // namespace shmsync

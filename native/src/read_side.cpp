@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "shmsync/seqlock.hpp"
+#include "shmsync/spin.hpp"
 
 namespace shmsync {
 namespace {
@@ -161,9 +162,11 @@ bool ReadSide::wait(Nanoseconds timeout) {
   return notify() != seen_notify_;
 }
 
-bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout) {
+bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout, Nanoseconds spin) {
   timeout = std::min(timeout, kSlice);
   const std::uint64_t start = monotonic_ns();
+  const auto over = [&] { return latest() >= version || state() == State::closed; };
+  if (spin > Nanoseconds(0) && spin_until(over, std::min(spin, timeout))) return latest() >= version;
   for (;;) {
     const std::uint32_t seen = notify();
     if (latest() >= version) return true;

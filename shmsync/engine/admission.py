@@ -63,15 +63,15 @@ def _plain_keys() -> frozenset[int]:
         return frozenset()
 
 
-_PLAIN_KEYS = _plain_keys()
+PLAIN_KEYS = _plain_keys()
 
 
 def _surely_plain(value: Any) -> bool:
     """The common case in 1 µs. False says nothing."""
     return (
-        bool(_PLAIN_KEYS)
+        bool(PLAIN_KEYS)
         and type(value) in (torch.Tensor, nn.Parameter)
-        and torch._C._dispatch_keys(value).raw_repr() in _PLAIN_KEYS
+        and torch._C._dispatch_keys(value).raw_repr() in PLAIN_KEYS
         and value.is_contiguous()
         and value.data_ptr() != 0
         and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * value.element_size()

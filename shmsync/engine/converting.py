@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _native
 from ..memory.arena import Arena
 from ..memory.manifest import Leaf
 from ..memory.plainly import plainly
@@ -68,8 +69,9 @@ class Conversions:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Differs when the tensor shows other memory. A tensor that has become a wrapper differs from every other one."""
+    """Differs when the tensor shows other memory, or less of it; one that has become a wrapper differs always."""
     try:
-        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout
+        held = _native.look(tensor) or tensor.untyped_storage().nbytes()
+        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout, held
     except (RuntimeError, NotImplementedError):
         return None

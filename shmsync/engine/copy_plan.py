@@ -21,11 +21,13 @@ from ..memory.manifest import Key, Leaf
 from ..memory.plainly import plainly
 from .admission import extent
 from .converting import Conversions
+from .looking import teach
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
 from .outline import Seen
 from .sources import Collected
 
 _native.set_exchange_table(torch.Tensor)
+teach()
 
 
 class CopyPlan:
@@ -146,9 +148,15 @@ class CopyPlan:
         return (
             self._reusable
             and self._conversions.unchanged()
-            and self._sources.revalidate()
+            and self._revalidated()
             and not (self._sources.moved and (self.in_place or self._overlaps(arena.ranges())))
         )
+
+    def _revalidated(self) -> bool:
+        if not self._sources.asks:
+            return self._sources.revalidate()
+        with plainly():  # what asks tensors for their flags must not ask a mode of the user's
+            return self._sources.revalidate()
 
     def _overlaps(self, ranges: list[tuple[int, int]]) -> bool:
         return any(self._sources.overlaps(begin, end) for begin, end in ranges)

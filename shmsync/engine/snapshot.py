@@ -8,10 +8,9 @@ import torch
 from tensordict import TensorDictBase
 
 from .. import _native
-from ..memory.arena import Arena, lies_in, nested, readonly_ranges, view
-from ..memory.manifest import Key, Leaf, round_up
+from ..memory.arena import Arena, lies_in, readonly_ranges
+from ..memory.manifest import Key, Leaf
 from ..memory.plainly import copy_into, plainly
-from ..memory.slab import TENSOR_ALIGNMENT
 from .admission import problem_with
 from .matching import plain
 from .sources import EVERYTHING, collect
@@ -38,9 +37,9 @@ class Targets:
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._counted: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None  # new memory
-        self._pieces: list[tuple[int, int, int]] = []  # of the slot, that go there: (to, from, bytes)
+        self.out: TensorDictBase
         if out is None:
-            self.out: TensorDictBase = self._new()
+            self._whole, self.out = arena.fresh.make()
             return
         if not isinstance(out, TensorDictBase):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
@@ -66,34 +65,12 @@ class Targets:
         # Autograd's checks see these writes too; an inference tensor has nothing that they could be wrong for.
         self._counted = [target for target, _ in self._direct if not target.is_inference()]
 
-    def _new(self) -> TensorDictBase:
-        """One piece of memory, laid out as a slot is, for one copy. Tied leaves have their own behind it."""
-        manifest = self._arena.manifest
-        end = round_up(manifest.used_bytes, TENSOR_ALIGNMENT)
-        self._pieces = [(0, 0, manifest.used_bytes)]
-        places: dict[Key, int] = {}
-        taken: set[int] = set()
-        for leaf in manifest.leaves:
-            places[leaf.key] = leaf.offset
-            if leaf.offset in taken and leaf.nbytes:
-                places[leaf.key] = end
-                self._pieces.append((end, leaf.offset, leaf.nbytes))
-                end = round_up(end + leaf.nbytes, TENSOR_ALIGNMENT)
-            elif leaf.nbytes:
-                taken.add(leaf.offset)
-        with plainly():
-            self._whole = torch.empty(end, dtype=torch.uint8, device="cpu")
-            memory = self._whole.untyped_storage()
-            return nested(
-                {leaf.key: view(memory, leaf.dtype, leaf.shape, places[leaf.key]) for leaf in manifest.leaves}
-            )
-
     def copy(self, slot: int) -> None:
         """Copy this slot into them."""
         if self._whole is not None:
             source = self._arena.readonly_range()[0] + slot * self._arena.manifest.slot_bytes
             to = self._whole.data_ptr()
-            _native.copy([(to + begin, source + offset, size) for begin, offset, size in self._pieces])
+            _native.copy([(to + begin, source + offset, size) for begin, offset, size in self._arena.fresh.pieces])
             return
         views = self._arena.views(slot)
         _native.copy([(t.data_ptr(), views[leaf.key].data_ptr(), leaf.nbytes) for t, leaf in self._direct])

@@ -13,11 +13,16 @@ import torch
 from .. import _native
 
 
+def check_seconds(name: str, seconds: float, means: str) -> float:
+    """Seconds as a float. Raises ValueError, which says what some `means`, unless they are 0 or more, or math.inf."""
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or math.isnan(seconds) or seconds < 0:
+        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {seconds!r}")
+    return float(seconds)
+
+
 def check_timeout(timeout: float) -> float:
     """A timeout as a float. Raises ValueError unless it is 0 or more seconds; math.inf waits for ever."""
-    if isinstance(timeout, bool) or not isinstance(timeout, Real) or math.isnan(timeout) or timeout < 0:
-        raise ValueError(f"timeout must be 0 or more seconds (math.inf waits for ever), not {timeout!r}")
-    return float(timeout)
+    return check_seconds("timeout", timeout, "math.inf waits for ever")
 
 
 DEFAULT_TIMEOUT = 10.0  # seconds

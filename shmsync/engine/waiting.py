@@ -13,7 +13,7 @@ from ..memory.attaching import Attached, Release
 from ..memory.exiting import stay_if_exiting
 from ..memory.process import Peers, pid_of
 from .following import Successor
-from .timing import check_version, deadline_after, slice_until
+from .timing import check_seconds, check_version, deadline_after, slice_until
 
 _numbers = itertools.count()
 
@@ -62,8 +62,12 @@ class WaitPath(_native.Reader):
         self._check()
         return not self._gone
 
-    def wait_version(self, version: int, timeout: float | None = None) -> int:
+    def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
         """Wait until `version` or a later one is published; returns the published one. Applies nothing.
+
+        For the first `spin` seconds, at most `timeout`, it keeps its processor and looks again and again, which finds a
+        version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
+        need it, the publisher among them, they wait for it.
 
         With follow=True it waits for a trainer that comes back, whose versions count anew, and moves to its arena.
 
@@ -71,13 +75,15 @@ class WaitPath(_native.Reader):
         publisher would wait for this process in turn; with follow=True ManifestMismatch.
         """
         self._check()
+        spinning = check_seconds("spin", spin, "0.0 sleeps at once, math.inf never sleeps")
         if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
             raise ProtocolError(
                 "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
                 "leave the section first, or use more slots",
                 version=version,
             )
-        return self._wait_for(check_version(version), deadline_after(timeout, self.timeout), self._follow_unlocked)
+        version, deadline = check_version(version), deadline_after(timeout, self.timeout)
+        return self._wait_for(version, deadline, self._follow_unlocked, time.monotonic() + spinning)
 
     @property
     def _gone(self) -> bool:
@@ -120,9 +126,12 @@ class WaitPath(_native.Reader):
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
 
-    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool]) -> int:
+    def _wait_for(
+        self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0
+    ) -> int:
         while True:
-            if self._wait_version(version, slice_until(deadline)) and (latest := self._latest) >= version:
+            spin = slice_until(spin_until) if spin_until else 0
+            if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
                 return latest
             gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
             self._look_up()

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from .. import _native
 from ..errors import ClosedError
 from . import segment, slab
+from .fresh import Fresh, tensordict_of
 from .manifest import Key, Manifest, fingerprint
 from .plainly import plainly, run_plainly
 from .process import me
@@ -22,7 +23,6 @@ from .system import refusals
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 _CONTIGUOUS = ()  # strides that torch finds by itself
-_PLAIN = (torch.Tensor, torch.nn.Parameter, TensorDict)
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
 
@@ -63,6 +63,7 @@ class Arena:
         self.reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
         self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
         self._weights: dict[tuple[int, bool], TensorDict] = {}
+        self._fresh: Fresh | None = None
         with _mapped_lock:
             _mapped.add(self)
 
@@ -108,6 +109,13 @@ class Arena:
                 weights = nested(self.views(slot, writable=writable)).lock_()
             self._weights[slot, writable] = weights
         return weights
+
+    @property
+    def fresh(self) -> Fresh:
+        """What makes private memory for the leaves."""
+        if self._fresh is None:
+            self._fresh = Fresh(self.manifest)
+        return self._fresh
 
     def slot_address(self, slot: int) -> int:
         """Where a slot starts in the writable mapping."""
@@ -193,14 +201,7 @@ def nested(tensors: Mapping[Key, Any]) -> TensorDict:
 
 
 def _level(level: dict[str, Any]) -> TensorDict:
-    """TensorDict(level, batch_size=[]), whose constructor would take ten times as long to look at each tensor."""
-    held = {key: _level(value) if type(value) is dict else value for key, value in level.items()}
-    made = TensorDict({}, batch_size=[])
-    store = getattr(made, "_tensordict", None)
-    if type(store) is not dict or not all(type(value) in _PLAIN for value in held.values()):
-        return TensorDict(held, batch_size=[])
-    store.update(held)
-    return made
+    return tensordict_of({key: _level(value) if type(value) is dict else value for key, value in level.items()})
 
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:

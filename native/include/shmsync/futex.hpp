@@ -17,6 +17,9 @@ inline constexpr Nanoseconds kSlice = std::chrono::milliseconds(50);  // the lon
 // Sleeps while `word` holds `expected`, at most `timeout`. The word may be mapped read-only.
 void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout);
 
+// How many times this thread has called it.
+std::uint64_t futex_sleeps();
+
 // Wakes every sleeper on `word`, in every process.
 void futex_wake_all(const Word32& word);
 

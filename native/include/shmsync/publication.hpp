@@ -12,6 +12,7 @@
 
 #include "shmsync/futex.hpp"
 #include "shmsync/reader_table.hpp"
+#include "shmsync/spin.hpp"
 
 namespace shmsync {
 
@@ -74,7 +75,7 @@ class PublicationWriter {
   void end_turns();
   void announce();  // notify++ and wake
   template <class Done>
-  bool sleep_until(Done done, Nanoseconds timeout);
+  bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);
 
   PublicationLine& line_;
   SlotLine* slots_;
@@ -91,6 +92,9 @@ class PublicationWriter {
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;
+  SpinEstimate acks_take_;
+  std::uint64_t acks_wait_for_ = 0;            // the version whose acks were waited for last
+  std::uint64_t acks_since_ = 0;               // when that wait began
   std::vector<std::uint64_t> slot_version_;    // 0: never written, or aborted
   std::uint64_t opened_at_ = 0;                // when the gate was opened last
   std::vector<std::uint64_t> no_turn_before_;  // per row, CLOCK_MONOTONIC ns; 0: it has one

@@ -1,0 +1,209 @@
+"""Tensors that change between two publishes of what holds them: each publish gives what they are now, or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from shmsync import _native
+from shmsync.engine import looking
+
+SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
+
+
+@pytest.fixture(params=["told by their memory", "asked"])
+def known(request):
+    """Both ways to find out about a tensor; the second one is for a torch whose objects are laid out in another way."""
+    if request.param == "asked":
+        looking.forget()
+    else:
+        assert looking.teach()
+    yield request.param
+    assert looking.teach()
+
+
+class Holder:
+    """Tensors that are held in one way; `source` is what is published."""
+
+    def __init__(self, how):
+        made = {name: torch.rand(shape) for name, shape in SHAPES.items()}
+        self.how = how
+        if how == "module":
+            self.source = nn.Module()
+            for name, tensor in made.items():
+                self.source.register_buffer(name, tensor)
+        elif how == "parameters":
+            self.source = nn.ParameterDict({name: nn.Parameter(tensor) for name, tensor in made.items()})
+        elif how == "nested":
+            self.source = {"n": {name: made[name] for name in "abc"}, "one": made["one"], "w": made["w"]}
+        elif how == "TensorDict":
+            self.source = TensorDict(made)
+        elif how == "TensorDict, nested":
+            self.source = TensorDict({"n": {name: made[name] for name in "abc"}, "one": made["one"], "w": made["w"]})
+        else:
+            self.source = made
+
+    def _level(self, name):
+        if self.how == "module":
+            return self.source._buffers
+        if self.how == "parameters":
+            return self.source._parameters
+        if "nested" in self.how and name in "abc":
+            return self.source["n"]
+        return self.source
+
+    def __getitem__(self, name):
+        return self._level(name)[name]
+
+    def __setitem__(self, name, tensor):
+        self._level(name)[name] = nn.Parameter(tensor) if self.how == "parameters" else tensor
+
+    def key(self, name):
+        return ("n", name) if "nested" in self.how and name in "abc" else name
+
+
+def cut(tensor):
+    """Give its memory back, and take half of it; at times the allocator gives the same place again."""
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    storage.resize_(4 * (tensor.numel() // 2))
+
+
+CHANGES = {
+    "in place": lambda t: t.data.add_(1),
+    "data": lambda t: setattr(t, "data", torch.rand(t.shape)),
+    "data, a view": lambda t: setattr(t, "data", torch.rand(3, *t.shape)[1]),
+    "data, in another order": lambda t: setattr(t, "data", torch.rand(t.shape[::-1]).permute(*range(t.dim())[::-1])),
+    "data, negated": lambda t: setattr(t, "data", torch._neg_view(t.data)),
+    "data, imaginary": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.complex64).conj().imag),
+    "data, another shape": lambda t: setattr(t, "data", torch.rand(2, *t.shape)),
+    "data, another dtype": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.float64)),
+    "set_": lambda t: t.data.set_(torch.rand(t.shape)),
+    "resize_": lambda t: t.data.resize_(t.numel() + 2),
+    "storage moves": lambda t: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
+    "storage given back": lambda t: t.untyped_storage().resize_(0),
+    "storage cut": cut,
+    "requires_grad_": lambda t: t.requires_grad_(not t.requires_grad),
+    "inference": lambda t: setattr(t, "data", torch.inference_mode()(torch.rand)(t.shape)),
+    "swapped": lambda t: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
+}
+REPLACED = {
+    "another tensor": lambda t: torch.rand(t.shape),
+    "its clone": lambda t: t.detach().clone(),
+    "its detach()": lambda t: t.detach(),
+    "a parameter": lambda t: nn.Parameter(torch.rand(t.shape)),
+    "a negated view": lambda t: torch._neg_view(t.detach()),
+}
+
+
+def fits(tensor, name, cast):
+    """Could it be read, and is it what the arena has?"""
+    storage = tensor.untyped_storage()
+    return (
+        tuple(tensor.shape) == SHAPES[name]
+        and (cast or tensor.dtype is torch.float32)
+        and storage.nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cast", [False, True], ids=["as bytes", "cast"])
+@pytest.mark.parametrize("how", ["dict", "nested", "TensorDict", "TensorDict, nested", "module", "parameters"])
+def test_each_publish_gives_what_the_tensors_are_now(publisher, known, how, cast, seed):
+    draw = random.Random(seed)
+    holder = Holder(how)
+    pub = publisher(holder.source, dtype=torch.float64 if cast else None)
+    names = list(SHAPES)
+    for _ in range(60):
+        name = draw.choice(names)
+        with contextlib.suppress(RuntimeError):  # torch refuses some to tensors made in inference mode
+            if draw.random() < 0.6:
+                CHANGES[draw.choice(list(CHANGES))](holder[name])
+            else:
+                holder[name] = REPLACED[draw.choice(list(REPLACED))](holder[name])
+        version = pub.version
+        if all(fits(holder[each], each, cast) for each in names):
+            assert pub.publish(draw.choice([holder.source, None])) == version + 1
+            for each in names:
+                assert torch.equal(pub.weights[holder.key(each)].double(), holder[each].data.double()), each
+        else:
+            before = {each: pub.weights[holder.key(each)].clone() for each in names}
+            with pytest.raises(shmsync.ManifestMismatch):
+                pub.publish(draw.choice([holder.source, None]))
+            assert pub.version == version
+            assert all(torch.equal(pub.weights[holder.key(each)], was) for each, was in before.items())
+            holder[name] = torch.rand(SHAPES[name])
+    pub.publish(holder.source)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["as bytes", "cast"])
+@pytest.mark.parametrize("how", ["dict", "TensorDict", "module", "parameters"])
+def test_a_storage_that_was_cut_at_the_same_place_is_refused(publisher, known, how, cast):
+    found = 0
+    for size in (16, 32, 64, 128, 256, 512) * 8:
+        tensor = torch.ones(size)
+        source = {"t": tensor}
+        if how == "TensorDict":
+            source = TensorDict(source)
+        elif how != "dict":
+            source = nn.Module()
+            if how == "module":
+                source.register_buffer("t", tensor)
+            else:
+                source.t = nn.Parameter(tensor)
+                tensor = source.t
+        pub = publisher(source, dtype=torch.float64 if cast else None)
+        address = tensor.data_ptr()
+        pub.publish(source)
+        pub.publish(source)
+        cut(tensor)
+        found += tensor.data_ptr() == address
+        with pytest.raises(shmsync.ManifestMismatch, match="its memory was given back"):
+            pub.publish(source)
+        assert pub.version == 3
+        pub.close()
+        if found == 2:
+            break
+    assert found, "the allocator never gave the same place again"
+
+
+@pytest.mark.parametrize("how", ["dict", "nested", "TensorDict", "TensorDict, nested", "state_dict", "module"])
+def test_plain_tensors_are_not_asked(publisher, how):
+    assert looking.teach()
+    holder = Holder("module" if how == "state_dict" else how)
+
+    def source():
+        return holder.source.state_dict() if how == "state_dict" else holder.source
+
+    pub = publisher(source())
+    pub.publish(source())
+    asked = _native.tensors_asked()
+    for _ in range(3):
+        pub.publish(source())
+    assert _native.tensors_asked() == asked
+    holder["b"] = torch._neg_view(torch.ones(12))
+    for _ in range(2):
+        pub.publish(source())
+    assert (pub.weights[holder.key("b")] == -1).all()
+    assert how in ("module",) or _native.tensors_asked() > asked
+
+
+def test_what_cannot_be_learned_is_asked():
+    try:
+        tensor = torch.ones(3)
+        wrong = [(tensor, tensor._cdata + 8 * number, number, 1, number, number) for number in range(1, 4)]
+        assert not _native.learn_tensors(wrong, [1])
+        assert _native.look(tensor) is None
+        assert not _native.learn_tensors([], [])
+        assert _native.look(tensor) is None
+    finally:
+        assert looking.teach()
+    assert _native.look(tensor) == (tensor.data_ptr(), 12)
+    for odd in (torch._neg_view(tensor), torch.ones(3, device="meta"), torch.ones(3).to_sparse()):
+        assert _native.look(odd) is None

@@ -1,0 +1,106 @@
+"""What grows with the number of leaves grows in step with it: counted in calls, which no load can change."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from shmsync.engine import sources
+
+
+def calls(work):
+    """Calls of functions of Python and of C, resumed generators among them, that this work takes."""
+    count = 0
+
+    def counted(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.collect()
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def model(leaves, tied):
+    layers = [nn.Linear(2, 2) for _ in range(leaves // 2)]
+    if tied:
+        for one, other in zip(layers[::2], layers[1::2], strict=True):
+            other.weight = one.weight
+    return nn.Sequential(*layers)
+
+
+def adopted(leaves, tied, optimizer, publisher):
+    module = model(leaves, tied)
+    pub = publisher(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if optimizer else None
+    return calls(lambda: pub.adopt(module, optimizer))
+
+
+def snapped(leaves, tied, out, subscriber, publisher):
+    sub = subscriber(publisher(model(leaves, tied)))
+    target = sub.snapshot().weights if out else None
+    return calls(lambda: sub.snapshot(target))
+
+
+def assert_linear(work, small=100):
+    """Twice as many leaves take at most twice as many calls, and something for what is there once."""
+    work(small)  # what is made at the first use
+    first, second, third = (work(small * factor) for factor in (1, 2, 4))
+    assert second - first > small / 2  # it counts the leaves at all
+    assert third - second <= 2.2 * (second - first)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_adopt(publisher, tied, optimizer):
+    assert_linear(lambda leaves: adopted(leaves, tied, optimizer, publisher))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("out", [False, True])
+def test_snapshot(publisher, subscriber, tied, out):
+    assert_linear(lambda leaves: snapped(leaves, tied, out, subscriber, publisher))
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+@pytest.mark.parametrize("patterns", [50, 300])
+def test_many_patterns_are_compiled_once(publisher, monkeypatch, patterns, argument):
+    compiled = []
+
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(re, name)
+
+        @staticmethod
+        def compile(pattern, *flags):
+            compiled.append(pattern)
+            return re.compile(pattern, *flags)
+
+    monkeypatch.setattr(sources, "re", Counted())
+    chosen = f"some_{argument}"  # patterns that no other test has compiled
+    given = {f"{part}.{number}": torch.rand(2) for part in (chosen, "others") for number in range(patterns)}
+    pub = publisher(given, **{argument: [f"{chosen}.{number}" for number in range(patterns)]})
+    assert len(pub.weights.flatten_keys(".").keys()) == patterns
+    together = [pattern for pattern in compiled if pattern.count("some_") == patterns]
+    assert len(together) == 1
+    compiled.clear()
+    for _ in range(3):
+        given = {key: value + 1 for key, value in given.items()}
+        pub.publish(given)
+    module = nn.Module()
+    for key, value in given.items():
+        module.register_buffer(key.replace(".", "_"), value)
+    with pytest.raises(shmsync.ManifestMismatch):
+        pub.publish(module)
+    assert not compiled

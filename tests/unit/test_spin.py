@@ -1,0 +1,137 @@
+"""wait_version(spin=): a reader that keeps its processor for a while instead of sleeping."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+import shmsync
+from shmsync import _native
+from support.processes import until, until_waits
+
+SLICE = 50_000_000  # ns
+
+
+def publish(pub, value):
+    return pub.publish({"t": torch.full((4,), float(value))})
+
+
+class Waiter:
+    """A thread in wait_version()."""
+
+    def __init__(self, sub, version, **options):
+        self.found = self.sleeps = self.error = None
+        self.thread = threading.Thread(target=self._wait, args=(sub, version), kwargs=options)
+        self.thread.start()
+
+    def _wait(self, sub, version, **options):
+        before = _native.sleeps()
+        try:
+            self.found = sub.wait_version(version, **options)
+        except shmsync.ShmSyncError as error:
+            self.error = error
+        self.sleeps = _native.sleeps() - before
+
+    def is_inside(self):
+        frame = sys._current_frames().get(self.thread.ident)
+        while frame is not None and frame.f_code.co_name != "_wait_for":
+            frame = frame.f_back
+        return frame is not None
+
+    def end(self):
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_version_that_comes_meanwhile_is_found_without_sleeping(pair, subscriber, slots, consistency, follow):
+    pub, _ = pair(slots=slots)
+    sub = subscriber(pub, consistency=consistency, follow=follow)
+    waiter = Waiter(sub, 2, timeout=60, spin=math.inf)
+    until(waiter.is_inside)
+    assert publish(pub, 2) == 2
+    assert (waiter.end().found, waiter.sleeps) == (2, 0)
+    assert sub.version == 1  # it applies nothing
+
+
+def test_without_it_the_reader_sleeps(pair):
+    pub, sub = pair()
+    waiter = Waiter(sub, 2, timeout=60)
+    until_waits(waiter.thread, "wait_version")
+    publish(pub, 2)
+    assert waiter.end().found == 2 and waiter.sleeps > 0
+
+
+def test_it_ends_with_the_timeout_and_sleeps_when_it_is_over(pair):
+    _, sub = pair()
+    before = _native.sleeps()
+    for spin in (math.inf, 3600):
+        with pytest.raises(shmsync.PublishTimeout):
+            sub.wait_version(2, timeout=0.12, spin=spin)
+    assert sub.wait_version(1, spin=math.inf) == 1
+    assert _native.sleeps() == before
+    with pytest.raises(shmsync.PublishTimeout):
+        sub.wait_version(2, timeout=0.12, spin=0.01)
+    assert _native.sleeps() > before
+
+
+def test_other_threads_have_the_interpreter_meanwhile(pair):
+    _, sub = pair()
+    go, ran = threading.Event(), []
+    other = threading.Thread(target=lambda: (go.wait(), ran.append(True)))
+    other.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # nobody takes the interpreter from this thread: it has to give it
+    try:
+        go.set()
+        for _ in range(400):
+            if ran:
+                break
+            assert not sub._wait_version(2, SLICE, SLICE)
+    finally:
+        sys.setswitchinterval(before)
+    other.join()
+    assert ran
+
+
+def test_a_signal_ends_it(pair):
+    class Interrupt(Exception):
+        pass
+
+    def handler(number, frame):
+        raise Interrupt
+
+    _, sub = pair()
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        with pytest.raises(Interrupt):
+            sub.wait_version(2, timeout=math.inf, spin=math.inf)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sub.wait_version(1) == 1
+
+
+@pytest.mark.parametrize("end", ["pub", "sub"])
+def test_close_ends_it(pair, end):
+    pub, sub = pair()
+    waiter = Waiter(sub, 2, timeout=60, spin=math.inf)
+    until(waiter.is_inside)
+    (pub if end == "pub" else sub).close()
+    assert isinstance(waiter.end().error, shmsync.ClosedError)
+
+
+@pytest.mark.parametrize("spin", [-1, -0.001, math.nan, "1", True, None])
+def test_what_is_no_time_is_refused_by_name(pair, spin):
+    _, sub = pair()
+    with pytest.raises(ValueError, match=r"spin must be 0 or more seconds .*, not "):
+        sub.wait_version(1, spin=spin)
