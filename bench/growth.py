@@ -73,7 +73,10 @@ def fitted(points: list[Point]) -> dict[str, Any]:
     """The three numbers of the model, in seconds, and each point's measured / predicted."""
     inputs = numpy.array([[1.0, point.amount, point.workers] for point in points])
     seconds = numpy.array([point.p50 for point in points])
-    fixed, for_byte, for_worker = numbers = fit(inputs, seconds)
+    numbers = fit(inputs, seconds)
+    for _ in range(30):  # so that twice too much counts as much as half: relative to the mean of measured and predicted
+        numbers = fit(inputs, seconds, numpy.sqrt(seconds * (inputs @ numbers)))
+    fixed, for_byte, for_worker = numbers
     return {
         "fixed": float(fixed), "for_byte": float(for_byte), "for_worker": float(for_worker),
         "residuals": (seconds / (inputs @ numbers)).tolist(),

@@ -23,7 +23,7 @@ def rows(engine: str, clock: Clock) -> Iterator[Row]:
     for name in clock.cells(list(CELLS), cost=12):
         nodes, workers = CELLS[name]
         seconds = min(3.0, clock.left / len(CELLS) / 6)
-        for found in distributed.cell(engine, nodes, workers, list(WIDTHS), seconds, max(60.0, clock.left)):
+        for found in distributed.cell(engine, nodes, workers, list(WIDTHS), seconds, max(120.0, clock.left)):
             yield from _rows(distributed.ENGINES[engine], found, name)
     for name in clock.over:
         yield clock.left_out(f"{distributed.ENGINES[engine]}, {name}")

@@ -24,7 +24,7 @@ def rows(clock: Clock) -> Iterator[Row]:
         yield Row("TorchRL's schemes", trouble=f"{MISSING}: torchrl")
     else:
         names += [TORCHRL, TORCHRL_PIPE]
-    with schemes.contestants_of(names, patience=max(20.0, clock.left)) as contestants:
+    with schemes.contestants_of(names, patience=max(120.0, clock.left)) as contestants:
         wanted = {f"{size}, {workers} workers": (size, workers) for size, workers in CELLS}
         for name in clock.cells(list(wanted), cost=8):
             size, workers = wanted[name]
