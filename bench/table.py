@@ -66,24 +66,26 @@ def run(name: str, section: Section, seconds: float, patience: float) -> list[Ro
             # From an empty folder: Ray puts the working directory on the path of its actors.
             process = subprocess.Popen(command, stdout=stderr, stderr=stderr, cwd=folder, start_new_session=True)
             try:
-                if process.wait(patience):
-                    trouble = f"{FAILED}: {_last_words(errors)}"
+                if status := process.wait(patience):
+                    trouble = f"{FAILED}: {_last_words(errors, status)}"
             except subprocess.TimeoutExpired:
                 trouble = f"{FAILED}: no end after {patience:.0f} s"
             finally:
                 household.end(process)
-        rows = [Row.from_json(json.loads(line)) for line in result.read_text().splitlines()]
+        whole = [line for line in result.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        rows = [Row.from_json(json.loads(line)) for line in whole]
         if trouble:
             print(errors.read_text()[-4000:], file=sys.stderr, flush=True)
             rows.append(Row(section.title, trouble=trouble))
-    for row in rows or [Row(section.title, trouble=f"{FAILED}: it gave no row")]:
+    rows = rows or [Row(section.title, trouble=f"{FAILED}: it gave no row")]
+    for row in rows:
         row.section = name
     return rows
 
 
-def _last_words(errors: Path) -> str:
+def _last_words(errors: Path, status: int) -> str:
     lines = [line for line in errors.read_text().splitlines() if line.strip()]
-    return lines[-1].strip()[:200] if lines else "it said nothing"
+    return lines[-1].strip()[:200] if lines else f"exit status {status}, without a word"
 
 
 @contextmanager

@@ -113,6 +113,18 @@ def test_a_section_that_fails_is_a_row_that_says_why_and_keeps_what_it_had(tmp_p
     assert said == ["first; ; False", "an odd one; failed: RuntimeError: what went wrong; True"]
 
 
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("def rows(clock): return iter(())", "it gave no row"),
+        ("import os\ndef rows(clock): os.kill(os.getpid(), 11)", "exit status -11, without a word"),
+    ],
+)
+def test_a_section_that_says_nothing_is_a_failure(tmp_path, program, why):
+    (tmp_path / "odd.py").write_text(program)
+    assert say(tmp_path, RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
+
+
 def test_a_section_without_end_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
     (tmp_path / "odd.py").write_text(STUCK.format(path=str(child)))
