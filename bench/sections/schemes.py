@@ -25,7 +25,7 @@ def rows(clock: Clock) -> Iterator[Row]:
     else:
         names += [TORCHRL, TORCHRL_PIPE]
     with schemes.contestants_of(names, patience=max(120.0, clock.left)) as contestants:
-        wanted = {f"{size}, {workers} workers": (size, workers) for size, workers in CELLS}
+        wanted = {place(size, workers): (size, workers) for size, workers in CELLS}
         for name in clock.cells(list(wanted), cost=8):
             size, workers = wanted[name]
             seconds = min(4.0, clock.left / len(wanted) / 2)
@@ -42,8 +42,12 @@ def cell(found: dict[str, Any]) -> Iterator[Row]:
     ):  # fmt: skip
         if theirs not in results:
             continue
-        what = f"{ours.removeprefix('shmsync ')}, {size}, {workers} worker{'s' if workers > 1 else ''}"
+        what = f"{ours.removeprefix('shmsync ')}, {place(size, workers)}"
         yield beside(what, results[ours], theirs, results[theirs], most)
+
+
+def place(size: str, workers: int) -> str:
+    return f"{size}, {workers} worker{'s' if workers > 1 else ''}"
 
 
 def beside(what: str, ours: dict[str, Any], name: str, theirs: dict[str, Any], aim: str) -> Row:
