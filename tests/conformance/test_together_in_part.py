@@ -18,7 +18,7 @@ from shmsync.schemes.pipes.messages import Tag, Tagged
 from support.choice import first
 from support.conformance import peers
 from support.conformance.nets import Stamped, ask, stamp
-from support.conformance.table import MP, PIPES, only, start_methods
+from support.conformance.table import MP, PIPES, SHM, only, start_methods
 from support.processes import until
 
 
@@ -51,6 +51,24 @@ def test_a_worker_that_gets_one_model_and_then_nothing_for_a_while_keeps_both(fl
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([2, 2, 2], [2, 2, 2])
     send_together({policy: stamp(nets[0], 3), value: stamp(nets[1], 3)}, timeout=60)
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3, 3, 3], [3, 3, 3])
+
+
+@only(MP)
+@start_methods("forkserver")
+def test_shared_memory_is_written_when_what_goes_through_the_pipe_has_arrived(fleet):
+    """What lies in an arena is in use at once, so a worker that lacks the other model would use the two apart."""
+    policy, value = fleet.open("policy", scheme=SHM.make()), fleet.open("env.value_net", Stamped, 0, 100_000)
+    nets = Stamped(0), Stamped(0, 100_000)
+    send_together({policy: stamp(nets[0], 1), value: stamp(nets[1], 1)}, timeout=60)
+    fleet.workers[1].call(peers.stop_when_prepared)
+    with pytest.raises(AckTimeout, match="worker 1 did not take all of 'env.value_net' from the pipe") as late:
+        send_together({policy: stamp(nets[0], 2), value: stamp(nets[1], 2)}, timeout=1.0)
+    assert late.value.missing == [1]
+    os.kill(fleet.workers[1].pid, signal.SIGCONT)
+    time.sleep(0.8)  # the worker's patience is half a second
+    assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([1] * 3, [1] * 3)
+    send_together({policy: stamp(nets[0], 3), value: stamp(nets[1], 3)}, timeout=60)
+    assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [3] * 3)
 
 
 # ---- the worker's side alone: every order in which a part of a meeting may come

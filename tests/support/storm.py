@@ -213,7 +213,7 @@ class Storm:
         if call.error is not None:
             self._judge(call, lives)
             return
-        self.judge._deadline(call)
+        self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
         waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
         self.call_it(self.sender, waiting, {"timeout": waiting.timeout})
         self._judge(waiting, lives)

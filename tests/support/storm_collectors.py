@@ -14,7 +14,7 @@ import shmsync
 from shmsync.collectors import MultiprocessCollector
 from support import processes
 from support.storm_fleets import waited_since, waits
-from support.storm_judge import CALM, GRACE, Violation
+from support.storm_judge import CALM, Violation
 from support.storm_model import FINE, Weather
 from support.storm_trouble import Hand
 
@@ -141,10 +141,7 @@ class CollectorStorm:
         self.sky.note(f"update to {self._number} -> version {version}, {error!r}, {(end - start) / 1e9:.3f} s")
         self.counts["worker restarts"] += self.collector.stats().restarts - restarts
         if self.collector.stats().restarts == restarts:  # starting a worker again has a deadline of its own
-            late = (end - start) / 1e9 - CALM
-            self.sky.judge.worst_overrun = max(self.sky.judge.worst_overrun, late)
-            if late > GRACE and late > GRACE + machine + self.sky.lateness.between(start, end):
-                raise Violation(f"an update ended {late:.3f} s after its deadline")
+            self.sky.judge.ended("an update", start, end, CALM, machine)
 
     def check(self, batch):
         versions, actions = batch["policy_version"].flatten().tolist(), batch["action"].flatten().tolist()
@@ -262,10 +259,7 @@ class TorchRLStorm:
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.sky.note(f"send of {self._number}, timeout={timeout} -> {error!r} after {(end - start) / 1e9:.3f} s")
-        late = (end - start) / 1e9 - timeout
-        self.sky.judge.worst_overrun = max(self.sky.judge.worst_overrun, late)
-        if late > GRACE and late > GRACE + machine + self.sky.lateness.between(start, end):
-            raise Violation(f"a send ended {late:.3f} s after its deadline")
+        self.sky.judge.ended("a send", start, end, timeout, machine)
         if isinstance(error, shmsync.WorkerDied):
             self.sky.judge.counts["named"] += len(error.missing)
             named = set(error.missing)

@@ -30,7 +30,7 @@ class Judge:
     def check(self, call, chosen, number, everybody, is_dead):
         """`chosen`: the Lives that the call went to; `number`: that of its weights; everybody: all lives; is_dead: what
         the sender says of a worker by its index."""
-        self._deadline(call)
+        self.ended(call, call.start, call.end, call.timeout, call.waited)
         if call.error is None:
             self._success(call, chosen, number)
         elif isinstance(call.error, (WorkerDied, AckTimeout)):
@@ -42,15 +42,16 @@ class Judge:
             raise Violation(f"{call} raised, though nothing was done to anybody: {call.error!r}") from call.error
         self.look(everybody)
 
-    def _deadline(self, call):
-        late = (call.end - call.start) / 1e9 - call.timeout
+    def ended(self, what, start, end, timeout, waited):
+        """A call is over; times in ns, `timeout` and what the process `waited` for a processor in seconds."""
+        late = (end - start) / 1e9 - timeout
         self.worst_overrun = max(self.worst_overrun, late)
         if late > GRACE:
             self.beyond_grace += 1
-            machine = self._lateness.between(call.start, call.end) + call.waited
+            machine = self._lateness.between(start, end) + waited
             self.worst_machine = max(self.worst_machine, machine)
             if late > GRACE + machine:
-                raise Violation(f"{call} ended {late:.3f} s after its deadline; the machine was {machine:.3f} s late")
+                raise Violation(f"{what} ended {late:.3f} s after its deadline; the machine was {machine:.3f} s late")
 
     def _success(self, call, chosen, number):
         for life in chosen:

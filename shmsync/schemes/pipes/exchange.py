@@ -70,6 +70,17 @@ def gather(
     return outcome
 
 
+def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:
+    """Write what has been sent to these workers into their pipes; who has no room for all of it by the deadline."""
+    while True:
+        waiting = {index: link for index, link in links.items() if not link.dead and link.end.channel.unsent}
+        if not waiting or time.monotonic() >= deadline:
+            return sorted(waiting)
+        _Poll(waiting).news(waiting, deadline)
+        for link in waiting.values():
+            link.end.pump()
+
+
 class _Poll:
     """The one poll() over the pipes and the processes of all workers."""
 

@@ -16,11 +16,12 @@ from ...engine.pickling import dumps
 from ...engine.timing import deadline_after
 from ...errors import AckTimeout
 from ..api import WeightSyncScheme
-from ..publishers import write
+from ..publishers import Plan, write
 from ..sender import WeightSender
 from ..turns import Turns, turn
 from . import messages
-from .exchange import WORDING, gather
+from .carrier import Posted
+from .exchange import WORDING, deliver, gather
 from .messages import Tag
 from .sender import PipeSender
 from .sender_end import Link
@@ -88,15 +89,17 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
                 version=version,
                 missing=list(first),
             )
-        write(plans, version, deadline)
+        posted = _tell_by_value(pairs, plans, version, ready, deadline)
+        rest = [(pair, plan) for pair, plan in zip(pairs, plans, strict=True) if pair[0] not in posted]
+        write([plan for _, plan in rest], version, deadline)
     except BaseException:
         meeting.call_off()
         for index in met.dead if met.done or met.failed else ():
             _report(links, index, False)  # this error does not name it
         raise
     try:
-        posted = [(sender, sender.carrier.tell(sender.model_id, version, ready[sender])) for sender in links]
-        outcomes = [(sender, post, gather(post.links, post.tags, deadline)) for sender, post in posted]
+        posted |= {sender: sender.carrier.tell(sender.model_id, version, ready[sender]) for (sender, _), _ in rest}
+        outcomes = [(sender, post, gather(post.links, post.tags, deadline)) for sender, post in posted.items()]
     except BaseException:
         meeting.call_off()
         raise
@@ -108,6 +111,35 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
     for sender, _, outcome in outcomes:
         outcome.check(f"version {version} of {sender.model_id!r}", version)
     return version
+
+
+def _tell_by_value(
+    pairs: list[tuple[PipeSender, Any]],
+    plans: list[Plan],
+    version: int,
+    ready: Mapping[PipeSender, dict[int, Link]],
+    deadline: float,
+) -> dict[PipeSender, Posted]:
+    """Where some weights go through pipes and others into arenas: bring the first to the workers.
+
+    What lies in an arena is in use as soon as it is written, so nothing of the others may be on its way then.
+    """
+    by_value = {pair[0]: plan for pair, plan in zip(pairs, plans, strict=True) if not plan.publications}
+    if not by_value or len(by_value) == len(plans):
+        return {}
+    write(list(by_value.values()), version, deadline)
+    posted = {sender: sender.carrier.tell(sender.model_id, version, ready[sender]) for sender in by_value}
+    late = deliver({index: link for post in posted.values() for index, link in post.links.items()}, deadline)
+    if late:
+        for post in posted.values():
+            post.forget()
+        raise AckTimeout(
+            f"nothing is used: {listed(late)} did not take all of {', '.join(repr(s.model_id) for s in posted)} from "
+            f"the pipe in time, and the models change only together. Give more time with timeout=",
+            version=version,
+            missing=late,
+        )
+    return posted
 
 
 def _living(senders: list[PipeSender], worker_ids: int | list[int] | None) -> dict[PipeSender, dict[int, Link]]:
