@@ -207,7 +207,7 @@ def main() -> None:
                 show(rows[-1])
     from death_rows import death_rows  # not above: workers import this file, and the floor's do not need shmsync
 
-    deaths = death_rows(kills) if kills else []
+    deaths = list(death_rows(kills)) if kills else []
     results = {"torch": torch.__version__, "processors": multiprocessing.cpu_count(), "rows": rows, "deaths": deaths}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "schemes.json").write_text(json.dumps(results, indent=2))
