@@ -89,13 +89,14 @@ def figures(pair: Pair | None, unit: str) -> str:
 
 def cells(row: Row) -> list[str]:
     """Of one line: what, ours, floor or peer, ratio, aim, checked."""
+    aim = row.aim.replace(" us", " µs")
     if row.trouble:
-        return [row.what, row.trouble, row.floor, "", row.aim, ""]
+        return [row.what, row.trouble, row.floor, "", aim, ""]
     ratio = "" if row.ratio is None else f"{row.ratio[0]:.2f} / {row.ratio[1]:.2f}"
     if row.met is False:
         ratio, missed = (f"**{ratio}**", "") if ratio else ("", "**missed:** ")
-        return [*_named(row), ratio, missed + row.aim, row.check]
-    return [*_named(row), ratio, row.aim, row.check]
+        return [*_named(row), ratio, missed + aim, row.check]
+    return [*_named(row), ratio, aim, row.check]
 
 
 def _named(row: Row) -> list[str]:
