@@ -1,4 +1,4 @@
-"""The table of all benchmarks, run as `make bench` does, with a second for each section: no figure is judged here."""
+"""The table of all benchmarks, run as `make bench` does, with seconds for each section: no figure is judged here."""
 
 from __future__ import annotations
 
@@ -98,18 +98,18 @@ def rows(clock):
     threading.Event().wait()
 """
 RUN = """
-import household
+import household  # PATIENCE is put before this, in seconds
 from sections import Section
 from table import run
 household.adopt_orphans()
-for row in run("odd", Section("an odd one", "odd", 1), 1, 10):
+for row in run("odd", Section("an odd one", "odd", 1), 1, patience=PATIENCE):
     print(row.what, row.trouble, row.is_bad, sep="; ")
 """
 
 
 def test_a_section_that_fails_is_a_row_that_says_why_and_keeps_what_it_had(tmp_path):
     (tmp_path / "odd.py").write_text(BROKEN)
-    said = say(tmp_path, RUN, PYTHONPATH=str(tmp_path)).splitlines()
+    said = say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)).splitlines()
     assert said == ["first; ; False", "an odd one; failed: RuntimeError: what went wrong; True"]
 
 
@@ -122,14 +122,14 @@ def test_a_section_that_fails_is_a_row_that_says_why_and_keeps_what_it_had(tmp_p
 )
 def test_a_section_that_says_nothing_is_a_failure(tmp_path, program, why):
     (tmp_path / "odd.py").write_text(program)
-    assert say(tmp_path, RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
+    assert say(tmp_path, "PATIENCE = 200\n" + RUN, PYTHONPATH=str(tmp_path)) == f"an odd one; failed: {why}; True\n"
 
 
 def test_a_section_without_end_is_ended_with_all_that_it_started(tmp_path):
     child = tmp_path / "child"
     (tmp_path / "odd.py").write_text(STUCK.format(path=str(child)))
-    said = say(tmp_path, RUN, PYTHONPATH=str(tmp_path)).splitlines()
-    assert said == ["first; ; False", "an odd one; failed: no end after 10 s; True"]
+    said = say(tmp_path, "PATIENCE = 20\n" + RUN, PYTHONPATH=str(tmp_path)).splitlines()
+    assert said == ["first; ; False", "an odd one; failed: no end after 20 s; True"]
     until(lambda: not psutil.pid_exists(int(child.read_text())))
 
 
