@@ -69,11 +69,10 @@ model:
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
-# BENCH = engine, sources, schemes, collectors, torchrl or distributed. All but the first two run beside TorchRL, which is installed
-# for them.
-BENCH ?= engine
+# All figures in one table, in at most ten minutes; ARGS=--docs puts it into docs/performance.md and README.md.
+# BENCH = table, growth, engine, sources, schemes, collectors, torchrl or distributed.
+BENCH ?= table
 bench: $(STAMP)
-	case $(BENCH) in engine|sources) ;; *) false;; esac || $(BIN)/pip install -q -c constraints.txt '.[bench]' --no-build-isolation
 	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)
 
 $(VENV)/.tools: constraints.txt

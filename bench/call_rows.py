@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from measure import Loop, per_call, report, timed
+from measure import Loop, per_call, report, rounds, timed
 from torch import nn
 
 import shmsync
@@ -70,7 +70,7 @@ def move_rows() -> None:
         bound = sub.bind(nn.Sequential(*[nn.Linear(44, 44) for _ in range(100)]))
         x = torch.randn(8, 44)
         moves, forwards = [], []
-        for _ in range(200):
+        for _ in rounds(200):
             pub.publish()
             moves.append(timed(sub.refresh))
             forwards.append(timed(lambda: bound(x)))
@@ -81,7 +81,7 @@ def move_rows() -> None:
 def attach_rows() -> None:
     with shmsync.Publisher({"t": torch.ones(1 << 28)}) as pub:
         samples = []
-        for _ in range(10):
+        for _ in rounds(10):
             start = time.perf_counter()
             sub = shmsync.Subscriber(pub.handle)
             samples.append(time.perf_counter() - start)

@@ -10,6 +10,8 @@ from torch import nn
 
 import shmsync
 
+CASES = ((14, 1, 200), (14, 10, 50), (14, 100, 15), (300, 100, 15), (14, 1000, 5))  # tensors, megabytes, rounds
+
 
 def layers(count: int, total_bytes: int) -> nn.Module:
     """`count` parameters of equal size."""
@@ -18,22 +20,37 @@ def layers(count: int, total_bytes: int) -> nn.Module:
 
 
 def copy_rows() -> None:
-    for count, megabytes, rounds in ((14, 100, 15), (300, 100, 15), (14, 1000, 5)):
-        module = layers(count, megabytes << 20)
-        with shmsync.Publisher(module) as pub:
-            flat = torch.cat([p.data for p in module])
-            target = pub._arena.weights(0, writable=True).get("0").untyped_storage()
-            slab = torch.empty(0).set_(target, 0, (flat.numel(),), (1,))
-            results = {}
-            for name, floor in (
-                ("torch.copy_", lambda slab=slab, flat=flat: slab.copy_(flat)),
-                ("memcpy", lambda slab=slab, flat=flat: ctypes.memmove(slab.data_ptr(), flat.data_ptr(), flat.nbytes)),
-            ):
-                results[name] = min(timed(floor) for _ in range(4)), floor
-            name, (_, floor) = min(results.items(), key=lambda item: item[1][0])
-            side_by_side(f"publish {megabytes} MB in {count} tensors / {name}", pub.publish, floor, rounds, "1.0 x")
-            pub.publish()
-            assert all(torch.equal(pub.weights[str(i)], p) for i, p in enumerate(module)), "checksum"
+    for count, megabytes, most in CASES:
+        large_rows(count, megabytes, most)
+    small_row()
+
+
+def large_rows(count: int, megabytes: int, most: int, threads: tuple[int, ...] = (1, 2, 4)) -> None:
+    """With so many threads allowed to torch and to us; the floor is the faster of its copy and of memcpy."""
+    module = layers(count, megabytes << 20)
+    with shmsync.Publisher(module) as pub:
+        flat = torch.cat([p.data for p in module])
+        target = pub._arena.weights(0, writable=True).get("0").untyped_storage()
+        slab = torch.empty(0).set_(target, 0, (flat.numel(),), (1,))
+        ways = {
+            "torch.copy_": lambda: slab.copy_(flat),
+            "memcpy": lambda: ctypes.memmove(slab.data_ptr(), flat.data_ptr(), flat.nbytes),
+        }
+        try:
+            for number in threads:
+                torch.set_num_threads(number)
+                name, floor = min(ways.items(), key=lambda item: min(timed(item[1]) for _ in range(4)))
+                allowed = "1 thread" if number == 1 else f"{number} threads"
+                what = f"publish {megabytes} MB in {count} tensors, {allowed}"
+                side_by_side(f"{what} / {name}", pub.publish, floor, most, "1.0 x")
+        finally:
+            torch.set_num_threads(1)
+        module[0].data.add_(1)
+        pub.publish()
+        assert all(torch.equal(pub.weights[str(i)], p) for i, p in enumerate(module)), "checksum"
+
+
+def small_row() -> None:
     module = layers(200, 1_600_000)
     with shmsync.Publisher(module) as pub:
         flat, slab = torch.cat([p.data for p in module]), torch.empty(400_000)

@@ -46,14 +46,18 @@ def features(engine: str, row: Row, way: str, processors: int) -> numpy.ndarray:
     return numpy.array(parts[:2] + [part * row["bytes"] for part in parts[2:]], dtype=float)
 
 
-def fit(inputs: numpy.ndarray, seconds: numpy.ndarray) -> numpy.ndarray:
-    """Least squares of the relative error, no number negative: the best of all choices of the numbers that are 0."""
-    scaled = inputs / seconds[:, None]
+def fit(inputs: numpy.ndarray, seconds: numpy.ndarray, scale: numpy.ndarray | None = None) -> numpy.ndarray:
+    """Least squares of the error relative to `scale`, by default to the measured time; no number is negative.
+
+    That is the best of all choices of the numbers that are 0.
+    """
+    scale = seconds if scale is None else scale
+    scaled, target = inputs / scale[:, None], seconds / scale
     best, error = numpy.zeros(inputs.shape[1]), numpy.inf
     for count in range(1, inputs.shape[1] + 1):
         for chosen in itertools.combinations(range(inputs.shape[1]), count):
-            found = numpy.linalg.lstsq(scaled[:, chosen], numpy.ones(len(seconds)), rcond=None)[0]
-            residue = float(numpy.sum((scaled[:, chosen] @ found - 1) ** 2))
+            found = numpy.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            residue = float(numpy.sum((scaled[:, chosen] @ found - target) ** 2))
             if (found >= 0).all() and residue < error:
                 best, error = numpy.zeros(inputs.shape[1]), residue
                 best[list(chosen)] = found

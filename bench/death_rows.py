@@ -7,13 +7,14 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import contest
 import models
 import torch
-from measure import percentiles
+from measure import percentiles, rounds
 from scheme_sessions import receive
 
 from shmsync.errors import WorkerDied
@@ -113,16 +114,16 @@ def _stop(pid: int) -> None:
         time.sleep(0.001)
 
 
-def death_rows(kills: int) -> list[dict[str, Any]]:
+def death_rows(kills: int) -> Iterator[dict[str, Any]]:
+    """Each row as soon as it is known."""
     torch.set_num_threads(1)
-    print(f"\nSIGKILL of one of {WORKERS} workers, until send() raises WorkerDied: p50 and p99 of {kills}")
-    rows = []
+    print(f"\nSIGKILL of one of {WORKERS} workers, until send() raises WorkerDied: p50 and p99")
     for make in (SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme):
         crew = Crew(make(timeout=30))
         try:
             for when, delay in (("while send() waits for it", 0.03), ("just before send()", 0.0)):
                 samples, floor = [], []
-                for number in range(kills):
+                for number in rounds(kills, fewest=1):
                     index = number % WORKERS
                     samples.append(crew.kill(index, delay))
                     crew.replace(index)
@@ -132,12 +133,13 @@ def death_rows(kills: int) -> list[dict[str, Any]]:
                 p50, p99 = (seconds * 1e3 for seconds in percentiles(samples))
                 f50, f99 = (seconds * 1e3 for seconds in percentiles(floor))
                 row = {"row": f"{make.__name__}, {when}", "p50_ms": p50, "p99_ms": p99, "limit_ms": LIMIT_MS}
-                rows.append(row | {"floor_p50_ms": f50, "floor_p99_ms": f99, "met": p99 <= LIMIT_MS})
+                row |= {"floor_p50_ms": f50, "floor_p99_ms": f99, "met": p99 <= LIMIT_MS}
                 verdict = "met" if p99 <= LIMIT_MS else "MISSED"
                 print(
                     f"  {row['row']:58} {p50:8.2f} {p99:8.2f} ms   at most {LIMIT_MS:g} ms: {verdict}   "
-                    f"(the kernel needs {f50:.2f} {f99:.2f})"
+                    f"(the kernel needs {f50:.2f} {f99:.2f})",
+                    flush=True,
                 )
+                yield row
         finally:
             crew.close()
-    return rows

@@ -1,8 +1,8 @@
 """Is the engine as fast as its floor? Each row is a ratio, or a cost, measured beside its floor in the same run.
 
-    make bench                     every row
-    make bench ARGS="copy calls"   some of them
-    make bench ARGS="--out DIR"    where engine.json and engine.md go (default ./bench-results)
+    make bench BENCH=engine                     every row
+    make bench BENCH=engine ARGS="copy calls"   some of them
+    make bench BENCH=engine ARGS="--out DIR"    where engine.json and engine.md go (default ./bench-results)
 
 Prints p50 and p99. Each row checks the bytes that arrived before it prints. Machines are noisy: rows alternate with
 their floor, and only ratios mean anything.

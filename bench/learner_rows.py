@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from measure import CONTEXT, RESULTS, report, timed
+from measure import CONTEXT, RESULTS, report, rounds, timed
 from torch import nn
 
 import shmsync
@@ -64,7 +64,7 @@ def measure_learner(how: str, slots: int) -> None:
                     pub.publish()
 
         times: dict[int, list[float]] = {PRIVATE: [], BOUND: []}
-        for block in range(60):  # both kinds meet the same slow moments of the machine
+        for block in rounds(60, fewest=2):  # both kinds meet the same slow moments of the machine
             now = mode.value = (PRIVATE, BOUND)[block % 2]
             step(now == BOUND)
             times[now] += [timed(lambda now=now: step(now == BOUND)) for _ in range(20)]

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("fork")  # cheap to start; every child makes its own Subscriber
 RESULTS: list[dict[str, Any]] = []
 WIDTH = 76
+_seconds = math.inf  # of a row
+
+
+def limit(seconds: float) -> None:
+    """From here on a row makes as many rounds as fit into this time, and some however long they take."""
+    global _seconds
+    _seconds = seconds
+
+
+def rounds(most: int, fewest: int = 3) -> Iterator[int]:
+    """Count until `most`, or until the time of a row is over."""
+    end = time.monotonic() + _seconds
+    for number in range(most):
+        if number >= fewest and time.monotonic() >= end:
+            return
+        yield number
 
 
 def percentiles(samples: list[float]) -> tuple[float, float]:
@@ -24,11 +41,11 @@ def timed(fn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def side_by_side(row: str, ours: Callable[[], object], floor: Callable[[], object], rounds: int, limit: str) -> None:
+def side_by_side(row: str, ours: Callable[[], object], floor: Callable[[], object], most: int, limit: str) -> None:
     """Alternate the two, so that a slow moment of the machine hits both."""
     for _ in range(3):
         ours(), floor()
-    pairs = [(timed(ours), timed(floor)) for _ in range(rounds)]
+    pairs = [(timed(ours), timed(floor)) for _ in rounds(most)]
     report(row, [a for a, _ in pairs], [b for _, b in pairs], limit)
 
 
@@ -61,7 +78,7 @@ def per_call(row: str, loop: Loop, limit: str, floor: Loop | None = None, calls:
 
     loop(1000)
     overhead = min(timed(lambda: empty(calls)) for _ in range(5))
-    pairs = [(cost(loop), cost(floor or empty)) for _ in range(15)]
+    pairs = [(cost(loop), cost(floor or empty)) for _ in rounds(15)]
     report(row, [ours for ours, _ in pairs], [theirs for _, theirs in pairs] if floor else None, limit)
 
 

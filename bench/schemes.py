@@ -22,6 +22,8 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,30 @@ def measure(contestants: list[Contestant], size: str, workers: int, seconds: flo
         each.trouble = None
     row["ratios"] = ratios(row)
     return row
+
+
+@contextmanager
+def contestants_of(names: list[str], patience: float) -> Iterator[list[Contestant]]:
+    """The contestants with these names, whose trainers end with it."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = "1"  # of every process that starts from here on
+    # Fork servers have another sys.path, and pass in silence over what they cannot preload.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
+    )
+    module_of = {name: CONTESTANTS[name].partition(":")[0] for name in names}
+    CONTEXT.set_forkserver_preload(sorted(set(module_of.values())))
+    companies = {module: Company(module) for module in set(module_of.values())}
+    try:
+        for company in companies.values():
+            company.answer(None)
+        yield [
+            Contestant(name, CONTESTANTS[name].partition(":")[2], companies[module], patience)
+            for name, module in module_of.items()
+        ]
+    finally:
+        for company in companies.values():
+            company.stop()
 
 
 def ratios(row: Row) -> list[Row]:
@@ -173,32 +199,15 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {multiprocessing.cpu_count()} processors, one thread each; p50 and p99 of a send"
     )
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = "1"  # of every process that starts from here on
-    # Fork servers have another sys.path, and pass in silence over what they cannot preload.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
-    )
-    CONTEXT.set_forkserver_preload(sorted({made_by.partition(":")[0] for made_by in CONTESTANTS.values()}))
-    companies = {module: Company(module) for module in {CONTESTANTS[name].partition(":")[0] for name in names}}
-    contestants = []
-    for name in names:
-        module, _, kind = CONTESTANTS[name].partition(":")
-        contestants.append(Contestant(name, kind, companies[module], arguments.patience))
     rows: list[Row] = []
-    try:
-        for company in companies.values():
-            company.answer(None)
+    with contestants_of(names, arguments.patience) as contestants:
         for size in sizes:
             for workers in arguments.workers or ([4] if quick else [1, 2, 4, 8]):
                 rows.append(measure(contestants, size, workers, seconds))
                 show(rows[-1])
-    finally:
-        for company in companies.values():
-            company.stop()
     from death_rows import death_rows  # not above: workers import this file, and the floor's do not need shmsync
 
-    deaths = death_rows(kills) if kills else []
+    deaths = list(death_rows(kills)) if kills else []
     results = {"torch": torch.__version__, "processors": multiprocessing.cpu_count(), "rows": rows, "deaths": deaths}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "schemes.json").write_text(json.dumps(results, indent=2))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import timed
+from measure import percentiles, rounds, timed
 from tensordict import TensorDict
 from torch import nn
 
@@ -28,6 +28,7 @@ import shmsync
 torch.set_num_threads(1)
 
 RESULTS: list[dict[str, Any]] = []
+Pair = tuple[float, float]
 
 
 def layers(leaves: int, side: int = 4) -> nn.Module:
@@ -35,20 +36,30 @@ def layers(leaves: int, side: int = 4) -> nn.Module:
     return nn.Sequential(*(nn.Linear(side, side) for _ in range(leaves // 2))).requires_grad_(False)
 
 
-def show(work: str, ours: float, floor: float | None, aim: str, unit: str = "us") -> None:
-    """One line; seconds in, microseconds out."""
-    ratio = "" if floor is None else f"{ours / floor:8.2f}"
-    beside = "" if floor is None else f"{floor * 1e6:11.1f}"
-    RESULTS.append({"work": work, "ours_us": ours * 1e6, "floor_us": floor and floor * 1e6, "aim": aim, "unit": unit})
-    print(f"{work:66} {ours * 1e6:11.1f} {beside:>11} {ratio:>8}  {unit:10} {aim}", flush=True)
+def show(work: str, ours: float | Pair, floor: float | Pair | None, aim: str, unit: str = "us") -> None:
+    """One line of medians; seconds in, one time or the median and the 99th percentile, microseconds out."""
+    (p50, p99), beside = _pair(ours), floor and _pair(floor)
+    ratio = f"{p50 / beside[0]:8.2f}" if beside else ""
+    RESULTS.append(
+        {
+            "work": work, "ours_us": p50 * 1e6, "ours_p99_us": p99 * 1e6, "floor_us": beside and beside[0] * 1e6,
+            "floor_p99_us": beside and beside[1] * 1e6, "aim": aim, "unit": unit,
+        }
+    )  # fmt: skip
+    other = f"{beside[0] * 1e6:11.1f}" if beside else ""
+    print(f"{work:66} {p50 * 1e6:11.1f} {other:>11} {ratio:>8}  {unit:10} {aim}", flush=True)
 
 
-def beside(work: str, ours: Callable[[], Any], floor: Callable[[], Any], aim: str, rounds: int = 30) -> None:
-    """The medians of two things that alternate."""
+def _pair(seconds: float | Pair) -> Pair:
+    return seconds if isinstance(seconds, tuple) else (seconds, seconds)
+
+
+def beside(work: str, ours: Callable[[], Any], floor: Callable[[], Any], aim: str, most: int = 30) -> None:
+    """Two things that alternate."""
     for _ in range(3):
         ours(), floor()
-    pairs = [(timed(ours), timed(floor)) for _ in range(rounds)]
-    show(work, statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs), aim)
+    pairs = [(timed(ours), timed(floor)) for _ in rounds(most)]
+    show(work, percentiles([a for a, _ in pairs]), percentiles([b for _, b in pairs]), aim)
 
 
 def same(pub: shmsync.Publisher, state: dict[str, torch.Tensor]) -> bool:
@@ -164,10 +175,10 @@ def carry_rows() -> None:
             one = {"leaf.7": torch.full((16,), 3.0)}
             for _ in range(slots):
                 pub.publish(one)
-            seconds = statistics.median(timed(functools.partial(pub.publish, one)) for _ in range(20))
+            seconds = percentiles([timed(functools.partial(pub.publish, one)) for _ in rounds(20)])
             show(f"publish one leaf of 5,000, slots={slots}", seconds, None, "100 us")
             others = [{name: many[name]} for name in list(many)[:20]]
-            seconds = statistics.median(timed(functools.partial(pub.publish, other)) for other in others)
+            seconds = percentiles([timed(functools.partial(pub.publish, other)) for other in others])
             show(f"publish another leaf of 5,000 each time, slots={slots}", seconds, None, "")
             assert same(pub, {**many, "leaf.7": many["leaf.7"]}), "checksum"
 
@@ -181,16 +192,16 @@ def small_rows() -> None:
     show("Publisher(module), 280 leaves", statistics.median(_created(module) for _ in range(9)), None, "")
     with shmsync.Publisher(module) as pub:
         pub.adopt(module)
-        seconds = statistics.median(timed(pub.publish) for _ in range(99))
+        seconds = percentiles([timed(pub.publish) for _ in rounds(99)])
         show("publish() of an adopted module, 280 leaves", seconds, None, "")
     with shmsync.Publisher(module, slots=2) as pub:
         show("a new mapping's weights, 280 leaves", statistics.median(_mapped(pub) for _ in range(9)), None, "")
         with shmsync.Subscriber(pub.handle) as sub:
             moves = []
-            for _ in range(200):
+            for _ in rounds(200):
                 pub.publish()
                 moves.append(timed(sub.refresh))
-            show("applying a version without a module", statistics.median(moves), None, "")
+            show("applying a version without a module", percentiles(moves), None, "")
 
 
 def _created(module: nn.Module) -> float:

@@ -38,6 +38,8 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,6 +214,24 @@ def run(case: Case, contestants: list[Contestant], workers: int, options: argpar
     return row
 
 
+@contextmanager
+def trainers(names: list[str], patience: float) -> Iterator[list[Contestant]]:
+    """The contestants with these names, which end with it."""
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    os.environ |= {"PYTHONWARNINGS": "ignore", "RL_WARNINGS": "0", "RL_LOGGING_LEVEL": "WARNING"}
+    contestants: list[Contestant] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder  # TorchRL leaves a folder for each replay buffer
+        try:
+            contestants += [Contestant(name, patience) for name in names]
+            for each in contestants:
+                each.answer()
+            yield contestants
+        finally:
+            for each in contestants:
+                each.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="4 workers, two contestants, few turns")
@@ -228,25 +248,14 @@ def main() -> None:
     names = [OURS, THEIRS] if options.quick else list(CONTESTANTS)
     if options.contestants:
         names = [name for name in CONTESTANTS if any(part in name for part in options.contestants)]
-    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    os.environ |= {"PYTHONWARNINGS": "ignore", "RL_WARNINGS": "0", "RL_LOGGING_LEVEL": "WARNING"}
     print(f"{multiprocessing.cpu_count()} processors, one thread to compute in each process", flush=True)
-    contestants: list[Contestant] = []
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TMPDIR"] = folder  # TorchRL leaves a folder for each replay buffer
-        try:
-            contestants += [Contestant(name, options.patience) for name in names]
-            for each in contestants:
-                each.answer()
-            counts = resources(contestants)
-            for workers in options.workers or ([4] if options.quick else [2, 4, 8]):
-                for case in CASES:
-                    if any(part in case.policy for part in options.cases) and (case.quick or not options.quick):
-                        rows.append(run(case, contestants, workers, options))
-        finally:
-            for each in contestants:
-                each.stop()
+    with trainers(names, options.patience) as contestants:
+        counts = resources(contestants)
+        for workers in options.workers or ([4] if options.quick else [2, 4, 8]):
+            for case in CASES:
+                if any(part in case.policy for part in options.cases) and (case.quick or not options.quick):
+                    rows.append(run(case, contestants, workers, options))
     results = {"processors": multiprocessing.cpu_count(), "cases": rows, "resources": counts}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "torchrl.json").write_text(json.dumps(results, indent=1))

@@ -1,0 +1,41 @@
+"""The rows of one engine for several machines: our scheme in both its ways beside TorchRL's, and beside bare calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import distributed
+from clock import Clock
+from distributed_cell import BY_NODE, OURS, TORCHRL, WIDTHS
+from row import OK, Row
+
+WAYS = {OURS: "to each worker", BY_NODE: "by node"}
+CELLS = {
+    "1 node, 4 workers": (1, 4),
+    "2 nodes, 4 workers": (2, 4),
+    "1 node, 1 worker": (1, 1),
+    "2 nodes, 1 worker": (2, 1),
+}
+
+
+def rows(engine: str, clock: Clock) -> Iterator[Row]:
+    for name in clock.cells(list(CELLS), cost=12):
+        nodes, workers = CELLS[name]
+        seconds = min(3.0, clock.left / len(CELLS) / 6)
+        for found in distributed.cell(engine, nodes, workers, list(WIDTHS), seconds, max(120.0, clock.left)):
+            yield from _rows(distributed.ENGINES[engine], found, name)
+    for name in clock.over:
+        yield clock.left_out(f"{distributed.ENGINES[engine]}, {name}")
+
+
+def _rows(engine: str, found: dict[str, Any], where: str) -> Iterator[Row]:
+    contestants = found["contestants"]
+    bare = min(
+        (name for name in contestants if name not in (*WAYS, TORCHRL)), key=lambda name: contestants[name]["p50_ms"]
+    )
+    for ours, way in WAYS.items():
+        for theirs in (TORCHRL, bare):
+            pairs = [tuple(contestants[name][f"{p}_ms"] * 1e3 for p in ("p50", "p99")) for name in (ours, theirs)]
+            # distributed_cell.py compares digests of all workers before and after; another one ends the cell.
+            yield Row(f"{engine}, {found['size']}, {where}, {way}", pairs[0], theirs, pairs[1], "1 x", OK)  # fmt: skip

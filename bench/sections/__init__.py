@@ -1,0 +1,36 @@
+"""The parts of the table that `make bench` prints, in its order: each a module here with `rows(clock)`.
+
+A section yields a row as soon as it has it, so that what it had is not lost when it fails or is ended.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Section(NamedTuple):
+    title: str
+    module: str
+    seconds: float  # its share of a run of all
+    needs: tuple[str, ...] = ()  # packages; without one there is no figure at all
+
+
+SECTIONS = {
+    "machine": Section("the machine itself", "sections.machine", 12),
+    "calls": Section("single calls of the engine", "sections.calls", 14),
+    "readers": Section("waking readers, and waiting for them", "sections.readers", 22),
+    "learner": Section("a learner beside busy workers", "sections.learner", 18),
+    "copy": Section("copies", "sections.copying", 40),
+    "sources": Section("other sources, many leaves, parts of the weights", "sections.sources", 42),
+    "lock": Section("beside share_memory() and a lock", "sections.lock", 16),
+    "schemes": Section("a synchronous send of a scheme", "sections.schemes", 110),
+    "deaths": Section("SIGKILL of a worker until send() raises", "sections.deaths", 18),
+    "torchrl": Section("in TorchRL's collectors", "sections.torchrl_collectors", 65, ("torchrl", "gymnasium")),
+    "collectors": Section("MultiprocessCollector", "sections.collectors", 40, ("gymnasium",)),
+    "environments": Section("MultiprocessCollector beside Gymnasium", "sections.environments", 45, ("gymnasium",)),
+    "demo": Section("the demo", "sections.demo", 12, ("gymnasium", "rich", "matplotlib")),
+    "ray": Section("Ray", "sections.ray", 45, ("ray", "torchrl")),
+    "rpc": Section("torch.distributed.rpc", "sections.rpc", 30, ("torchrl",)),
+    "distributed": Section("torch.distributed", "sections.distributed", 30, ("torchrl",)),
+    "growth": Section("growth", "sections.growth", 30, ("numpy",)),
+}
