@@ -80,22 +80,6 @@ class Frames {
     return false;
   }
 
-  // Waits for the next message; is it this one? It stays in the pipe, so an interrupt loses nothing.
-  bool comes(const nb::bytes& message, std::int64_t timeout_ns) {
-    if (!idle() || ended_) return false;
-    const std::string frame = frames::framed(view(message));
-    const WithoutGil released;
-    return frames::wait_readable(fd_, std::chrono::nanoseconds(timeout_ns)) && frames::at_front(fd_, frame);
-  }
-
-  // Takes what comes() has seen, and sends the answer; false: somebody else has taken it.
-  bool reply(const nb::bytes& message, nb::bytes answer) {
-    if (!idle() || !frames::take_front(fd_, frames::framed(view(message)))) return false;
-    push(answer, "", nb::none());
-    flush();
-    return true;
-  }
-
   bool unsent() const { return !out_.empty(); }
   bool idle() const { return out_.empty() && in_.empty(); }
   bool ended() const { return ended_; }
@@ -164,11 +148,6 @@ void bind_pipes(nb::module_& m) {
            "group that have not begun to leave. In the dict `awaited` their tags go, and this one's comes.")
       .def("flush", &Frames::flush, "Send what the pipe takes now.")
       .def("read_into", &Frames::read_into, "to"_a, "Append the next message to a list, if all of it is there; was it?")
-      .def("comes", &Frames::comes, "message"_a, "timeout_ns"_a,
-           "Wait at most so long for the next message; is it exactly this one? It stays in the pipe for reply().")
-      .def(
-          "reply", &Frames::reply, "message"_a, "answer"_a,
-          "Take exactly this message out of the pipe and send an answer to it; False: it is not the next one any more.")
       .def_prop_ro("unsent", &Frames::unsent, "Is there something that flush() has to send?")
       .def_prop_ro("idle", &Frames::idle, "Is no message half sent or half read?")
       .def_prop_ro("garbage", &Frames::garbage, nb::sig("def garbage(self, /) -> int | None"),

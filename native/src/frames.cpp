@@ -25,11 +25,6 @@ bool means_the_end(int error) {
          error == ETIMEDOUT || error == EBADF || error == ENOTSOCK;
 }
 
-// All of it at once, or nothing that the caller counts on.
-bool filled(int fd, std::string& to, int flags) {
-  return ::recv(fd, to.data(), to.size(), flags | MSG_DONTWAIT) == static_cast<ssize_t>(to.size());
-}
-
 }  // namespace
 
 std::string header_of(std::size_t size) {
@@ -103,22 +98,13 @@ bool wait_readable(int fd, std::chrono::nanoseconds timeout) {
   return poll_for(one, timeout) > 0;
 }
 
-bool at_front(int fd, std::string_view frame) {
-  std::string found(frame.size(), '\0');
-  return filled(fd, found, MSG_PEEK) && found == frame;
-}
-
-bool take_front(int fd, std::string_view frame) {
-  std::string found(frame.size(), '\0');
-  return at_front(fd, frame) && filled(fd, found, 0);
-}
-
 std::vector<std::size_t> gather(std::span<const int> fds, std::span<const int> watched, std::string_view frame,
                                 std::chrono::nanoseconds timeout) {
   std::vector<std::size_t> done;
   std::vector<pollfd> polled;
   for (const int fd : fds) polled.push_back({fd, POLLIN, 0});
   for (const int fd : watched) polled.push_back({fd, POLLIN, 0});
+  std::string found(frame.size(), '\0');
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (done.size() < fds.size()) {
     const auto left = deadline - std::chrono::steady_clock::now();
@@ -126,7 +112,9 @@ std::vector<std::size_t> gather(std::span<const int> fds, std::span<const int> w
     for (std::size_t i = 0; i < polled.size(); ++i) {
       if (polled[i].revents == 0) continue;
       if (i >= fds.size()) return done;
-      if (!take_front(fds[i], frame)) return done;
+      const auto peeked = ::recv(fds[i], found.data(), found.size(), MSG_PEEK | MSG_DONTWAIT);
+      if (peeked != static_cast<ssize_t>(frame.size()) || found != frame) return done;
+      if (::recv(fds[i], found.data(), found.size(), MSG_DONTWAIT) != peeked) return done;
       done.push_back(i);
       polled[i].fd = -1;  // poll() passes over it
     }

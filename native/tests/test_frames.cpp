@@ -186,22 +186,6 @@ void newer_of_a_group_replaces_what_has_not_begun_to_leave() {
   }
 }
 
-void only_the_expected_frame_is_taken_from_the_front() {
-  const Pair pair;
-  const std::string expected = frames::framed("expected"), other = frames::framed("something else");
-  CHECK(!frames::at_front(pair.ends[0], expected));
-  const auto write = [&](std::string_view bytes) {
-    CHECK(::write(pair.ends[1], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
-  };
-  write(expected.substr(0, 5));
-  CHECK(!frames::take_front(pair.ends[0], expected));  // half of it
-  write(expected.substr(5) + other);
-  CHECK(!frames::take_front(pair.ends[0], other));
-  CHECK(frames::at_front(pair.ends[0], expected) && frames::at_front(pair.ends[0], expected));
-  CHECK(frames::take_front(pair.ends[0], expected) && !frames::take_front(pair.ends[0], expected));
-  CHECK(frames::take_front(pair.ends[0], other));
-}
-
 void a_closed_socket_takes_nothing() {
   const Pair pair;
   ::shutdown(pair.ends[1], SHUT_WR);
@@ -223,6 +207,5 @@ int main() {
   gathering_ends_when_a_watched_descriptor_speaks();
   what_a_socket_does_not_take_is_sent_later();
   newer_of_a_group_replaces_what_has_not_begun_to_leave();
-  only_the_expected_frame_is_taken_from_the_front();
   a_closed_socket_takes_nothing();
 }

@@ -126,9 +126,7 @@ class WaitPath(_native.Reader):
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
 
-    def _wait_for(
-        self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0
-    ) -> int:
+    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0) -> int:
         while True:
             spin = slice_until(spin_until) if spin_until else 0
             if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:

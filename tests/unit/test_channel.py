@@ -16,11 +16,9 @@ import time
 import pytest
 
 from shmsync import _native
-from shmsync.engine.pickling import small
 from shmsync.schemes.pipes.connection import Channel
-from shmsync.schemes.pipes.messages import Message, Tag
+from shmsync.schemes.pipes.messages import Tag
 from shmsync.schemes.pipes.sender_end import SenderEnd
-from shmsync.schemes.pipes.worker_end import Expected, WorkerEnd
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -238,47 +236,6 @@ def test_exchange_takes_exactly_the_expected_answers_and_leaves_the_rest():
         for ours, theirs in pipes:
             ours.close()
             theirs.close()
-
-
-def test_an_expected_message_stays_in_the_pipe_until_it_is_answered(pipe):
-    ours, theirs = pipe
-    frames = _native.Frames(ours.fileno())
-    assert not frames.comes(b"one", 0) and not frames.reply(b"one", b"yes")
-    theirs.send_bytes(b"one")
-    theirs.send_bytes(b"two")
-    assert frames.comes(b"one", 10**9) and frames.comes(b"one", 10**9)
-    assert not frames.comes(b"two", 0) and not frames.reply(b"two", b"yes")
-    assert frames.reply(b"one", b"yes") and not frames.reply(b"one", b"yes")
-    assert theirs.recv_bytes() == b"yes" and not theirs.poll()
-    assert ours.recv_bytes() == b"two" and frames.idle
-
-
-def test_a_message_that_a_worker_expects_is_taken_by_one_thread_only(pipe):
-    ours, theirs = pipe
-    end = WorkerEnd.of(Channel.of(theirs))
-    first = Message.of((("policy", 1), "update_weights"))
-    expected = Expected(first)
-    assert not end.comes(expected, 0.0)
-    ours.send_bytes(small((("policy", 2), "update_weights")))
-    assert end.comes(expected, time.monotonic() + SOON) and end.comes(expected, 0.0)
-    assert end.next(lambda message: True, 0.0) == expected.message  # as a receiver in another thread reads it
-    assert not end.comes(expected, 0.0) and not end.reply(expected)
-    end.put_back(expected.message)
-    ours.send_bytes(small((("policy", 2), "update_weights")))
-    assert not end.comes(expected, 0.0) and end.has_more  # what came before has its turn first
-    assert not ours.poll()
-
-
-def test_a_message_of_a_meeting_is_not_taken_as_expected(pipe):
-    ours, theirs = pipe
-    end = WorkerEnd.of(Channel.of(theirs))
-    expected = Expected(Message.of((("policy", 1), "update_weights")))
-    ours.send_bytes(small((("policy", 2), "update_weights")))
-    end.only_together(1, 2, ["policy"])
-    assert not end.comes(expected, 0.0)
-    end.meeting_over(1)
-    assert end.comes(expected, 0.0) and end.reply(expected)
-    assert ours.recv() == (("policy", 2), "updated")
 
 
 def test_what_does_not_leave_is_kept_and_the_end_is_told(pipe):

@@ -134,11 +134,6 @@ class Inbox {
 // Is there something to read, or the end, within that time?
 bool wait_readable(int fd, std::chrono::nanoseconds timeout);
 
-// Is exactly this frame the next thing to read from a socket? It stays there.
-bool at_front(int fd, std::string_view frame);
-// Takes it if it is.
-bool take_front(int fd, std::string_view frame);
-
 // Waits until each socket has given exactly this frame; ends early when one has anything else to say, or when something
 // happens on `watched`. The positions of those that have given it.
 std::vector<std::size_t> gather(std::span<const int> fds, std::span<const int> watched, std::string_view frame,

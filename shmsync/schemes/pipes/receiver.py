@@ -15,7 +15,7 @@ from ..receiver import WeightReceiver
 from . import messages
 from .connection import Channel
 from .messages import Message, given_message
-from .worker_end import Expected, WorkerEnd
+from .worker_end import WorkerEnd
 
 _GRACE = 0.5  # seconds from the deadline of a send_together() to the moment when its workers go on without it
 _log = logging.getLogger("shmsync")
@@ -30,7 +30,6 @@ class PipeReceiver(WeightReceiver):
 
     _end: WorkerEnd
     _thread: int | None = None  # that called receive() last
-    _expected: Expected | None = None  # what the next message may be, so that nobody has to read it to know
     _has_news = False  # another receiver's receive() has applied weights to this model
 
     @override
@@ -59,13 +58,6 @@ class PipeReceiver(WeightReceiver):
         with end.lock:  # from here on no other thread applies weights to this model
             self._thread = threading.get_ident()
             end.receivers[self._model_id] = self
-        news, until = False, deadline
-        while not self._has_news and self._expected is not None and end.comes(self._expected, until) and self._ready():
-            news = self._apply_expected(self._expected) or news
-            if not end.has_more:
-                return news
-            until = 0.0  # from here on only what has come already
-        self._has_news = self._has_news or news
         if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
                 self._has_news = self._apply_one(message)
@@ -218,28 +210,7 @@ class PipeReceiver(WeightReceiver):
             self._resolve_model_ref()  # a receiver without a model raises here too
             return False
         self._end.answer(message, messages.UPDATED)
-        if isinstance(message.content, int) and message.tag == (self._model_id, message.content):
-            self._expected = Expected(message)
         return True
-
-    def _apply_expected(self, expected: Expected) -> bool:
-        """Apply weights that still lie in the pipe, as the message that was expected; were they applied?"""
-        try:
-            self._check(expected.message)
-            self._use(expected.message)
-        except Exception as error:
-            self._expected = None
-            message = self._end.quick(0.0)
-            if message is not None and message.tag == expected.message.tag:
-                self._refused(message, error)
-            elif message is not None:
-                self._end.put_back(message)
-            self._resolve_model_ref()  # a receiver without a model raises here too
-            return False
-        if self._end.reply(expected):
-            self._expected = Expected(expected.message)
-            return True
-        return False  # another thread has read it, and it is answered in its turn
 
     def _refused(self, message: Message, error: Exception) -> None:
         said = str(error)  # whoever keeps the record keeps no weights
@@ -255,8 +226,9 @@ class PipeReceiver(WeightReceiver):
             self._end.answer(message, messages.REGISTERED)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_end", "_thread", "_expected", "_checked")
-        return {key: value for key, value in super().__getstate__().items() if key not in own}
+        return {
+            key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread", "_checked")
+        }
 
     def model(self) -> Any:
         """The model that weights are applied to. Raises ValueError when there is none."""

@@ -21,20 +21,6 @@ from .connection import Channel
 from .messages import Message, Tag
 
 
-class Expected:
-    """The message that comes next in the common case, and its answer, as the bytes that they are.
-
-    Args:
-        message: the one before it, which says a version.
-    """
-
-    def __init__(self, message: Message) -> None:
-        tag = Tag(message.model_id, message.content + 1)
-        self.message = message._replace(content=tag.version, tag=tag)
-        self.payload = small((tuple(tag), messages.UPDATE))
-        self.answer = small((tuple(tag), messages.UPDATED))
-
-
 class WorkerEnd:
     """Shared by the receivers of all models that use the pipe."""
 
@@ -96,32 +82,6 @@ class WorkerEnd:
             return None
         with self.lock:
             return self._messages.pop() if not self._messages and self._read() and self._messages else None
-
-    def comes(self, expected: Expected, deadline: float) -> bool:
-        """Wait a moment: is this the next message, and has nothing else to be looked at first? It stays in the pipe.
-
-        So an interrupt loses nothing, until reply() has taken and answered it.
-        """
-        channel = self.channel
-        if self._messages or self._together or channel.arrived or channel.closed:
-            return False
-        if not channel.frames.comes(expected.payload, slice_until(deadline)):
-            return False
-        with self.lock:  # another thread may be reading what came before
-            return not (self._messages or self._together or channel.arrived)
-
-    def reply(self, expected: Expected) -> bool:
-        """Take a message out of the pipe that comes() has seen there, and say that it was applied.
-
-        False: another thread has read it; next() gives it. True also if there is something else to do.
-        """
-        with self.channel.lock:
-            return not self.channel.closed and self.channel.frames.reply(expected.payload, expected.answer)
-
-    @property
-    def has_more(self) -> bool:
-        """Is there a message that next() may give at this moment?"""
-        return bool(self._messages) or self.channel.readable
 
     def put_back(self, message: Message) -> None:
         """Give back what next() or quick() gave."""
