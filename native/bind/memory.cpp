@@ -5,9 +5,12 @@
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
 #include <mutex>
 #include <system_error>
@@ -85,15 +88,26 @@ void populate(std::uintptr_t address, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 4096) page[i] = page[i];  // what is written there already stays
 }
 
+// Read, not mapped: whoever may write the file may shorten it at any time, and a page that is gone ends the process.
 nb::object read_identity(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
-  if (static_cast<std::size_t>(info.st_size) < sizeof(Identity)) return nb::none();
-  void* at = mmap(nullptr, sizeof(Identity), PROT_READ, MAP_SHARED, fd, 0);
-  if (at == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the identity");
-  const auto& id = *static_cast<const Identity*>(at);
+  std::uint32_t ready = 0;
+  alignas(Identity) std::array<std::byte, sizeof(Identity)> bytes;
+  const auto got = [fd](void* to, std::size_t size, std::size_t at) {
+    ssize_t count = 0;
+    do count = pread(fd, to, size, static_cast<off_t>(at));
+    while (count < 0 && errno == EINTR);
+    if (count < 0) throw std::system_error(errno, std::generic_category(), "reading the identity");
+    return static_cast<std::size_t>(count) == size;
+  };
+  if (!got(&ready, sizeof ready, offsetof(Identity, ready))) return nb::none();
+  // SYNC ready: acquire; pairs with make_ready(). What is read after it is complete if it was ready.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (!got(bytes.data(), bytes.size(), 0)) return nb::none();
+  const auto& id = *reinterpret_cast<const Identity*>(bytes.data());
   nb::dict d;
-  d["ready"] = id.ready.load(std::memory_order_acquire) != 0;  // SYNC ready: acquire; pairs with make_ready()
+  d["ready"] = ready != 0;
   d["magic"] = id.magic;
   d["abi"] = id.abi;
   d["endian"] = id.endian;
@@ -114,7 +128,6 @@ nb::object read_identity(int fd) {
   d["fingerprint"] = id.fingerprint;
   d["crc"] = id.crc;
   d["covered"] = nb::bytes(reinterpret_cast<const char*>(&id), offsetof(Identity, crc));
-  munmap(at, sizeof(Identity));
   return d;
 }
 

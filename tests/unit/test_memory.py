@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,6 +122,25 @@ def test_a_damaged_manifest_is_refused(publisher):
         os.close(fd)
     with pytest.raises(shmsync.ArenaCorrupt, match="fingerprint"):
         shmsync.Subscriber(pub.handle)
+
+
+def test_a_header_that_is_cut_off_while_it_is_read_ends_no_process(tmp_path):
+    """A process that sweeps, lists or attaches reads segments that others may be shortening at that moment."""
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(4096))
+    cut = "import os, sys\nwhile True: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], 4096)"
+    read = """
+import os, sys
+from shmsync.memory import header
+fd = os.open(sys.argv[1], os.O_RDONLY)
+seen = {header.read(fd) is None for _ in range(200_000)}
+sys.exit(0 if seen == {True, False} else 3)
+"""
+    with subprocess.Popen([sys.executable, "-S", "-c", cut, path]) as other:
+        try:
+            assert subprocess.run([sys.executable, "-c", read, path], timeout=120, check=False).returncode == 0
+        finally:
+            other.kill()
 
 
 def test_gc_keeps_the_living(publisher, capsys):
