@@ -75,7 +75,12 @@ def test_the_trainers_policy_stays_its_own(collector):
 def test_frames_that_are_too_old_warn(collector):
     batches = collector(Counting, Constant(), sync=False, max_lag=0, num_workers=1)
     next(batches)
-    until(batches._fleet.members[0].control.poll)  # its second buffer is full
+
+    def both_buffers_are_full():
+        batches._fleet.listen(batches._fleet.members[0])
+        return len(batches._batches._orders.ready()) == 2
+
+    until(both_buffers_are_full)
     batches.update_policy_weights_()
     with pytest.warns(UserWarning, match="1 versions old"):
         next(batches)
