@@ -68,6 +68,7 @@ def measure_learner(how: str, slots: int) -> None:
             now = mode.value = (PRIVATE, BOUND)[block % 2]
             step(now == BOUND)
             times[now] += [timed(lambda now=now: step(now == BOUND)) for _ in range(20)]
+        step(sync=True)  # the last round may have been one without the arena
         mode.value = END
         stats = [pipe.recv() for pipe, _ in pipes]
         for process in workers:

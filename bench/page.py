@@ -13,7 +13,7 @@ HEADLINES = (  # of the README, at most six: section, how the row and its floor 
     ("lock", "forwards of 4", "share_memory(), lock, a copy", "forwards of 4 workers, new weights every 5 ms"),
     ("schemes", "SharedMem, 5k parameters, 200", "TorchRL", "200 small tensors to 4 workers, SharedMem scheme"),
     ("collectors", "frames, CartPole, 4 workers, sync", "TorchRL", "frames of CartPole, new weights after every batch"),
-    ("ray", "Ray, 100 MB, 1 node, 4 workers, by node", "bare", "100 MB to 4 Ray actors of a node"),
+    ("ray", "Ray, 100 MB, 1 node, 4 workers, by node", "TorchRL", "100 MB to 4 Ray actors of a node"),
 )
 
 
