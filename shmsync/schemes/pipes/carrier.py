@@ -22,12 +22,6 @@ class Posted(NamedTuple):
     links: dict[int, Link]
     tags: dict[int, list[Tag]]  # which answers each of them owes
 
-    def forget(self) -> None:
-        """Wait for none of these answers."""
-        for index, link in self.links.items():
-            for tag in self.tags[index]:
-                link.end.forget(tag)
-
 
 class PipeCarrier(ABC):
     """Brings weights to workers at the other ends of pipes."""

@@ -63,11 +63,16 @@ def gather(
                 _note_reasons(outcome, waiting, tags)
                 break
     finally:  # an interrupt may land anywhere
-        for index, link in links.items():
-            for tag in tags[index]:
-                link.end.forget(tag)
+        forget(links, tags)
     outcome.late = sorted(waiting)
     return outcome
+
+
+def forget(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
+    """Wait for none of these answers any more: they are dropped when they come."""
+    for index, link in links.items():
+        for tag in tags[index]:
+            link.end.forget(tag)
 
 
 def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:

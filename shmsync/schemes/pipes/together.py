@@ -21,7 +21,7 @@ from ..sender import WeightSender
 from ..turns import Turns, turn
 from . import messages
 from .carrier import Posted
-from .exchange import WORDING, deliver, gather
+from .exchange import WORDING, deliver, forget, gather
 from .messages import Tag
 from .sender import PipeSender
 from .sender_end import Link
@@ -132,7 +132,7 @@ def _tell_by_value(
     late = deliver({index: link for post in posted.values() for index, link in post.links.items()}, deadline)
     if late:
         for post in posted.values():
-            post.forget()
+            forget(post.links, post.tags)
         raise AckTimeout(
             f"nothing is used: {listed(late)} did not take all of {', '.join(repr(s.model_id) for s in posted)} from "
             f"the pipe in time, and the models change only together. Give more time with timeout=",
