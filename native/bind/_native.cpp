@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 namespace shmsync::bind {
 void bind_cover(nb::module_&);
+void bind_device(nb::module_&);
 void bind_faults(nb::module_&);
 void bind_look(nb::module_&);
 void bind_memory(nb::module_&);
@@ -31,6 +32,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_module_tree(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_values(m);
+  shmsync::bind::bind_device(m);
   shmsync::bind::bind_writer(m);
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);

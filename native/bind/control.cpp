@@ -23,6 +23,7 @@ std::byte* map(int fd, std::size_t bytes, int protection) {
 Control* Control::create(int fd, const IdentitySpec& spec, const std::string& manifest) {
   if (spec.session.size() != 16 || spec.boot_id.size() != 16)
     throw std::invalid_argument("session and boot id are 16 bytes");
+  if (spec.slab_handle.size() > kHandleBytes) throw std::invalid_argument("the handle of a slab is too long");
   const Layout layout = Layout::of(spec.slots, spec.readers, manifest.size());
   std::byte* base = map(fd, layout.segment_bytes, PROT_READ | PROT_WRITE);
   auto* control = new Control(base, layout, spec.slots, spec.readers, manifest.size());
@@ -39,9 +40,10 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
   identity.slots = spec.slots;
   identity.readers = spec.readers;
   identity.slot_bytes = spec.slot_bytes;
-  identity.slab_kind = static_cast<std::uint32_t>(SlabKind::memfd);
+  identity.slab_kind = spec.slab_kind;
   identity.slab_fd = spec.slab_fd;
   identity.slab_inode = spec.slab_inode;
+  std::memcpy(identity.slab_handle, spec.slab_handle.data(), spec.slab_handle.size());
   identity.manifest_offset = layout.manifest_offset;
   identity.manifest_bytes = manifest.size();
   identity.fingerprint = spec.fingerprint;
@@ -70,7 +72,13 @@ Control* Control::attach(int fd, std::uint32_t slots, std::uint32_t readers, std
 
 Control::~Control() { munmap(base_, layout_.segment_bytes); }
 
-std::string Control::identity_bytes() const { return {reinterpret_cast<const char*>(base_), offsetof(Identity, crc)}; }
+std::string covered_by_crc(const Identity& identity) {
+  const char* bytes = reinterpret_cast<const char*>(&identity);
+  constexpr std::size_t rest = offsetof(Identity, slab_handle);
+  return std::string(bytes, offsetof(Identity, crc)) + std::string(bytes + rest, sizeof(Identity) - rest);
+}
+
+std::string Control::identity_bytes() const { return covered_by_crc(identity()); }
 
 void Control::make_ready(std::uint32_t crc) {
   identity().crc = crc;

@@ -18,10 +18,15 @@ struct IdentitySpec {
   std::uint32_t slots;
   std::uint32_t readers;
   std::uint64_t slot_bytes;
+  std::uint32_t slab_kind;
   std::int32_t slab_fd;
   std::uint64_t slab_inode;
+  std::string slab_handle;  // at most kHandleBytes
   std::uint64_t fingerprint;
 };
+
+// The bytes of an identity that its CRC covers: all but the CRC itself and `ready`.
+std::string covered_by_crc(const Identity& identity);
 
 class Control {
  public:
@@ -32,7 +37,7 @@ class Control {
   Control(const Control&) = delete;
   Control& operator=(const Control&) = delete;
 
-  std::string identity_bytes() const;  // the bytes that the CRC covers
+  std::string identity_bytes() const;  // the bytes that the CRC covers; see covered_by_crc()
   void make_ready(std::uint32_t crc);
   std::string manifest() const;
 

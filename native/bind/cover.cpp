@@ -137,7 +137,14 @@ class Cover {
       leave();
     }
     void leave() noexcept {
-      while (count > 0) (*readers)[--count].reader->leave();
+      while (count > 0) {
+        const Covered& each = (*readers)[--count];
+        try {
+          each.reader->leave(each.owner);
+        } catch (nb::python_error& error) {  // what a device has failed with; the next call of its driver says it too
+          error.discard_as_unraisable("leaving the read section of a guarded call");
+        }
+      }
     }
     const Readers readers;  // the cover may get others meanwhile
     std::size_t count = 0;

@@ -123,11 +123,13 @@ nb::object read_identity(int fd) {
   d["slab_kind"] = id.slab_kind;
   d["slab_fd"] = id.slab_fd;
   d["slab_inode"] = id.slab_inode;
+  d["slab_handle"] = nb::bytes(reinterpret_cast<const char*>(id.slab_handle), kHandleBytes);
   d["manifest_offset"] = id.manifest_offset;
   d["manifest_bytes"] = id.manifest_bytes;
   d["fingerprint"] = id.fingerprint;
   d["crc"] = id.crc;
-  d["covered"] = nb::bytes(reinterpret_cast<const char*>(&id), offsetof(Identity, crc));
+  const std::string covered = covered_by_crc(id);
+  d["covered"] = nb::bytes(covered.data(), covered.size());
   return d;
 }
 
@@ -149,6 +151,10 @@ void bind_memory(nb::module_& m) {
   m.attr("MAGIC") = kMagic;
   m.attr("ABI") = kAbi;
   m.attr("ENDIAN_TAG") = kEndianTag;
+  m.attr("SLAB_CUDA") = static_cast<std::uint32_t>(SlabKind::cuda);
+  m.attr("OTHER_SLABS") = kOtherKinds;
+  m.attr("MAX_DEVICE_SLOTS") = kMaxDeviceSlots;
+  m.attr("HANDLE_BYTES") = kHandleBytes;
   m.attr("SLAB_MEMFD") = static_cast<std::uint32_t>(SlabKind::memfd);
   m.attr("MAX_SLOTS") = kMaxSlots;
   m.attr("MAX_READERS") = kMaxReaders;
@@ -182,8 +188,9 @@ void bind_memory(nb::module_& m) {
       .def_static(
           "create",
           [](int fd, nb::bytes session, std::uint64_t owner, nb::bytes boot_id, std::uint64_t pid_namespace,
-             std::uint32_t slots, std::uint32_t readers, std::uint64_t slot_bytes, std::int32_t slab_fd,
-             std::uint64_t slab_inode, std::uint64_t fingerprint, nb::bytes manifest) {
+             std::uint32_t slots, std::uint32_t readers, std::uint64_t slot_bytes, std::uint32_t slab_kind,
+             std::int32_t slab_fd, std::uint64_t slab_inode, nb::bytes slab_handle, std::uint64_t fingerprint,
+             nb::bytes manifest) {
             return Control::create(fd,
                                    IdentitySpec{{session.c_str(), session.size()},
                                                 owner,
@@ -192,13 +199,16 @@ void bind_memory(nb::module_& m) {
                                                 slots,
                                                 readers,
                                                 slot_bytes,
+                                                slab_kind,
                                                 slab_fd,
                                                 slab_inode,
+                                                {slab_handle.c_str(), slab_handle.size()},
                                                 fingerprint},
                                    {manifest.c_str(), manifest.size()});
           },
           nb::kw_only(), "fd"_a, "session"_a, "owner"_a, "boot_id"_a, "pid_namespace"_a, "slots"_a, "readers"_a,
-          "slot_bytes"_a, "slab_fd"_a, "slab_inode"_a, "fingerprint"_a, "manifest"_a, nb::rv_policy::take_ownership)
+          "slot_bytes"_a, "slab_kind"_a, "slab_fd"_a, "slab_inode"_a, "slab_handle"_a, "fingerprint"_a, "manifest"_a,
+          nb::rv_policy::take_ownership)
       .def_static("attach", &Control::attach, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
                   nb::rv_policy::take_ownership)
       .def("identity_bytes",

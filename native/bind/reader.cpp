@@ -19,7 +19,7 @@ class Exclusive {
     reader_->check();
     reader_->lock(owner_, timeout_);
   }
-  void exit() { reader_->unlock(); }
+  void exit() { reader_->unlock(owner_); }
 
  private:
   nb::object owner_;
@@ -32,7 +32,7 @@ class Closing {
  public:
   explicit Closing(nb::object owner) : owner_(std::move(owner)), reader_(nb::cast<Reader*>(owner_)) {}
   void enter() { reader_->begin_closing(owner_); }
-  void exit() { reader_->end_closing(); }
+  void exit() { reader_->end_closing(owner_); }
 
  private:
   nb::object owner_;
@@ -65,14 +65,14 @@ class Section {
   void exit() {
     if (entered_ == 0)
       raise("ProtocolError", "this read section is not entered, or was left already; nothing to leave");
-    torn = reader_->leave();
+    torn = reader_->leave(owner_);
     --entered_;
   }
   // For the holder of a generator that will not go on: leave it in whatever thread this is.
   void give_up() {
     if (entered_ == 0) return;
     --entered_;
-    reader_->leave(true);
+    reader_->leave(owner_, true);
   }
   nb::object weights() const { return owner_.attr("weights"); }
 
@@ -185,9 +185,10 @@ void bind_reader(nb::module_& m) {
     reader.attr(method->ml_name) = descriptor;
   }
   reader
-      .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency>(), "control"_a, "row"_a, "me"_a,
-           "consistency"_a,
-           nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency) -> None"))
+      .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency, const RowReads*>(), "control"_a, "row"_a,
+           "me"_a, "consistency"_a, "reads"_a = nb::none(),
+           nb::sig("def __init__(self, control: Control, row: int, me: int, consistency: Consistency, "
+                   "reads: DeviceReads | None = None) -> None"))
       .def(
           "_exclusive",
           [](nb::handle self, nb::object timeout) { return Exclusive(nb::borrow(self), std::move(timeout)); },
@@ -198,10 +199,11 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("_ending", [](const Reader& r) { return r.closing > 0 || r.closed; })
       .def(
           "_use",
-          [](Reader& r, nb::object control, std::uint32_t row, std::uint64_t me) {
-            r.use(std::move(control), row, me);
+          [](Reader& r, nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
+            r.use(std::move(control), row, me, reads);
           },
-          "control"_a, "row"_a, "me"_a, nb::sig("def _use(self, control: Control, row: int, me: int) -> None"))
+          "control"_a, "row"_a, "me"_a, "reads"_a = nb::none(),
+          nb::sig("def _use(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
       .def_rw("_follows", &Reader::follows)
       .def_rw("_lost", &Reader::lost)
       .def(
@@ -211,7 +213,9 @@ void bind_reader(nb::module_& m) {
       .def("_enter_final", [](Reader& r) { return r.side->final(); })
       .def("_applied", [](Reader& r) { r.side->applied(); })
       .def("_forget", [](Reader& r) { r.side->forget(); })
-      .def("_abandon", [](Reader& r) { return r.side->leave(); })
+      .def(
+          "_abandon", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
+          nb::sig("def _abandon(self) -> bool"))
       .def(
           "_wait",
           [](Reader& r, std::int64_t timeout_ns) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "control.hpp"
+#include "device.hpp"
 #include "gil.hpp"
 #include "section_lock.hpp"
 #include "sources.hpp"
@@ -38,8 +39,8 @@ inline std::string name_of(const Thread& thread) {
 
 class Reader {
  public:
-  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
-    use(control, row, me, consistency);
+  Reader(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency, const RowReads* reads) {
+    use(control, row, me, consistency, reads);
   }
 
   void check() const {
@@ -62,8 +63,8 @@ class Reader {
     }
   }
 
-  void unlock() {
-    if (depth == 0) side->drop();
+  void unlock(nb::handle self) {
+    if (depth == 0) drop_pin(self);
     mutex.unlock();
   }
 
@@ -87,26 +88,40 @@ class Reader {
       }
       ++depth;
     } catch (...) {
-      unlock();
+      unlock(self);
       throw;
     }
   }
 
   // `anywhere`: from any thread, for somebody who knows that nobody is inside any more.
-  bool leave(bool anywhere = false) {
+  bool leave(nb::handle self, bool anywhere = false) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
     if (closed) return false;                            // close() has given this section up
     if (depth == 0 || !(anywhere || mutex.mine()))
       raise("ProtocolError", "a read section must be left in the thread that entered it");
     bool torn = false;
-    if (--depth == 0) {
-      torn = side->leave();
-      if (torn) side->forget();
-    } else {
+    if (--depth > 0) {
       torn = side->torn_so_far();
+      mutex.unlock();
+      return torn;
     }
+    try {
+      if (side->device()) tell_device(self);
+    } catch (...) {
+      side->leave();
+      mutex.unlock();
+      throw;
+    }
+    torn = side->leave();
+    if (torn) side->forget();
     mutex.unlock();
     return torn;
+  }
+
+  // Leaves what _enter_slow() or _refresh_slow() has entered, in the middle of their work.
+  bool abandon(nb::handle self) {
+    if (side->device()) tell_device(self);
+    return side->leave();
   }
 
   // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
@@ -120,10 +135,10 @@ class Reader {
     try {
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, "_refresh_slow"));
-      unlock();
+      unlock(self);
       return moved;
     } catch (...) {
-      unlock();
+      unlock(self);
       throw;
     }
   }
@@ -134,7 +149,7 @@ class Reader {
     ++closing;
     try {
       if (abandoned()) {
-        give_up();
+        give_up(self);
       } else if (mutex.mine()) {
         if (depth > 0)
           raise("ProtocolError", "close() inside a read section of this Subscriber; leave the section first");
@@ -142,13 +157,13 @@ class Reader {
       } else if (!mutex.try_lock()) {
         if (!mutex.wait(nb::cast<double>(self.attr("timeout")), [this] { return abandoned(); })) {
           if (!abandoned()) raise_busy();
-          give_up();
+          give_up(self);
         }
       }
       try {
         check();  // another thread may have been quicker
       } catch (...) {
-        unlock();
+        unlock(self);
         throw;
       }
     } catch (...) {
@@ -157,23 +172,24 @@ class Reader {
     }
   }
 
-  void end_closing() {
+  void end_closing(nb::handle self) {
     --closing;
-    unlock();
+    unlock(self);
   }
 
   // Moves to another arena. Hold the lock, outside of sections.
-  void use(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency) {
+  void use(nb::object control, std::uint32_t row, std::uint64_t me, Consistency consistency, const RowReads* reads) {
     Control& mapped = nb::cast<Control&>(control);
     const std::optional<ReadSide> before = side;
     side.emplace(mapped.publication(), mapped.slots(), mapped.slot_count(), mapped.readers()[row], mapped.reply(), me,
                  consistency);
     if (before) side->go_on_from(*before);
+    if (reads != nullptr) side->read_by(reads->reads);
     control_ = std::move(control);
     row_ = row;
   }
-  void use(nb::object control, std::uint32_t row, std::uint64_t me) {
-    use(std::move(control), row, me, side->consistency());
+  void use(nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
+    use(std::move(control), row, me, side->consistency(), reads);
   }
 
   // Waits without the lock, so another thread may move to another arena meanwhile: this keeps the one of now.
@@ -235,10 +251,34 @@ class Reader {
            (depth > 0 && dropped == depth && mutex.holds() == depth);
   }
 
-  void give_up() {
+  void give_up(nb::handle self) {
     depth = dropped = 0;
-    side->drop();
+    drop_pin(self);
     mutex.seize();
+  }
+
+  // Before a section's pin goes: what it has asked the device for is still to be done, and holds the slot until then.
+  // An optimistic section has no pin: it is done when this returns, so that what it has read can be judged. Raises what
+  // the device has failed with; then the slot stays held.
+  void tell_device(nb::handle self) {
+    if (side->holds_pin())
+      call_method(self, "_reads_end", nb::cast(HostCall{side->device()->begin(slot_of(side->held()))}));
+    else if (side->consistency() == Consistency::optimistic && !side->pinned())
+      call_method(self, "_reads_end", nb::none());
+  }
+
+  // Give up a pin that became no section; an error is on its way already.
+  void drop_pin(nb::handle self) {
+    if (!side->holds_pin()) return;
+    if (side->device()) {
+      nb::error_scope earlier;
+      try {
+        tell_device(self);
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("telling the device that a read section was given up");
+      }
+    }
+    side->drop();
   }
 
   [[noreturn]] void raise_busy() const {

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "control.hpp"
+#include "device.hpp"
 #include "gil.hpp"
 #include "sources.hpp"
 
@@ -15,9 +16,9 @@ namespace {
 
 class Writer : public PublicationWriter {
  public:
-  Writer(Control& control, std::uint64_t me)
+  Writer(Control& control, std::uint64_t me, bool on_device)
       : PublicationWriter(control.publication(), control.slots(), control.slot_count(), control.readers(),
-                          control.reply(), me) {}
+                          control.reply(), me, on_device) {}
 };
 
 bool begin(Writer& writer) {
@@ -133,7 +134,8 @@ void bind_writer(nb::module_& m) {
           nb::sig("def __exit__(self, exc_type: object, exc: object, traceback: object) -> None"));
 
   nb::class_<Writer>(m, "Writer", "The writer's side of the protocol. Calls are not thread-safe: hold a lock.")
-      .def(nb::init<Control&, std::uint64_t>(), "control"_a, "me"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<Control&, std::uint64_t, bool>(), "control"_a, "me"_a, "on_device"_a = false,
+           nb::keep_alive<1, 2>())
       .def("begin", &begin, "Close the gate (slots = 1) and look once for a free slot. True: `slot` may be written.")
       .def("wait_begin", &wait_begin, "timeout_ns"_a,
            "Wait at most one slice for a free slot. True: `slot` may be written.")
@@ -142,6 +144,10 @@ void bind_writer(nb::module_& m) {
           "Number the next version; False if it would not grow, or if writing has begun.")
       .def(
           "commit", [](Writer& w) { return w.commit(); }, "Publish what was written; the new version.")
+      .def(
+          "commit_later", [](Writer& w) { return HostCall{commit_later(w)}; },
+          "A commit() that a device makes. Until it is done or cancelled, call nothing of this writer.",
+          nb::keep_alive<0, 1>())
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
       .def("close", [](Writer& w) { w.close(); })

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <optional>
 
 #include "shmsync/seqlock.hpp"
 
@@ -16,13 +18,14 @@ constexpr Nanoseconds kNextTurn = std::chrono::milliseconds(100);  // for a read
 }  // namespace
 
 PublicationWriter::PublicationWriter(PublicationLine& line, SlotLine* slots, std::uint32_t slot_count,
-                                     ReaderTable readers, ReplyLine& reply, std::uint64_t me)
+                                     ReaderTable readers, ReplyLine& reply, std::uint64_t me, bool on_device)
     : line_(line),
       slots_(slots),
       slot_count_(slot_count),
       readers_(readers),
       reply_(reply),
       me_(me),
+      on_device_(on_device),
       slot_version_(slot_count, 0),
       no_turn_before_(readers.size(), 0) {}
 
@@ -55,14 +58,19 @@ bool PublicationWriter::slot_is_free() {
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
     // SYNC pin.release, pin.store: acquire; pairs with unpin(): the reader's loads happened before our overwrite.
     const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);
-    if (pin == 0) continue;
-    if (garbage(pin)) {
+    // SYNC held.set: after the pin; pairs with DeviceReads::begin(), which stores before the pin goes: we see one or
+    // the other. SYNC held.release: acquire; pairs with DeviceReads::end(): the device's reads happened before our
+    // overwrite.
+    const std::uint64_t held = on_device_ ? readers_[i].held.load(std::memory_order_acquire) : 0;
+    if (pin == 0 && held == 0) continue;
+    if ((pin != 0 && garbage(pin)) || (held & ~written_) != 0) {
       // A live process wrote where it should not. Its row goes; the reader notices at its next entry.
       readers_.reap(i, readers_[i].owner.load(std::memory_order_acquire), me_);
       continue;
     }
     // A stale pin (its reader is about to back off) only delays reuse; it never permits it.
-    pinned[slot_of(pin - 1)] = true;
+    if (pin != 0) pinned[slot_of(pin - 1)] = true;
+    for (std::uint64_t left = held; left != 0; left &= left - 1) pinned[std::countr_zero(left)] = true;
     any = true;
   }
   if (slot_count_ == 1) {
@@ -88,8 +96,14 @@ std::vector<Blocker> PublicationWriter::blockers() const {
   std::vector<Blocker> found;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
     const std::uint64_t pin = readers_[i].pin.load(std::memory_order_acquire);  // SYNC pin.store: its owner, below
-    if (pin == 0 || (slot_count_ > 1 && slot_of(pin - 1) == current_slot_)) continue;
-    found.push_back({i, readers_[i].owner.load(std::memory_order_acquire), version_of(pin - 1)});
+    // SYNC held.set: after the pin, as in slot_is_free()
+    const std::uint64_t held = on_device_ ? readers_[i].held.load(std::memory_order_acquire) & written_ : 0;
+    const auto in_the_way = [this](std::uint32_t slot) { return slot_count_ == 1 || slot != current_slot_; };
+    std::optional<std::uint64_t> version;
+    for (std::uint64_t left = held; left != 0; left &= left - 1)
+      if (const auto slot = std::countr_zero(left); in_the_way(slot)) version = slot_version_[slot];
+    if (pin != 0 && in_the_way(slot_of(pin - 1))) version = version_of(pin - 1);
+    if (version) found.push_back({i, readers_[i].owner.load(std::memory_order_acquire), *version});
   }
   return found;
 }
@@ -104,6 +118,7 @@ std::uint64_t PublicationWriter::commit() {
   version_ = next_++;
   seqlock::end(slots_[slot_].seq, version_);
   slot_version_[slot_] = version_;
+  if (on_device_) written_ |= std::uint64_t{1} << slot_;
   current_slot_ = slot_;
   if (poisoned_) {
     // SYNC state: release; pairs with ReadSide::state(). Before the gate opens: a reader looks at the state only while

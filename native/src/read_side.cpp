@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "shmsync/device_reads.hpp"
 #include "shmsync/seqlock.hpp"
 #include "shmsync/spin.hpp"
 
@@ -107,6 +108,7 @@ Enter ReadSide::final() {
 
 void ReadSide::applied() {
   applied_ = held_;
+  if (device_) return device_->ack(held_);
   row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
   wake_writer(line_, reply_);
 }
@@ -128,7 +130,7 @@ bool ReadSide::leave() {
 }
 
 void ReadSide::drop() {
-  if (owns_row() && row_.pin.load(std::memory_order_relaxed) != 0) unpin();
+  if (holds_pin()) unpin();
 }
 
 void ReadSide::retire() {

@@ -13,6 +13,7 @@ void ReaderTable::format() {
 
 void ReaderTable::clear(ReaderRow& row) {
   row.pin.store(0, std::memory_order_relaxed);
+  row.held.store(0, std::memory_order_relaxed);
   row.acked.store(0, std::memory_order_relaxed);
   row.want.store(0, std::memory_order_relaxed);
   row.pinned_at.store(0, std::memory_order_relaxed);
@@ -65,11 +66,13 @@ ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
   look.reads = r.reads.load(relaxed);
   look.torn = r.torn.load(relaxed);
   look.retries = r.retries.load(relaxed);
+  look.held = r.held.load(relaxed);
   return look;
 }
 
 void ReaderTable::release(std::uint32_t row) {
   rows_[row].pin.store(0, std::memory_order_relaxed);
+  rows_[row].held.store(0, std::memory_order_relaxed);
   rows_[row].want.store(0, std::memory_order_relaxed);
   rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with claim()
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "shmsync/device_reads.hpp"
 #include "shmsync/publication.hpp"
 #include "shmsync/read_side.hpp"
 
@@ -29,8 +30,8 @@ struct Memory {
     table.format();
   }
 
-  PublicationWriter writer() {
-    return {line, slots.data(), static_cast<std::uint32_t>(slots.size()), table, reply, kWriter};
+  PublicationWriter writer(bool on_device = false) {
+    return {line, slots.data(), static_cast<std::uint32_t>(slots.size()), table, reply, kWriter, on_device};
   }
 
   // The reader of row i, which it claims.
@@ -39,6 +40,15 @@ struct Memory {
     CHECK(row.has_value());
     return {line,       slots.data(), static_cast<std::uint32_t>(slots.size()), table[*row], reply, reader_id(next_++),
             consistency};
+  }
+
+  // The same, of an arena on a device.
+  ReadSide device_reader(Consistency consistency = Consistency::pinned) {
+    ReadSide side = reader(consistency);
+    const std::uint32_t row = next_ - 1;
+    side.read_by(std::make_shared<DeviceReads>(line, static_cast<std::uint32_t>(slots.size()), table[row], reply,
+                                               reader_id(row)));
+    return side;
   }
 
   PublicationLine line{};

@@ -40,6 +40,7 @@ class Header(NamedTuple):
     slab_kind: int
     slab_fd: int
     slab_inode: int
+    slab_handle: bytes  # by which the memory of a device is opened; else zeros
     manifest_offset: int
     manifest_bytes: int
     fingerprint: int

@@ -24,11 +24,13 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 2;                     // any change to this file raises it
+inline constexpr std::uint32_t kAbi = 3;                     // any change to this file raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
+inline constexpr std::size_t kHandleBytes = 96;
 inline constexpr std::size_t kPage = 65536;  // the largest page size of the systems we run on (arm64)
 inline constexpr std::uint32_t kMaxSlots = 127;
+inline constexpr std::uint32_t kMaxDeviceSlots = 64;  // bits of `held`
 inline constexpr std::uint32_t kMaxReaders = 4096;
 
 using Word64 = std::atomic<std::uint64_t>;
@@ -79,7 +81,9 @@ constexpr std::uint64_t image_from(const Words& words) {
 }
 
 enum class State : std::uint32_t { open = 0, closed = 1, poisoned = 2 };
+// What the slots lie in. A number from kOtherKinds on belongs to a device that another package brings.
 enum class SlabKind : std::uint32_t { memfd = 1, cuda = 2 };
+inline constexpr std::uint32_t kOtherKinds = 0x10000;
 
 struct Identity {  // writer: the creator, before `ready`
   std::uint64_t magic;
@@ -99,9 +103,10 @@ struct Identity {  // writer: the creator, before `ready`
   std::uint64_t manifest_offset;
   std::uint64_t manifest_bytes;
   std::uint64_t fingerprint;  // of the manifest
-  std::uint32_t crc;          // CRC-32 of the bytes of this struct before it
+  std::uint32_t crc;          // CRC-32 of the other bytes of this struct, but for `ready`
   Word32 ready;
-  std::uint8_t pad[256 - 136];
+  std::uint8_t slab_handle[kHandleBytes];  // by which other processes open the memory of a device; else 0
+  std::uint8_t pad[256 - 136 - kHandleBytes];
 };
 static_assert(sizeof(Identity) == 256);
 static_assert(offsetof(Identity, owner) == 40);
@@ -132,6 +137,7 @@ struct alignas(kLine) ReaderRow {    // writer: the process in `owner`
   Word64 reads;
   Word64 torn;
   Word64 retries;
+  Word64 held;  // bit k: a device has still to do reads of slot k, whose section is over
 };
 static_assert(sizeof(ReaderRow) == kLine);
 static_assert(offsetof(ReaderRow, worker) == 28);

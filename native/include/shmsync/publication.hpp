@@ -3,7 +3,7 @@
 //   begin() ── busy ──> wait_begin() ... ── ready ──> write slot() ──> commit()
 //      └────────────────── abort() <──┘                         └──> poison()   (slots = 1)
 //
-// INV: the bytes of a published slot never change while a live reader's pin holds it.
+// INV: the bytes of a published slot never change while a live reader's pin holds it, nor, on a device, its held bit.
 // INV: a version number is published once; after abort() and poison() the next attempt uses it again.
 // INV: the writer trusts only its own copies of its state; what readers can write is bounds-checked.
 #pragma once
@@ -27,8 +27,9 @@ struct Blocker {
 
 class PublicationWriter {
  public:
+  // `on_device`: readers may hold slots after their sections, and there are at most kMaxDeviceSlots.
   PublicationWriter(PublicationLine& line, SlotLine* slots, std::uint32_t slot_count, ReaderTable readers,
-                    ReplyLine& reply, std::uint64_t me);
+                    ReplyLine& reply, std::uint64_t me, bool on_device = false);
 
   // Slots = 1: closes the gate. Then looks once whether a slot is free to write; marks it if so.
   Begin begin();
@@ -83,6 +84,7 @@ class PublicationWriter {
   ReaderTable readers_;
   ReplyLine& reply_;
   std::uint64_t me_;
+  bool on_device_;
 
   std::uint64_t version_ = 0;
   std::uint64_t next_ = 1;
@@ -96,6 +98,7 @@ class PublicationWriter {
   std::uint64_t acks_wait_for_ = 0;            // the version whose acks were waited for last
   std::uint64_t acks_since_ = 0;               // when that wait began
   std::vector<std::uint64_t> slot_version_;    // 0: never written, or aborted
+  std::uint64_t written_ = 0;                  // on a device: the slots that were ever published
   std::uint64_t opened_at_ = 0;                // when the gate was opened last
   std::vector<std::uint64_t> no_turn_before_;  // per row, CLOCK_MONOTONIC ns; 0: it has one
 };

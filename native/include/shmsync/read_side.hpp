@@ -9,6 +9,8 @@
 // One ReadSide serves one thread at a time; the caller holds a lock around each outermost section.
 #pragma once
 
+#include <memory>
+
 #include "shmsync/futex.hpp"
 
 namespace shmsync {
@@ -23,6 +25,8 @@ enum class Enter {
   evicted    // not entered: the row is no longer ours
 };
 
+class DeviceReads;
+
 // After a reader's release store (pin, ack, row): wakes the writer if it sleeps.
 void wake_writer(const PublicationLine& line, ReplyLine& reply);
 
@@ -30,6 +34,11 @@ class ReadSide {
  public:
   ReadSide(const PublicationLine& line, const SlotLine* slots, std::uint32_t slot_count, ReaderRow& row,
            ReplyLine& reply, std::uint64_t me, Consistency consistency);
+
+  // The slots lie on a device: what its reads hold back, and what it has still to read when a section is over. The
+  // caller tells it before leave() or drop().
+  void read_by(std::shared_ptr<DeviceReads> reads) { device_ = std::move(reads); }
+  const std::shared_ptr<DeviceReads>& device() const { return device_; }
 
   Enter try_enter() { return try_enter(consistency_); }
   Enter try_enter(Consistency consistency);
@@ -46,6 +55,8 @@ class ReadSide {
   // processor is kept.
   bool wait_version(std::uint64_t version, Nanoseconds timeout, Nanoseconds spin = Nanoseconds(0));
 
+  // Is a slot pinned that leave() or drop() would let go?
+  bool holds_pin() const { return owns_row() && row_.pin.load(std::memory_order_relaxed) != 0; }
   bool pinned() const { return entered_as_ == Consistency::pinned; }
   std::uint64_t held() const { return held_; }  // packed `current` of the section
   std::uint64_t latest() const { return version_of(current()); }
@@ -90,6 +101,7 @@ class ReadSide {
   std::uint64_t me_;
   Consistency consistency_;
 
+  std::shared_ptr<DeviceReads> device_;  // null: in host memory
   Consistency entered_as_ = Consistency::pinned;
   std::uint64_t held_ = 0;
   std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0

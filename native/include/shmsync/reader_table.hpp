@@ -2,7 +2,8 @@
 //
 // INV: nobody writes a row that it does not own. Ownership moves by one CAS on `owner`: from 0 (claim), from
 //      a dead owner (take_over, reap), never from a live one except to evict a row that holds garbage.
-// INV: a free row (owner 0) has pin 0 and want 0. Its last `acked` and `worker` stay until the next claim: the writer
+// INV: a free row (owner 0) has pin 0, held 0 and want 0. Its last `acked` and `worker` stay until the next claim: the
+// writer
 //      may look for an ack only after the reader that gave it has left.
 //
 // Whether an owner is dead is for the caller to establish, with a pidfd; the table only acts on it.
@@ -25,7 +26,7 @@ class ReaderTable {
   struct Look {
     std::uint64_t owner, pin, acked;
     std::int32_t worker;
-    std::uint64_t pinned_at, reads, torn, retries;
+    std::uint64_t pinned_at, reads, torn, retries, held;
   };
   Look look(std::uint32_t row) const;
 
@@ -44,7 +45,7 @@ class ReaderTable {
   // Frees the row of `dead`, pin included; false when somebody else was quicker.
   bool reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me);
 
-  // Frees a row that the caller owns. Its pin must be 0 already.
+  // Frees a row that the caller owns. Its pin and held must be 0 already.
   void release(std::uint32_t row);
 
  private:

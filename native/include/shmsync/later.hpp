@@ -1,0 +1,43 @@
+// Something that a device does once, after all that was asked of it before: a step of the protocol on one of its
+// threads.
+//
+// The device gets run_later() and a ticket(); it calls the one with the other, or never if it has failed.
+// Uses no Python and none of the device's functions: drivers forbid both in such a call.
+#pragma once
+
+#include <memory>
+
+#include "shmsync/futex.hpp"
+
+namespace shmsync {
+
+class Later : public std::enable_shared_from_this<Later> {
+ public:
+  virtual ~Later() = default;
+  Later() = default;
+  Later(const Later&) = delete;
+  Later& operator=(const Later&) = delete;
+
+  // What the device passes to run_later(). It keeps this alive until then; call it once.
+  void* ticket();
+  // True: it will not be done. False: it is done, or just being done.
+  bool cancel();
+  bool done() const;
+  // At most one slice. True when it is done.
+  bool wait(Nanoseconds timeout) const;
+
+ protected:
+  virtual void work() noexcept = 0;
+
+ private:
+  friend void run_later(void* ticket);
+  enum : std::uint32_t { kPending, kRunning, kDone, kCancelled };
+  void run() noexcept;
+
+  Word32 state_{kPending};
+};
+
+// On a thread of the device.
+void run_later(void* ticket);
+
+}  // namespace shmsync
