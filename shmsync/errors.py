@@ -15,6 +15,7 @@
     ├── WorkerDied         published, but these workers died before they applied it
     ├── AckTimeout         published, but these workers have not applied it in time             (TimeoutError)
     ├── ProtocolError      the call makes no sense here, for example a publish inside one's own read section
+    ├── DeviceFailed       a device failed, perhaps in what it was asked for earlier
     ├── ClosedError        the handle, or the publisher, is closed
     └── ForkedHandle       the handle belongs to the parent process
 
@@ -100,6 +101,10 @@ class AckTimeout(ShmSyncError, TimeoutError):
 
 class ProtocolError(ShmSyncError):
     """The call makes no sense in the state that this process is in."""
+
+
+class DeviceFailed(ShmSyncError):
+    """A device failed, perhaps in what it was asked for earlier; its `version`, if it was publishing one, never came."""
 
 
 class ClosedError(ShmSyncError):

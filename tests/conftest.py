@@ -18,6 +18,12 @@ sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers on few cores must not each have a thread pool
 
+# With SHMSYNC_TEST_DEVICE=simulated all arenas lie on a device without hardware; see support/simulated.py.
+SIMULATED = os.environ.get("SHMSYNC_TEST_DEVICE") == "simulated"
+if SIMULATED:
+    os.environ["PYTHONPATH"] = os.pathsep.join([HERE + "/simulated", os.environ["PYTHONPATH"]])
+    exec(Path(HERE, "simulated", "sitecustomize.py").read_text())  # as Python has done in the processes they start
+
 import torch  # noqa: E402
 
 import shmsync.schemes  # noqa: E402, F401  with what it imports
@@ -83,7 +89,8 @@ def nothing_left() -> Iterator[None]:
     """Every test must leave no arena of this process in /dev/shm, no thread, and torch's modes as they were."""
 
     def threads() -> int:
-        return sum(thread.ident not in RUNNERS_OWN for thread in threading.enumerate())
+        mine = (each for each in threading.enumerate() if each.name != "simulated stream")  # ends with its arena, later
+        return sum(thread.ident not in RUNNERS_OWN for thread in mine)
 
     arenas, before, modes = set(segments()), threads(), modes_of_torch()
     yield

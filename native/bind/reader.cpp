@@ -75,6 +75,11 @@ class Section {
     reader_->leave(owner_, true);
   }
   nb::object weights() const { return owner_.attr("weights"); }
+  void release_after(nb::object stream) const {
+    if (entered_ == 0 || !reader_->in_section())
+      raise("ProtocolError", "release_after() is for a read section of this thread that is open");
+    call_method(owner_, "_release_after", stream);
+  }
 
   std::uint64_t version = 0;
   bool torn = false;
@@ -159,6 +164,10 @@ void bind_reader(nb::module_& m) {
       .def(
           "__exit__", [](Section& s, nb::handle, nb::handle, nb::handle) { s.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none())
+      .def("release_after", &Section::release_after, "stream"_a,
+           "Weights on a device: keep this version until this stream, or event, has done what it has to do when the\n"
+           "section is left. For kernels on other streams than the current one; in host memory it does nothing.\n\n"
+           "Raises ProtocolError outside of the section, TypeError for what is no stream or event of the device.")
       .def("_give_up", &Section::give_up)
       .def_ro("version", &Section::version, "The version used inside.")
       .def_ro("torn", &Section::torn, "After exit: did the weights change meanwhile? Always False when pinned.")

@@ -13,6 +13,7 @@ from .. import _native
 from ..memory.arena import Arena
 from ..memory.manifest import Leaf
 from ..memory.plainly import plainly
+from .matching import same_layout
 
 STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
 
@@ -30,9 +31,9 @@ class Conversions:
         self._sources = sources
         self._leaves = [leaf for _, leaf in sources]
         self._seen = [_signature(source) for source, _ in sources]
-        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() moves
+        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and held() move
         self._copies: list[torch.Tensor] | None = None
-        if arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
+        if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
             self.written = 0
             with plainly():
                 self._copies = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for _, leaf in sources]
@@ -60,12 +61,29 @@ class Conversions:
                     copy.copy_(source)
 
     def write(self, slot: int) -> None:
-        """Convert what is not staged into this slot."""
+        """Convert what is not staged into this slot, but for what held() gives."""
         if self._copies is None and self._sources:
             views = self._arena.views(slot, writable=True)
             with plainly():
                 for source, leaf in self._sources:
-                    views[leaf.key].copy_(source)
+                    if not self._as_it_is(source, leaf):
+                        views[leaf.key].copy_(source)
+
+    def held(self) -> list[tuple[int, int, int]]:
+        """What the arena's device can copy as it is: (place in the slot, address, bytes)."""
+        return [
+            (leaf.offset, source.data_ptr(), leaf.nbytes)
+            for source, leaf in self._sources
+            if self._as_it_is(source, leaf)
+        ]
+
+    def _as_it_is(self, source: torch.Tensor, leaf: Leaf) -> bool:
+        return held_by(self._arena, source) and same_layout(source, leaf)
+
+
+def held_by(arena: Arena, tensor: torch.Tensor) -> bool:
+    """Does the device on which the arena lies have the tensor in its own memory?"""
+    return arena.on_device is not None and arena.on_device.device.holds(tensor)
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:

@@ -17,10 +17,10 @@ from torch import nn
 from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import Arena, lies_in
-from ..memory.manifest import Key, Leaf
+from ..memory.manifest import Key, Leaf, merged
 from ..memory.plainly import plainly
 from .admission import extent
-from .converting import Conversions
+from .converting import Conversions, held_by
 from .looking import teach
 from .matching import describe_problems, direct, mismatches, same_bytes, untied
 from .outline import Seen
@@ -71,7 +71,7 @@ class CopyPlan:
             if _own_place(tensor, leaf, ranges, arena.slots, name):
                 self.in_place.append(leaf)
                 rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
-            elif direct(tensor, leaf):
+            elif direct(tensor, leaf) and not held_by(arena, tensor):
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
                 converted_of[key] = len(converted)
@@ -79,6 +79,7 @@ class CopyPlan:
                 converted.append((tensor, leaf))
         self._conversions = Conversions(arena, converted)
         rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self._conversions.staged()]
+        self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))  # what copy_bytes() writes
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
         self._sources = _native.Sources(list(collected.guards or ()) if self._outline is None else [], rows)
@@ -164,6 +165,18 @@ class CopyPlan:
     def stage(self) -> None:
         """Convert beforehand what is small; done before readers are kept out."""
         self._conversions.stage()
+
+    def convert(self, slot: int) -> list[tuple[int, int, int]]:
+        """For a slot on a device: write what has to be converted; what the device itself can copy, to be copied.
+
+        The latter as (place in the slot, address, bytes).
+        """
+        self._conversions.write(slot)
+        return self._conversions.held()
+
+    def copy_bytes(self, address: int) -> None:
+        """Write the plain bytes, each at its place in a slot that starts at `address`."""
+        self._sources.copy_to(address)
 
     def copy_to(self, address: int, slot: int) -> None:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""

@@ -13,13 +13,22 @@ from .admission import problem_with
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
-    """Can its bytes be copied to the leaf as they are?"""
-    return tensor.dtype == leaf.dtype and plain(tensor)
+    """Can the host copy its bytes to the leaf as they are?"""
+    return tensor.device.type == "cpu" and same_layout(tensor, leaf)
 
 
 def plain(tensor: torch.Tensor) -> bool:
     """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and _in_order(tensor)
+
+
+def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Are its bytes those of the leaf, wherever they are?"""
+    return tensor.dtype == leaf.dtype and _in_order(tensor)
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def mismatches(

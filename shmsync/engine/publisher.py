@@ -16,6 +16,7 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
+from ..memory.devices import default
 from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
 from ..memory.plainly import plainly, run_plainly
@@ -78,13 +79,14 @@ class Publisher:
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
         check_device(device)
         check_dtypes(dtype)
+        where = default()
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = check_timeout(timeout)
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
         with plainly():
             manifest = _manifest_of(weights, self._filter, dtype)
-        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers)
+        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=where)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
         self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
         watch_exit()
@@ -92,6 +94,7 @@ class Publisher:
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
             self.publish()
+            self._side.settle(deadline_after(None, timeout))
             segment.make_ready(created)
         except BaseException:
             self.close()
@@ -105,20 +108,27 @@ class Publisher:
     @property
     def version(self) -> int:
         """The published version; the first is 1."""
-        return int(self._side.writer.version)
+        return self._side.current[0]
 
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
         self._side.check()
-        return self._arena.weights(self._side.writer.current_slot)
+        return self._arena.weights(self._side.current[1])
 
     @property
     def handle(self) -> Handle:
         """What a worker needs to attach; picklable."""
         return Handle(self.name, self._arena.session)
 
-    def publish(self, weights: Weights | None = None, *, wait: Wait = None, timeout: float | None = None) -> int:
+    def publish(
+        self,
+        weights: Weights | None = None,
+        *,
+        wait: Wait = None,
+        timeout: float | None = None,
+        after: object = None,
+    ) -> int:
         """Copy weights into the arena and make them the new version.
 
         Everything is checked before the first byte moves. A mapping may be partial: the other leaves keep their
@@ -130,9 +140,11 @@ class Publisher:
             wait: None returns at once; "all" waits until every subscriber alive at the commit has applied the
                 version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
+            after: for weights on a device that were made on another stream than the current one: that stream, or an
+                event. The copies wait for what it has to do now.
 
         Returns:
-            The new version.
+            The new version. On a device it is visible when it is copied there; `wait=[]` waits for that.
 
         Raises:
             ManifestMismatch, ReaderStalled, WriterBusy, Poisoned (partial after a failed update), ProtocolError
@@ -143,6 +155,7 @@ class Publisher:
         acks = _acks(wait)
         self._side.check()
         with self._side.lock:
+            self._side.settle(deadline, after)
             try:
                 return self._side.publish(self._checked(weights), deadline, acks)
             finally:
@@ -195,6 +208,7 @@ class Publisher:
         optimizers = as_list(optimizer)
         with side.lock:
             side.check()
+            side.settle(deadline_after(None, side.timeout))
             if side.adopted is None:
                 self._adopt(module, optimizers)
             elif side.adopted.module is not module or not optimizers:
@@ -210,8 +224,10 @@ class Publisher:
             raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
         adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
+        deadline = deadline_after(None, side.timeout)
         if self._differs(module):
-            side.publish(side.checked(plan), deadline_after(None, side.timeout))
+            side.publish(side.checked(plan), deadline)
+            side.settle(deadline)
         side.adopted = adoption
         adoption.move_in()
         self._source = module
@@ -313,6 +329,7 @@ class Publisher:
     def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
         """Raise what publishing these would raise before anything is written. `optional`: as in Publication."""
         with self._side.lock:
+            self._side.settle(deadline_after(None, self._side.timeout))
             try:
                 self._checked(weights, optional)
             finally:
@@ -333,6 +350,8 @@ class Publisher:
 
     def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
         """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
+        if not self._side.published(nanoseconds):
+            return rows
         return list(self._side.writer.wait_acks(version, rows, nanoseconds))
 
 
@@ -370,6 +389,8 @@ def _publish_locked(publications: Sequence[Publication], version: int | None, de
 
 
 def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
+    for each in publications:
+        each.publisher._side.settle(deadline)
     plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
     if len(plans) == 1:
         side, plan = plans[0]
@@ -385,18 +406,19 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
         for side, _ in plans:
             side.writer.abort()  # nothing is written yet
         raise
+    versions = []
     uncommitted = [side for side, _ in plans]
     try:
         for side, plan in plans:
             side.write(plan)
         while uncommitted:
-            uncommitted[0].commit()
+            versions.append(uncommitted[0].commit())
             del uncommitted[0]
     except BaseException:
         for side in uncommitted:
             side.undo()
         raise
-    return [side.writer.version for side, _ in plans]
+    return versions
 
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
@@ -414,7 +436,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     """End the arena. Holds no Publisher, so that it can run when that is collected, and at exit."""
-    side.writer.close()
+    side.end()
     segment.withdraw(side.name, fd)
     side.peers.close()
     if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway

@@ -14,10 +14,11 @@ from torch import nn
 from torch._dynamo.decorators import skip
 from torch.compiler import disable
 
-from .._native import Consistency, Enter
-from ..errors import Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from .._native import Consistency, Enter, HostCall
+from ..errors import DeviceFailed, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ..memory.arena import Arena
 from ..memory.attaching import Attached, Release
+from ..memory.devices import Stream
 from ..memory.process import Peers, pid_of
 from .following import Successor
 from .stats import SubscriberStats
@@ -69,6 +70,7 @@ class ReadPath(WaitPath):
         self._slot = 0
         self._moves = 0
         self._waits = Samples()
+        self._streams: list[Stream] = []  # of a device, that the open section has used besides the current one
 
     @property
     def name(self) -> str:
@@ -227,6 +229,46 @@ class ReadPath(WaitPath):
         if self._shown is not self.arena:
             self._shown = self.arena
             self._release.keep_last()
+
+    def _release_after(self, stream: object) -> None:
+        place = self.arena.on_device
+        if place is not None:
+            self._streams.append(place.device.as_stream(stream))
+
+    def _end_reads(self) -> None:
+        """For close(): wait until the device has done what sections have asked for."""
+        place = self.arena.on_device
+        deadline = deadline_after(None, self.timeout)
+        while place is not None and place.reads is not None and not place.reads.wait(slice_until(deadline)):
+            try:
+                place.device.check()
+            except DeviceFailed:
+                return  # it does nothing any more
+            if time.monotonic() >= deadline:
+                raise WriterBusy(
+                    f"{place.device.name} still does what was asked for in read sections of arena {self._name!r}; "
+                    "nothing was closed, call close() again when it has done so"
+                )
+
+    @disable
+    def _reads_end(self, call: HostCall | None) -> None:
+        """A section on a device is over: its reads come to an end when its streams have done what they have now.
+
+        `call` lets the slot go then. None: they end before this returns.
+        """
+        place = self.arena.on_device
+        assert place is not None
+        device, ending = place.device, place.stream
+        device.follow(ending, device.current())
+        for stream in self._streams:
+            device.follow(ending, stream)
+        self._streams.clear()
+        if call is not None:
+            device.call(ending, call)
+            return
+        while not device.wait(ending, 0.05):
+            self._look_up()
+            device.check()
 
     _enter_slow = disable(_enter_slowly)
 

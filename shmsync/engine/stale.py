@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..memory.manifest import Manifest
-from ..memory.slab import TENSOR_ALIGNMENT
+from ..memory.manifest import Manifest, merged
 
 
 class StaleLeaves:
@@ -47,13 +46,4 @@ class StaleLeaves:
         self._of_slot[self._writing] = set()
 
     def _merged(self, offsets: Iterable[int]) -> list[tuple[int, int]]:
-        """Neighbours in one piece, with the padding between them."""
-        pieces: list[tuple[int, int]] = []
-        for offset in offsets:
-            size = self._sizes[offset]
-            if pieces and offset - sum(pieces[-1]) < TENSOR_ALIGNMENT:
-                begin = pieces[-1][0]
-                pieces[-1] = (begin, offset + size - begin)
-            else:
-                pieces.append((offset, size))
-        return pieces
+        return merged((offset, self._sizes[offset]) for offset in offsets)

@@ -212,6 +212,7 @@ class Subscriber(ReadPath):
             return
         try:
             with self._closing():
+                self._end_reads()
                 self._retire()
                 try:
                     self.followers.clear()

@@ -34,6 +34,7 @@ class Update(_native.Scope):
         side.check()
         side.lock.acquire(self)
         side.check()  # close() may have come between
+        side.settle(deadline_after(self._timeout, side.timeout))
         side.refuse_poisoned()
         if self._acks.wanted:
             side.refuse_own_section(self._acks)
@@ -42,6 +43,7 @@ class Update(_native.Scope):
         side.begin(deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
+            side.open_to_kernels()
         elif side.adopted is not None:
             side.take_in()
         weights = side.arena.weights(side.writer.slot, writable=True)

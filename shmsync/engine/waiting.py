@@ -18,6 +18,11 @@ from .timing import check_seconds, check_version, deadline_after, slice_until
 _numbers = itertools.count()
 
 
+def _reads(attached: Attached) -> _native.DeviceReads | None:
+    place = attached.arena.on_device
+    return None if place is None else place.reads
+
+
 class WaitPath(_native.Reader):
     """Which arena is read, and the waits for its publisher. Base of ReadPath, which has the sections."""
 
@@ -31,7 +36,7 @@ class WaitPath(_native.Reader):
         timeout: float,
         successor: Successor | None,
     ) -> None:
-        super().__init__(attached.arena.control, attached.row, attached.owner, consistency)
+        super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
         begin, end = attached.arena.readonly_range()
         self._set_slab(begin, end)
         self.arena = attached.arena
@@ -105,7 +110,7 @@ class WaitPath(_native.Reader):
         if attached is None:
             return False
         self._release.add(attached)
-        self._use(attached.arena.control, attached.row, attached.owner)
+        self._use(attached.arena.control, attached.row, attached.owner, _reads(attached))
         self._set_slab(*attached.arena.readonly_range())
         self.arena.reader, attached.arena.reader = None, self.arena.reader
         self.arena = attached.arena

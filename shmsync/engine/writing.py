@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _native
-from ..errors import ClosedError, ForkedHandle, ManifestMismatch, Poisoned, ProtocolError, ReaderStalled
+from ..errors import (
+    ClosedError,
+    DeviceFailed,
+    ForkedHandle,
+    ManifestMismatch,
+    Poisoned,
+    ProtocolError,
+    ReaderStalled,
+    WriterBusy,
+)
 from ..memory import reader_table
 from ..memory.arena import Arena
 from ..memory.exiting import stay_if_exiting
@@ -22,6 +31,7 @@ from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
 from .copy_plan import CopyPlan
+from .device_writes import DeviceWrites
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
@@ -59,7 +69,9 @@ class WriteSide:
         self.arena = arena
         self.name = name
         self.timeout = timeout  # the arena's default, in seconds
-        self.writer = _native.Writer(arena.control, owner)
+        place = arena.on_device
+        self.writer = _native.Writer(arena.control, owner, place is not None)
+        self._later = None if place is None else DeviceWrites(place, arena.manifest, name, self.writer)
         self.peers = Peers()
         self.counts = Counts()
         self.lock = _native.WriterLock()
@@ -100,6 +112,43 @@ class WriteSide:
             self.refuse_poisoned()
         return plan
 
+    @property
+    def current(self) -> tuple[int, int]:
+        """The published version, and its slot."""
+        if self._later is not None:
+            return self._later.current
+        return int(self.writer.version), int(self.writer.current_slot)
+
+    def settle(self, deadline: float, after: object = None) -> None:
+        """On a device: wait until the version that is under way is published. Before every other use of the writer.
+
+        Raises WriterBusy when it is not in time, DeviceFailed when it never will be. `after`: as in publish().
+        """
+        if self._later is None:
+            if after is not None:
+                raise ValueError(
+                    f"after= orders copies on a device, but arena {self.name!r} lies in the host's memory; leave it out"
+                )
+            return
+        try:
+            if self._later.settle(deadline):
+                self._stale.written()
+        except DeviceFailed:
+            self.undo()
+            raise
+        if after is not None:
+            self._later.follow(after)
+
+    def published(self, nanoseconds: int) -> bool:
+        """Wait at most so long until nothing is under way. Raises DeviceFailed."""
+        if self._later is None:
+            return True
+        try:
+            self.settle(time.monotonic() + nanoseconds / 1e9)
+        except WriterBusy:
+            return False
+        return True
+
     def publish(self, plan: CopyPlan, deadline: float, acks: Acks = NO_ACKS, version: int | None = None) -> int:
         """Carry out a checked plan. `version`: publish this one instead of the next."""
         if acks.wanted:
@@ -125,13 +174,18 @@ class WriteSide:
         if self.arena.slots > 1:
             self.carry(plan.given)
         kept = self.take_in()  # until the copy is done: the plan may read from there
-        plan.copy_to(self.address(), self.writer.slot)
+        if self._later is None:
+            plan.copy_to(self.address(), self.writer.slot)
+        else:
+            self._later.write(plan, self.address(), self.writer.slot)
         del kept
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
 
     def commit(self) -> int:
-        """Publish what was written; the new version."""
+        """Publish what was written; the new version. On a device: when it is written."""
+        if self._later is not None:
+            return self._later.commit()
         version = int(self.writer.commit())
         self._stale.written()
         return version
@@ -199,12 +253,18 @@ class WriteSide:
         to, source = self.address(), self._addresses[self.writer.current_slot]
         pieces = self._stale.begin(self.writer.slot, given)
         if pieces:
-            _native.copy([(to + offset, source + offset, size) for offset, size in pieces])
+            moves = [(to + offset, source + offset, size) for offset, size in pieces]
+            if self._later is None:
+                _native.copy(moves)
+            else:
+                self._later.carry(moves)
             self.counts.bytes_copied += sum(size for _, size in pieces)
 
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
+        if self._later is not None:
+            self._later.take_back()
         if self.arena.slots == 1 and self.writer.writing:
             self.writer.poison()
         else:
@@ -230,6 +290,7 @@ class WriteSide:
 
     def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
         """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
+        self.settle(deadline)
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
@@ -255,6 +316,17 @@ class WriteSide:
         stay_if_exiting()
         return self._ending
 
+    def open_to_kernels(self) -> None:
+        """What the calling thread asks a device for now comes after what was carried."""
+        if self._later is not None:
+            self._later.open_to()
+
+    def end(self) -> None:
+        """The arena ends: nothing more is published."""
+        if self._later is not None:
+            self._later.take_back()
+        self.writer.close()
+
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Hold the lock for close(), after the waits of another thread have ended."""
@@ -272,7 +344,7 @@ class WriteSide:
         """Counts and latencies so far."""
         counted = vars(self.counts).items()
         each: Any = {name: value.latency() if isinstance(value, Samples) else value for name, value in counted}
-        return PublisherStats(version=self.writer.version, **each)
+        return PublisherStats(version=self.current[0], **each)
 
     def _reap_dead(self) -> bool:
         """Free the rows of dead readers in the way; were there any?"""

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from .. import _native
 from ..errors import ClosedError
 from . import segment, slab
+from .devices import Device, OnDevice, checked_slots
 from .fresh import Fresh, tensordict_of
 from .manifest import Key, Manifest, fingerprint
 from .plainly import plainly, run_plainly
@@ -54,8 +55,18 @@ class Arena:
     INV: views of one slot are made once; the same tensor object serves every caller, and tied leaves.
     """
 
-    def __init__(self, control: _native.Control, slab: Slab, manifest: Manifest, *, slots: int, session: bytes):
+    def __init__(
+        self,
+        control: _native.Control,
+        slab: Slab,
+        manifest: Manifest,
+        *,
+        slots: int,
+        session: bytes,
+        on_device: OnDevice | None = None,
+    ) -> None:
         self.control = control
+        self.on_device = on_device  # None: the slab lies in the host's memory
         self._slab: Slab | None = slab
         self.manifest = manifest
         self.slots = slots
@@ -150,24 +161,40 @@ class Arena:
     def release(self) -> None:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
         if self._slab is not None:
+            if self.on_device is not None:
+                self.on_device.free()
             slab.release(self._slab)
         self._slab = None
         self._views.clear()
         self._weights.clear()
 
 
-def create(name: str, manifest: Manifest, *, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
-    """Make an arena; nobody can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists."""
+def create(
+    name: str, manifest: Manifest, *, slots: int, max_readers: int, device: Device | None = None
+) -> tuple[Arena, segment.Created]:
+    """Make an arena; nobody can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists.
+
+    `device`: where its slab lies; None: in the host's memory.
+    """
+    if device is not None:
+        checked_slots(slots, device)
     with refusals(f"creating arena {name!r}"):
-        return _create(name, manifest, slots, max_readers)
+        return _create(name, manifest, slots, max_readers, device)
 
 
-def _create(name: str, manifest: Manifest, slots: int, max_readers: int) -> tuple[Arena, segment.Created]:
+def _create(
+    name: str, manifest: Manifest, slots: int, max_readers: int, device: Device | None
+) -> tuple[Arena, segment.Created]:
     session = secrets.token_bytes(16)
     text = manifest.to_json()
     here = me()
-    memory = slab.create(slots, manifest.slot_bytes, session, name)
+    on_device = None
+    if device is None:
+        memory = slab.create(slots, manifest.slot_bytes, session, name)
+    else:
+        memory = slab.beside(device.allocate(slab.slab_bytes(slots, manifest.slot_bytes)))
     try:
+        on_device = None if device is None else OnDevice(device, memory.readonly)
         created = segment.create(
             name,
             _native.segment_bytes(slots, max_readers, len(text)),
@@ -178,15 +205,20 @@ def _create(name: str, manifest: Manifest, slots: int, max_readers: int) -> tupl
             slots=slots,
             readers=max_readers,
             slot_bytes=manifest.slot_bytes,
+            slab_kind=_native.SLAB_MEMFD if device is None else device.kind,
             slab_fd=memory.fd,
             slab_inode=memory.inode,
+            slab_handle=b"" if device is None else device.export(memory.readonly),
             fingerprint=fingerprint(text),
             manifest=text,
         )
     except BaseException:
+        if device is not None:
+            device.free(memory.readonly)
         slab.release(memory)
         raise
-    return Arena(created.control, memory, manifest, slots=slots, session=session), created
+    arena = Arena(created.control, memory, manifest, slots=slots, session=session, on_device=on_device)
+    return arena, created
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:
@@ -206,4 +238,6 @@ def _level(level: dict[str, Any]) -> TensorDict:
 
 def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
     """A contiguous tensor over a storage, `offset` bytes from its start. Call it inside plainly()."""
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset // dtype.itemsize, shape, _CONTIGUOUS)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, offset // dtype.itemsize, shape, _CONTIGUOUS
+    )

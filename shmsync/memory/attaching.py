@@ -9,10 +9,15 @@ from .. import _native
 from ..errors import ArenaCorrupt, ReaderTableFull
 from . import segment, slab
 from .arena import Arena
+from .devices import OnDevice, of_kind
 from .exiting import exiting, watch_exit
 from .manifest import Manifest, fingerprint
 from .process import Peers, me
 from .system import refusals
+
+
+_LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
+_unfinished: list[Arena] = []
 
 
 class Attached(NamedTuple):
@@ -38,11 +43,24 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     manifest = manifest_of(name, control, header)
     size = slab.slab_bytes(header.slots, header.slot_bytes)
-    memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
-    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session)
+    device = of_kind(header.slab_kind, name)
     owner = me().owner
-    row = _claim(control, peers, owner, -1 if worker is None else worker, name)
+    index = -1 if worker is None else worker
+    if device is None:
+        memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
+        row = _claim(control, peers, owner, index, name)
+        on_device = None
+    else:
+        storage = device.open(header.slab_handle, size)
+        try:
+            row = _claim(control, peers, owner, index, name)
+        except BaseException:
+            device.free(storage)
+            raise
+        memory = slab.Slab(storage, None, -1, 0)
+        on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
     peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
+    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
     return Attached(arena, header.owner, row, owner)
 
 
@@ -102,6 +120,10 @@ class Release:
 
 def _give_back(attached: Attached) -> None:
     arena, _, row, owner = attached
+    reads = None if arena.on_device is None else arena.on_device.reads
+    if reads is not None and not reads.idle and not reads.wait(_LAST_READS):
+        _unfinished.append(arena)  # a device still reads there: row and mapping stay until the process ends
+        return
     arena.control.reap(row, owner, owner)  # reaping one's own row frees it
     if not exiting():  # else a daemon thread may still read, and the memory goes with the process anyway
         arena.release()

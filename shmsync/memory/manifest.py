@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +24,18 @@ Key = tuple[str, ...]
 def round_up(size: int, alignment: int) -> int:
     """The next multiple of `alignment`."""
     return -(-size // alignment) * alignment
+
+
+def merged(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Places in a slot as (offset, bytes), by offset: neighbours in one piece, with the padding between them."""
+    pieces: list[tuple[int, int]] = []
+    for offset, size in places:
+        if pieces and offset - sum(pieces[-1]) < TENSOR_ALIGNMENT:
+            begin = pieces[-1][0]
+            pieces[-1] = (begin, offset + size - begin)
+        else:
+            pieces.append((offset, size))
+    return pieces
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,6 @@ def _check_header(name: str, header: Header) -> None:
     need("magic", header.magic, _native.MAGIC)
     need("abi", header.abi, _native.ABI)
     need("endian tag", header.endian, _native.ENDIAN_TAG)
-    need("slab kind", header.slab_kind, _native.SLAB_MEMFD)
     need("crc", header.crc, zlib.crc32(header.covered))
     if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
         raise ArenaCorrupt(f"arena {name!r} has {header.slots} slots and {header.readers} reader rows")

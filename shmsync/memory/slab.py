@@ -94,6 +94,12 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         close(fd)
 
 
+def beside(storage: torch.UntypedStorage) -> Slab:
+    """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
+    fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
+    return Slab(storage, storage, fd, os.fstat(fd).st_ino, owns_fd=True)
+
+
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:
     """Map the slab of a live publisher read-only, after checking that it is the one its header describes.
 

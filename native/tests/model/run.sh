@@ -96,6 +96,20 @@ mutant SCAN_EARLY            $p '-DSLOTS=2'
 mutant NO_CARRY              $p '-DSLOTS=2 -DPARTIAL=1'
 mutant PARITY_ONLY           $p '-DSLOTS=2 -DOPTIMISTIC=1'
 
+d=device.pml
+design 'device: in place'                             $d -DSLOTS=1 -DPUBLISHES=2
+design 'device: 2 slots'                              $d -DSLOTS=2 -DPUBLISHES=2
+design 'device: 3 slots, one reader'                  $d -DSLOTS=3 -DPUBLISHES=4 -DREADERS=1
+design 'device: 2 slots, a trainer that waits'        $d -DSLOTS=2 -DWAIT_ACKS -DREADERS=1
+mutant COMMIT_EARLY          $d '-DSLOTS=1'
+mutant COMMIT_EARLY          $d '-DSLOTS=2'
+mutant NO_SETTLE             $d '-DSLOTS=2'
+mutant HELD_LATE             $d '-DSLOTS=1'
+mutant HELD_LATE             $d '-DSLOTS=2'
+mutant NO_HELD               $d '-DSLOTS=1'
+mutant NO_HELD               $d '-DSLOTS=2'
+mutant ACK_EARLY             $d '-DSLOTS=2 -DWAIT_ACKS -DREADERS=1'
+
 build=-DNOREDUCE search='-a -f'
 design 'turn rule: a waiting reader gets in'          want.pml
 mutant NO_WANT               want.pml ''
@@ -113,6 +127,7 @@ if [ $full = yes ]; then
     design '2 slots: two sections, killed, deadline'  $p -DSLOTS=2 -DSECTIONS=2 -DPUBLISHES=3 -DKILLS=2 -DABORTS=1
     design '2 slots: three readers on two rows'       $p -DSLOTS=2 -DREADERS=3 -DROWS=2 -DPUBLISHES=2 -DKILLS=2
     design '3 slots: killed, deadline, partial'       $p -DSLOTS=3 -DPUBLISHES=4 -DKILLS=1 -DABORTS=1 -DPARTIAL=1
+    design 'device: 2 slots, three publishes'         $d -DSLOTS=2
     design '3 slots: optimistic, killed'              $p -DSLOTS=3 -DPUBLISHES=3 -DOPTIMISTIC=1 -DKILLS=1
 fi
 

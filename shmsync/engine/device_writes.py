@@ -1,0 +1,131 @@
+"""Publishing into an arena on a device: the copies are done later, and the device itself commits behind them.
+
+The trainer's thread asks for copies and goes on. What it asks its own stream for next comes after the copies that read
+its tensors; what lies in the host's memory is copied aside at once, so it may be changed at once.
+
+INV: one version is under way at a time. Until it is committed, or known never to be, nobody touches the writer.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .. import _native
+from ..errors import DeviceFailed, WriterBusy
+from ..memory.devices import OnDevice, Piece
+from ..memory.exiting import stay_if_exiting
+from ..memory.manifest import Manifest
+from .copy_plan import CopyPlan
+from .timing import slice_until
+
+_SLICE = 50_000_000  # ns
+
+
+class DeviceWrites:
+    """The copies of one publisher, and the commit behind them.
+
+    Args:
+        place: the arena's part on the device.
+        manifest: its leaves.
+        name: the arena's, for errors.
+        writer: who commits.
+    """
+
+    def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
+        self._device, self._stream = place.device, place.stream
+        self._bytes = manifest.slot_bytes
+        self._name = name
+        self._writer = writer
+        self._staging: torch.Tensor | None = None
+        self._commit: _native.HostCall | None = None
+        self._left_over = False  # copies of a version that was given up may be under way
+        self._number = 0  # the version that is under way
+        self._seen = (0, 0)  # version and slot before it
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """The version that is published, and its slot."""
+        if self._commit is not None and not self._commit.done:
+            return self._seen
+        return int(self._writer.version), int(self._writer.current_slot)
+
+    def settle(self, deadline: float) -> bool:
+        """Wait until the version that is under way is published. False: there is none.
+
+        Raises DeviceFailed when it never will be; then it is taken back. WriterBusy at the deadline.
+        """
+        commit = self._commit
+        if commit is None:
+            return False
+        while not commit.wait(slice_until(deadline)):
+            stay_if_exiting()
+            try:
+                self._device.check()
+            except DeviceFailed as error:
+                if not commit.cancel():
+                    continue  # it is just being made
+                self._commit = None
+                raise DeviceFailed(
+                    f"version {self._number} of arena {self._name!r} was not published: {error}", version=self._number
+                ) from error
+            if time.monotonic() >= deadline:
+                raise WriterBusy(
+                    f"version {self._number} of arena {self._name!r} is still being copied on {self._device.name}, and "
+                    "nothing newer was published; give it more time with timeout=",
+                    version=self._number,
+                )
+        self._commit = None
+        return True
+
+    def follow(self, after: object) -> None:
+        """Copy only what this stream or event of the user's has made. Raises TypeError for anything else."""
+        self._device.follow(self._stream, self._device.as_stream(after))
+
+    def carry(self, pieces: list[Piece]) -> None:
+        """Copy within the slab."""
+        self._device.copy(self._stream, pieces)
+
+    def write(self, plan: CopyPlan, address: int, slot: int) -> None:
+        """Copy what the plan has into the slot, which begins at `address`."""
+        if self._left_over:  # they may read the staging memory, or write this slot
+            while not self._device.wait(self._stream, _SLICE / 1e9):
+                stay_if_exiting()
+                self._device.check()
+            self._left_over = False
+        mine = self._device.current()
+        self._device.follow(self._stream, mine)
+        pieces = plan.convert(slot)
+        if pieces:
+            self._device.copy(self._stream, [(address + at, source, size) for at, source, size in pieces])
+        staged = plan.pieces
+        if staged:
+            if self._staging is None:
+                self._staging = self._device.staging(self._bytes)
+            aside = self._staging.data_ptr()
+            plan.copy_bytes(aside)
+            self._device.copy(self._stream, [(address + at, aside + at, size) for at, size in staged])
+        if pieces:
+            self._device.follow(mine, self._stream)
+
+    def open_to(self) -> None:
+        """What the calling thread asks its stream for now comes after the copies so far."""
+        self._device.follow(self._device.current(), self._stream)
+
+    def commit(self) -> int:
+        """Let the device publish what was written, when it is written; its version."""
+        self._device.follow(self._stream, self._device.current())
+        self._seen = self.current
+        self._number = int(self._writer.next_version)
+        self._commit = self._writer.commit_later()
+        self._device.call(self._stream, self._commit)
+        return self._number
+
+    def take_back(self) -> None:
+        """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
+        commit, self._commit = self._commit, None
+        if commit is not None and not commit.cancel():
+            while not commit.wait(_SLICE):
+                stay_if_exiting()
+        self._left_over = True

@@ -1,0 +1,37 @@
+"""For every Python process of a test run with --device simulated: arenas lie on the simulated device.
+
+Python imports this file at its start when this folder is in PYTHONPATH. Nothing is imported before shmsync is.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+
+
+class _Install(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds shmsync.memory.devices as ever, and registers the device when it has been imported."""
+
+    NAME = "shmsync.memory.devices"
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self.NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        self.found = spec.loader
+        spec.loader = self
+        return spec
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        self.found.exec_module(module)
+        from support.simulated import install
+
+        install(module)
+
+
+sys.meta_path.insert(0, _Install())

@@ -1,0 +1,248 @@
+"""A device that has no hardware: memory in pages of the host, streams that do later what they were asked for.
+
+Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for each
+other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
+
+What the calling thread does itself, with torch on the CPU, is the work of the stream HOST: it is done when the call
+returns. kernel() gives work to a stream instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import queue
+import random
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+KIND = 0x10001
+_HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
+_DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with real drivers
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Event:
+    """What a stream had to do when it was recorded."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+
+class Stream:
+    """A thread that does what it is given, in order. It ends when nobody has the stream any more."""
+
+    def __init__(self, device: Simulated, seed: int) -> None:
+        self._line: queue.Queue[Callable[[], None]] = queue.Queue(_DEPTH)
+        self._device = device
+        over = threading.Event()
+        weakref.finalize(self, over.set).atexit = False
+        arguments = self._line, over, device, random.Random(seed)
+        threading.Thread(target=_serve, args=arguments, name="simulated stream", daemon=True).start()
+
+    def give(self, work: Callable[[], None]) -> None:
+        self._line.put(work)
+
+    def record(self) -> Event:
+        event = Event()
+        self.give(event.done.set)
+        return event
+
+
+def _serve(line: queue.Queue, over: threading.Event, device: Simulated, chance: random.Random) -> None:
+    while True:
+        try:
+            work = line.get(timeout=0.1)
+        except queue.Empty:
+            if over.is_set():
+                return
+            continue
+        device.delay(chance)
+        if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
+            work()
+
+
+class _Host:
+    """The calling thread as a stream: all that it was asked for is done."""
+
+
+HOST = _Host()
+
+
+class Simulated:
+    """The device.
+
+    Args:
+        seed: decides all delays.
+        longest: of a delay, in seconds. Most are none at all, some are as long.
+        prompt: a call is made before the thread that asked for it goes on, as tests of the host's memory expect of a
+            publish. Delays, threads and order stay.
+    """
+
+    kind = KIND
+    name = "the simulated device"
+
+    def __init__(self, seed: int = 0, longest: float = 0.002, *, prompt: bool = False) -> None:
+        self.failed: BaseException | None = None
+        self.longest = longest
+        self.prompt = prompt
+        self.copies = 0
+        self.allocated = 0  # how often, so that it is known who publishes
+        self._seeds = random.Random(seed)
+        self._ranges: dict[int, tuple[int, int, int]] = {}  # by storage: begin, end, descriptor
+        self._here = threading.local()
+
+    # What an arena asks for; see shmsync/memory/devices.py.
+
+    def allocate(self, size: int) -> torch.UntypedStorage:
+        fd = os.memfd_create("simulated device", os.MFD_CLOEXEC)
+        os.posix_fallocate(fd, 0, size)
+        self.allocated += 1
+        return self._mapped(fd, size)
+
+    def export(self, storage: torch.UntypedStorage) -> bytes:
+        fd = self._ranges[storage._cdata][2]
+        return _HANDLE.pack(os.getpid(), fd, os.fstat(fd).st_ino)
+
+    def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
+        from shmsync.errors import ArenaCorrupt, ArenaNotFound
+
+        pid, fd, inode = _HANDLE.unpack_from(handle)
+        try:
+            opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaNotFound(f"the memory that pid {pid} has exported is gone") from error
+        status = os.fstat(opened)
+        if status.st_ino != inode or status.st_size != size:
+            os.close(opened)
+            if status.st_ino != inode:
+                raise ArenaNotFound(f"the memory that pid {pid} has exported is gone")
+            raise ArenaCorrupt(f"the memory of pid {pid} has {status.st_size:,} bytes, not {size:,}")
+        return self._mapped(opened, size)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        found = self._ranges.pop(storage._cdata, None)
+        if found is not None:
+            os.close(found[2])
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(begin <= address < end for begin, end, _ in list(self._ranges.values()))
+
+    def staging(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def stream(self) -> Stream:
+        return Stream(self, self._seeds.getrandbits(32))
+
+    def current(self) -> Any:
+        return getattr(self._here, "stream", HOST)
+
+    def as_stream(self, given: object) -> Any:
+        if isinstance(given, (Stream, Event)):
+            return given
+        raise TypeError(f"a stream or an event of {self.name}, not {given!r}")
+
+    def follow(self, later: Any, first: Any) -> None:
+        if first is HOST or later is first:
+            return
+        event = first if isinstance(first, Event) else first.record()
+        if later is HOST:
+            event.done.wait()
+        else:
+            later.give(lambda: _wait(event))
+
+    def copy(self, stream: Any, pieces: list[tuple[int, int, int]]) -> None:
+        self.copies += len(pieces)
+        if stream is HOST:
+            for to, source, size in pieces:
+                ctypes.memmove(to, source, size)
+            return
+        for to, source, size in pieces:
+            half = size // 2  # in two steps, so that a half is seen where nobody waits for the whole
+            stream.give(lambda to=to, source=source, half=half: ctypes.memmove(to, source, half) and None)
+            stream.give(
+                lambda to=to, source=source, half=half, size=size: (
+                    ctypes.memmove(to + half, source + half, size - half) and None
+                )
+            )
+
+    def call(self, stream: Any, call: Any) -> None:
+        ticket = call.ticket()
+        function = _RUN(type(call).function)
+        if stream is HOST:
+            function(ticket)
+        else:
+            stream.give(lambda: function(ticket))
+            if self.prompt and self.allocated:
+                stream.record().done.wait()
+
+    def wait(self, stream: Any, seconds: float) -> bool:
+        return stream is HOST or stream.record().done.wait(seconds)
+
+    def check(self) -> None:
+        if self.failed is not None:
+            from shmsync.errors import DeviceFailed
+
+            raise DeviceFailed(f"{self.name} failed: {self.failed}")
+
+    # For tests.
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of this tensor in memory of the device."""
+        values = values.contiguous()
+        storage = self.allocate(max(values.nbytes, 1))
+        there = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape)
+        weakref.finalize(there, self.free, storage).atexit = False
+        there.copy_(values)
+        return there
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """The current stream of this thread."""
+        before, self._here.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def kernel(self, work: Callable[[], None], stream: Any = None) -> None:
+        """Work for a stream, by default the current one."""
+        stream = self.current() if stream is None else stream
+        work() if stream is HOST else stream.give(work)
+
+    def fail(self, error: str = "an illegal memory access was encountered") -> None:
+        """From now on nothing is done any more."""
+        self.failed = RuntimeError(error)
+
+    def delay(self, chance: random.Random) -> None:
+        """Before each piece of work of a stream."""
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * self.longest)
+
+    def _mapped(self, fd: int, size: int) -> torch.UntypedStorage:
+        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        storage = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8).untyped_storage()
+        begin = storage.data_ptr()
+        self._ranges[storage._cdata] = begin, begin + size, fd
+        return storage
+
+
+def _wait(event: Event) -> None:
+    event.done.wait()
+
+
+def install(devices: Any) -> Simulated:
+    """Let all arenas of this process lie on one. `devices`: the module shmsync.memory.devices."""
+    device = Simulated(seed=int(os.environ.get("SIMULATED_SEED", "0")) + os.getpid(), longest=0.0005, prompt=True)
+    devices.register(device, default=True)
+    return device
