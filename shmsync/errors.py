@@ -104,7 +104,7 @@ class ProtocolError(ShmSyncError):
 
 
 class DeviceFailed(ShmSyncError):
-    """A device failed, perhaps in what it was asked for earlier; its `version`, if it was publishing one, never came."""
+    """A device failed, perhaps in what it was asked for earlier; the `version` that it was publishing never came."""
 
 
 class ClosedError(ShmSyncError):

@@ -15,7 +15,6 @@ from .manifest import Manifest, fingerprint
 from .process import Peers, me
 from .system import refusals
 
-
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
 _unfinished: list[Arena] = []
 

@@ -184,9 +184,8 @@ def test_a_slot_is_kept_until_the_kernels_of_its_sections_are_done(arena, device
 
 def test_release_after_is_for_an_open_section(arena, device):
     _, sub = arena({"t": torch.ones(3)})
-    with sub.read() as section:
-        with pytest.raises(TypeError, match="a stream or an event"):
-            section.release_after("stream")
+    with sub.read() as section, pytest.raises(TypeError, match="a stream or an event"):
+        section.release_after("stream")
     with pytest.raises(shmsync.ProtocolError, match="open"):
         section.release_after(device.stream())
 

@@ -1,7 +1,7 @@
 """A device that has no hardware: memory in pages of the host, streams that do later what they were asked for.
 
-Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for each
-other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
+Each stream is a thread. It does one thing after the other, each after a delay that a seed decides; streams wait for
+each other only where follow() says so. A failure comes late: what was asked for before it may be done or not.
 
 What the calling thread does itself, with torch on the CPU, is the work of the stream HOST: it is done when the call
 returns. kernel() gives work to a stream instead.
