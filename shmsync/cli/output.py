@@ -75,15 +75,16 @@ class Page:
             return text
         return text[: max(1, self.width - 1)] + (">" if not self.shows("…") else "…")
 
-    def wrapped(self, text: str, indent: str) -> None:
-        """A sentence, over as many lines as it needs."""
-        width = self.width or 0
-        current = indent
+    def wrapped(self, text: str, indent: str, first: str | None = None) -> None:
+        """A sentence, over as many lines as it needs. `first`: the indent of the first of them."""
+        current = indent if first is None else first
+        empty = True
         for word in text.split():
-            if width and len(current) > len(indent) and len(current) + len(word) + 1 > width:
+            if self.width and not empty and len(current) + len(word) + 1 > self.width:
                 self.line(current)
-                current = indent
-            current += word if current == indent else f" {word}"
+                current, empty = indent, True
+            current += word if empty else f" {word}"
+            empty = False
         self.line(current)
 
 
