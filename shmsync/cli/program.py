@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ..errors import ShmSyncError
-from . import completion, doctor, inspecting, listing, sweeping, top
+from . import completion, doctor, exporting, inspecting, listing, sweeping, top
 
 _EXAMPLES = """examples:
   shmsync list                    the arenas on this machine, and who publishes them
@@ -17,10 +17,11 @@ _EXAMPLES = """examples:
   shmsync inspect policy          weights, slots and readers of one arena
   shmsync top policy              watch its readers
   shmsync doctor                  does it work here, and what would make it work better
+  shmsync export policy p.st     a checkpoint of what is published now
   shmsync gc --dry-run            what `shmsync gc` would remove from /dev/shm
   shmsync demo --workers 4        train CartPole with four actors
 
-They look at shared memory only: the processes of an arena may run, stand still or be dead, and notice nothing.
+All but export and demo look at shared memory only: the processes of an arena may run, stand still or be dead, and notice nothing.
 """
 
 
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(
         dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
     )
-    for command in (listing, inspecting, top, doctor, sweeping, completion):
+    for command in (listing, inspecting, top, doctor, exporting, sweeping, completion):
         command.add(commands)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
     return made

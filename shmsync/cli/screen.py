@@ -20,7 +20,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the second screen, without a cursor
 
 
-class Ended(Exception):
+class EndedBySignal(Exception):
     """A signal wants the program to end; `status` is what a shell would report."""
 
     def __init__(self, number: int) -> None:
@@ -29,7 +29,7 @@ class Ended(Exception):
 
 
 class Signals:
-    """While it is entered, signals that end a program raise Ended, so that everything is put back first."""
+    """While it is entered, signals that end a program raise EndedBySignal, so that everything is put back first."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -45,7 +45,7 @@ class Signals:
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    raise Ended(number)
+    raise EndedBySignal(number)
 
 
 class Screen:
@@ -113,7 +113,7 @@ class Screen:
         if self._keys is not None and self._keys in ready:
             pressed = os.read(self._keys, 32)
             if not pressed:  # the terminal is gone
-                raise Ended(signal.SIGHUP)
+                raise EndedBySignal(signal.SIGHUP)
             return pressed.decode("ascii", "replace") if pressed[:1] != b"\x1b" else ""
         return None
 

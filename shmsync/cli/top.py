@@ -12,7 +12,7 @@ from ..memory import leftovers
 from .history import ARENA_SORTS, READER_SORTS, History, most_lag
 from .holding import holders, name_of, slowest
 from .output import Commands, Page, command
-from .screen import Ended, Screen, Signals
+from .screen import EndedBySignal, Screen, Signals
 from .words import duration, per_second
 
 _EXAMPLES = """
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if drawn:
                 return _draw(history, arguments, sort, sorts)
             return _write(history, arguments)
-    except Ended as ended:
+    except EndedBySignal as ended:
         return ended.status
     finally:
         history.close()

@@ -43,6 +43,12 @@ def publish_for_ever(state):
         time.sleep(0.001)
 
 
+def publish_stamps_for_ever(state):
+    while True:
+        publish(state, state.pub.version + 1)
+        time.sleep(0.001)
+
+
 def begin_update(state, version):
     """Enter update(), write one of the leaves, and stay in it."""
     state.update = state.pub.update()
