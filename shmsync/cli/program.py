@@ -17,11 +17,12 @@ _EXAMPLES = """examples:
   shmsync inspect policy          weights, slots and readers of one arena
   shmsync top policy              watch its readers
   shmsync doctor                  does it work here, and what would make it work better
-  shmsync export policy p.st     a checkpoint of what is published now
+  shmsync export policy p.st      a checkpoint of what is published now
   shmsync gc --dry-run            what `shmsync gc` would remove from /dev/shm
   shmsync demo --workers 4        train CartPole with four actors
 
-All but export and demo look at shared memory only: the processes of an arena may run, stand still or be dead, and notice nothing.
+All but export and demo look at shared memory only: the processes of an arena may run, stand
+still or be dead, and notice nothing.
 """
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import math
 import os
 import secrets
@@ -23,6 +24,8 @@ from . import header as _header
 from .header import FOLDER, PREFIX, Header, opened
 from .process import Peer, exists, me, pid_of
 from .system import refusals
+
+_log = logging.getLogger("shmsync")
 
 _MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
 _LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
@@ -62,6 +65,7 @@ def sweep(name: str) -> int | None:
         if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)
         _header.unlink(name, fd)
+        _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return None
 
 
