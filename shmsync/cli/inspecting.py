@@ -59,16 +59,14 @@ def _run(arguments: argparse.Namespace) -> int:
         page.wrapped(f"weights: {problem}", "")
     else:
         tied = sum(len(names) for names in ties(manifest).values())
-        page.line(
-            f"weights: {len(manifest.leaves)} tensors, {size(manifest.used_bytes)}"
-            + (f", {tied} names of tied ones" if tied else "")
-        )
+        more = f", {tied} names of tied ones" if tied else ""
+        page.wrapped(f"weights: {len(manifest.leaves)} tensors, {size(manifest.used_bytes)}{more}", "")
         for line in lines_of(manifest, ascii_only=not page.shows("├└│─"), depth=arguments.depth):
             page.line(page.cut(line))
     page.line()
     page.line("slots")
     for number, slot in enumerate(seen.slots):
-        page.line(f"  {number}  {_slot(slot)}")
+        page.wrapped(_slot(slot), "     ", f"  {number}  ")
     page.line()
     page.line(f"readers: {len(seen.readers)} of {seen.max_readers} rows")
     if seen.readers:
@@ -101,18 +99,18 @@ def _leaves(manifest: Manifest | None) -> list[dict[str, object]] | None:
 
 
 def _head(page: Page, seen: ArenaSeen, rate: float | None, measured: float) -> None:
-    page.line(f"arena {seen.name}")
+    page.wrapped(f"arena {seen.name}", "")
     who = seen.owner.value + ("" if seen.pid is None else f", pid {seen.pid}")
-    page.line(f"  owner    {who}")
+    page.wrapped(who, "           ", "  owner    ")
     if seen.pid and (text := command_of(seen.pid)):
         page.line(page.cut(f"  command  {text}"))
     if seen.why:
         page.wrapped(f"{seen.why}", "           ")
     if seen.readable:
         gate = ", closed to new sections while it is written" if seen.gated and seen.state == "open" else ""
-        page.line(f"  state    {seen.state}{gate}")
-        page.line(f"  version  {seen.version}, {per_second(rate, measured)} a second")
-        page.line(f"  memory   {size(seen.bytes)}: {len(seen.slots)} x {size(seen.slot_bytes)}")
+        page.wrapped(f"{seen.state}{gate}", "           ", "  state    ")
+        page.wrapped(f"{seen.version}, {per_second(rate, measured)} a second", "           ", "  version  ")
+        page.wrapped(f"{size(seen.bytes)}: {len(seen.slots)} x {size(seen.slot_bytes)}", "           ", "  memory   ")
         page.line(page.cut(f"  session  {seen.session}"))
     page.line(f"  age      {duration(seen.age)}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -30,7 +29,7 @@ class Page:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._encoding = self._stream.encoding or "utf-8"
-        self.width = shutil.get_terminal_size().columns if self._stream.isatty() else None  # None: as wide as it gets
+        self.width = _columns(self._stream)
 
     def shows(self, text: str) -> bool:
         """Has its encoding these characters?"""
@@ -85,7 +84,18 @@ class Page:
                 current, empty = indent, True
             current += word if empty else f" {word}"
             empty = False
+            while self.width and len(current) > self.width > len(indent):  # one word that is longer than a line
+                self.line(current[: self.width])
+                current = indent + current[self.width :]
         self.line(current)
+
+
+def _columns(stream: TextIO) -> int | None:
+    """Of the terminal that a stream is; None: it is none, and lines may be as long as they are."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import shmsync
 from shmsync import _native, cli
+from shmsync.cli.holding import holders
 from shmsync.memory import observed
 from shmsync.memory.process import Peers
 from support.engine import (
@@ -300,3 +302,30 @@ def test_an_observer_in_python_sees_what_readers_says(start):
         peers.close()
     for field in ("worker", "pid", "acked", "lag", "pinned", "reads", "torn", "retries"):
         assert getattr(seen, field) == getattr(told, field)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_who_holds_everybody_up_is_known_before_a_publish_waits(start, slots):
+    """With several slots: who holds the versions of all but the current one, the longest pin first."""
+    readers, peers = start(slots - 1), Peers()
+    with shmsync.Publisher(stamped(1), slots=slots) as pub:
+        for version, reader in enumerate(readers, 1):
+            reader.call(attach, pub.handle, worker=version)
+            reader.call(enter)
+            assert holders(observed.look(pub.name, peers)) == []
+            pub.publish(stamped(version + 1))
+        assert [reader.worker for reader in holders(observed.look(pub.name, peers))] == list(range(1, slots))
+        readers[0].call(leave)
+        assert holders(observed.look(pub.name, peers)) == []
+    peers.close()
+
+
+def test_a_publisher_of_another_pid_namespace_is_unknown(start, name, told):
+    trainer, reader = start(2)
+    reader.call(attach, trainer.call(open_arena, name=name), worker=0)
+    with open(segment_path(name), "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes(8), 64)
+        os.pwrite(file.fileno(), zlib.crc32(os.pread(file.fileno(), 128, 0)).to_bytes(4, "little"), 128)
+    shown = told(name)
+    assert (shown["owner"], shown["version"], shown["readers"][0]["condition"]) == ("unknown", 1, "unknown")
+    assert "another container" in shown["why"]

@@ -274,3 +274,13 @@ def test_frames_have_no_control_characters_of_others(start, name, run):
             assert ESCAPES.search(text) is None
             assert "\x07" not in text
         process.communicate(b"\n")
+
+
+@pytest.mark.parametrize("columns", [36, 120])
+def test_list_and_inspect_fit_the_terminal(policy, name, terminal_of, columns):
+    for command in (["list"], ["list", "-v"], ["inspect", name]):
+        with terminal_of(*command, "--interval", "0", columns=columns) as terminal:
+            assert terminal.ended() == 0
+            lines = terminal.text.split("\r\n")
+            assert [line for line in lines if len(line) > columns] == []
+            assert any(re.match(rf"(arena )?{name}", line) for line in lines)
