@@ -51,8 +51,14 @@ def test_a_compare_and_swap_is_weakened_where_it_succeeds(run, tmp_path):
     assert "2, memory_order_release, memory_order_relaxed" in weaker
 
 
+def test_a_statement_may_take_the_place_of_another(run, tmp_path):
+    _, other = (case.text for case in run.cases(written(tmp_path, "int r = 0;  // SYNC a.b => int r = 1;")))
+    assert "int r = 1;" in other
+    assert "int r = 0" not in other
+
+
 def test_a_marker_that_cannot_be_read_is_refused_and_not_passed_over(run, tmp_path):
-    path = written(tmp_path, "int r = 1;  // SYNC a.b => int r = 2;")
+    path = written(tmp_path, "int r = 1;  // SYNC A.b => int r = 2;")
     with pytest.raises(ValueError, match=r"one\.c11\.litmus: cannot read the marker"):
         run.cases(path)
 
