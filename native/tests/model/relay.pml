@@ -1,5 +1,5 @@
-/* Fan-out through a relay (schemes/remote/fan_out.py, ADR 17): the relay publishes, then every worker of its node attaches to
-   the announced arena and answers. The relay may be killed at any step; within a send another takes its place once, with
+/* Fan-out through a relay (schemes/remote/fan_out.py, ADR 17): the relay publishes, then every worker of its node
+   attaches to the announced arena and answers. The relay may be killed at any step; within a send another takes its place once, with
    the same parcel at the same version, and all workers move to its arena.
 
    An arena that is mapped outlives its relay; one that is not cannot be attached to any more. Workers do not die here. */
