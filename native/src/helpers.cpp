@@ -110,9 +110,10 @@ Called call_helpers(Job& job, unsigned wanted, Reach reach, Nanoseconds linger) 
   Called reached;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return reached;  // more processors than it has room for
-  wanted = std::min(wanted, static_cast<unsigned>(CPU_COUNT(&allowed)) - 1);
+  // One for each other processor, all callers' together: who finds one at work goes without it.
+  const unsigned most = std::min(kMostHelpers, static_cast<unsigned>(CPU_COUNT(&allowed)) - 1);
   const int processor = sched_getcpu();
-  for (unsigned i = 0; i < kMostHelpers && reached.count < wanted; ++i) {
+  for (unsigned i = 0; i < most && reached.count < wanted; ++i) {
     Helper& helper = g_helpers[i];
     std::uint32_t word = helper.state.load(std::memory_order_relaxed);
     const Phase was = phase(word);
