@@ -143,7 +143,9 @@ def _leaves_and_rate(found: dict[str, Any], out: Path) -> Path:
     left.grid(alpha=0.3)
     for number, workers in enumerate(WORKERS):
         sizes, micros, _ = _of(found, lambda point, wanted=workers: point.workers == wanted, "amount")
-        right.plot(sizes, [1e6 / each for each in micros], MARKERS[number] + "-", color=f"C{number}", label=_name(workers))
+        right.plot(
+            sizes, [1e6 / each for each in micros], MARKERS[number] + "-", color=f"C{number}", label=_name(workers)
+        )
     right.legend(loc="lower left")
     right.set(title="Versions in a second", ylabel="versions/s", yscale="log")
     right.set_xscale("log", base=2)

@@ -126,7 +126,7 @@ print("there", flush=True)
 @pytest.mark.skipif(not SEVERAL, reason="needs two processors, and may use one")
 @pytest.mark.parametrize("helper", ["asleep", pytest.param("working", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "end, status",
+    ("end", "status"),
     [
         ("sys.exit(0)", 0),
         ("os._exit(7)", 7),

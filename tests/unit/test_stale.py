@@ -1,8 +1,8 @@
 """What a slot lacks since it was last written: every history there can be, against the obvious reference.
 
-test_the_model_of_every_history goes through all states that StaleLeaves can get into, whatever the length of the history:
-leaves are published all together, in part, through update(), half written and given up, each time into any slot that is
-not the current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
+test_the_model_of_every_history goes through all states that StaleLeaves can get into, however long the history: leaves
+are published all together, in part, through update(), half written and given up, each time into any slot that is not the
+current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
 
 Each of these mutations of shmsync/engine/stale.py makes the model fail; they were tried one at a time:
 
@@ -40,7 +40,9 @@ def carried(pieces):
     for offset, size in pieces:
         inside = [leaf for leaf in sorted(SIZES) if leaf < offset + size and leaf + SIZES[leaf] > offset]
         assert inside and offset == inside[0] and offset + size == inside[-1] + SIZES[inside[-1]], "not whole leaves"
-        assert all(later - (leaf + SIZES[leaf]) < 256 for leaf, later in itertools.pairwise(inside)), "more than padding"
+        assert all(later - (leaf + SIZES[leaf]) < 256 for leaf, later in itertools.pairwise(inside)), (
+            "more than padding"
+        )
         found += inside
     assert len(found) == len(set(found)), "carried twice"
     return frozenset(found)
