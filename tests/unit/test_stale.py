@@ -1,8 +1,8 @@
 """What a slot lacks since it was last written: every history there can be, against the obvious reference.
 
 test_the_model_of_every_history goes through all states that StaleLeaves can get into, however long the history: leaves
-are published all together, in part, through update(), half written and given up, each time into any slot that is not the
-current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
+are published all together, in part, through update(), half written and given up, each time into any slot that is not
+the current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
 
 Each of these mutations of shmsync/engine/stale.py makes the model fail; they were tried one at a time:
 
