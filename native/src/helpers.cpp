@@ -55,7 +55,7 @@ extern "C" void* shmsync_helper(void* argument) {
         const Nanoseconds linger = me.linger;
         if (out_of_the_way(me)) job.help(me.number);
         job.drop();
-        // SYNC copy.idle: release; pairs with claim(). The next caller writes the call after we have read ours.
+        // SYNC copy.idle: release; pairs with call_helpers(). The next caller writes the call after we have read ours.
         me.state.store(with(word, idle), std::memory_order_release);
         spin_until([&me] { return phase(me.state.load(std::memory_order_relaxed)) != idle; }, linger);
         break;
