@@ -26,6 +26,7 @@ import torch
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
+from . import placement
 from .available import available_bytes
 from .process import Peers, pid_of
 from .system import close
@@ -74,7 +75,7 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
     fd = os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         try:
-            os.posix_fallocate(fd, 0, needed)
+            placement.allocate(fd, needed)
         except OSError as error:
             raise NoSpace(f"the system refused {needed:,} bytes for the slab: {error.strerror}") from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
