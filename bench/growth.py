@@ -1,10 +1,11 @@
 """How does the time of a publish grow with bytes, leaves and workers, and how many versions a second are there?
 
-    make bench BENCH=growth                   growth.png, growth.md and growth.json in bench-results
+    make bench BENCH=growth                   growth-*.png, growth.md and growth.json in bench-results
     make bench BENCH=growth ARGS="--seconds 60"
+    make bench BENCH=growth ARGS=--docs       the plots of docs/performance.md too, in docs/plots
 
 The model is  fixed cost + bytes / bandwidth + workers x cost,  fitted by least squares of the relative error to
-publish(wait="all") at every size with every number of workers. The plot shows the measured medians, the model, and its
+publish(wait="all") at every size with every number of workers. The plots show the measured medians, the model, and its
 residuals: how far each measurement is from it. Every worker checks the last weights.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,63 +90,122 @@ def model(found: dict[str, Any]) -> str:
     return f"{found['fixed'] * 1e6:.1f} µs + bytes / ({rate}) + workers x {found['for_worker'] * 1e6:.1f} µs"
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+COLORS = 128  # of a plot's palette: half the bytes, and every line keeps a color of its own
+MARKERS = "os^Dv"
+
+
+def plots(found: dict[str, Any], out: Path) -> list[Path]:
+    """Draw the plots; each reads by itself, and is small enough to be committed."""
     import matplotlib
 
     matplotlib.use("Agg")
+    out.mkdir(parents=True, exist_ok=True)
+    return [_by_bytes(found, out), _by_workers(found, out), _leaves_and_rate(found, out)]
+
+
+def _by_bytes(found: dict[str, Any], out: Path) -> Path:
+    figure, (axis, below) = _figure(2, 1, height_ratios=(3, 1), sharex=True)
+    grid = numpy.geomspace(SIZES[0], SIZES[-1], 60)
+    for number, workers in enumerate(WORKERS):
+        sizes, micros, off = _of(found, lambda point, wanted=workers: point.workers == wanted, "amount")
+        axis.plot(sizes, micros, MARKERS[number], color=f"C{number}", label=_name(workers))
+        axis.plot(grid, _predicted(found, grid, workers), "-", color=f"C{number}", linewidth=1)
+        below.plot(sizes, off, MARKERS[number], color=f"C{number}")
+    _legend(figure, axis, "measured: dots\nthe fit: lines")
+    axis.set(title=_title("bytes", found), ylabel="p50, µs", yscale="log")
+    below.set_xscale("log", base=2)
+    below.set_xticks(SIZES[::2], [human(size) for size in SIZES[::2]])
+    return _saved(figure, below, "bytes of the weights", out / "growth-bytes.png")
+
+
+def _by_workers(found: dict[str, Any], out: Path) -> Path:
+    figure, (axis, below) = _figure(2, 1, height_ratios=(3, 1), sharex=True)
+    line = numpy.linspace(0, WORKERS[-1], 20)
+    for number, size in enumerate(SIZES[::2]):
+        workers, micros, off = _of(found, lambda point, wanted=size: point.amount == wanted, "workers")
+        axis.plot(workers, micros, MARKERS[number], color=f"C{number}", label=human(size))
+        axis.plot(line, _predicted(found, size, line), "-", color=f"C{number}", linewidth=1)
+        below.plot(workers, off, MARKERS[number], color=f"C{number}")
+    _legend(figure, axis, "measured: dots\nthe fit: lines")
+    axis.set(title=_title("workers", found), ylabel="p50, µs", yscale="log")
+    below.set_xticks(WORKERS)
+    return _saved(figure, below, "workers that are waited for", out / "growth-workers.png")
+
+
+def _leaves_and_rate(found: dict[str, Any], out: Path) -> Path:
+    figure, (left, right) = _figure(1, 2)
+    leaves = found["leaves"]
+    left.plot([p.amount for p in leaves], [p.p50 * 1e6 for p in leaves], "o-", label="p50")
+    left.plot([p.amount for p in leaves], [p.p99 * 1e6 for p in leaves], "x--", label="p99")
+    left.legend(loc="upper left")
+    left.set(title=f"{human(LEAF_BYTES)} in so many leaves, no worker", ylabel="µs", xscale="log", yscale="log")
+    left.set_xlabel("leaves")
+    left.grid(alpha=0.3)
+    for number, workers in enumerate(WORKERS):
+        sizes, micros, _ = _of(found, lambda point, wanted=workers: point.workers == wanted, "amount")
+        right.plot(
+            sizes, [1e6 / each for each in micros], MARKERS[number] + "-", color=f"C{number}", label=_name(workers)
+        )
+    right.legend(loc="lower left")
+    right.set(title="Versions in a second", ylabel="versions/s", yscale="log")
+    right.set_xscale("log", base=2)
+    right.set_xticks(SIZES[::4], [human(size) for size in SIZES[::4]])
+    right.grid(alpha=0.3)
+    return _saved(figure, right, "bytes of the weights", out / "growth-leaves.png")
+
+
+def _figure(rows: int, columns: int, **layout: Any) -> Any:
     from matplotlib import pyplot
 
-    figure, ((bytes_axis, workers_axis), (leaves_axis, rate_axis), (left, right)) = pyplot.subplots(
-        3, 2, figsize=(11, 12), layout="constrained", height_ratios=(3, 3, 1.6)
+    sharex = layout.pop("sharex", False)
+    return pyplot.subplots(
+        rows, columns, figsize=(8, 5.5 if rows > 1 else 3.6), layout="constrained", sharex=sharex, **layout
     )
-    figure.suptitle(f'publish(wait="all"), p50. Dots: measured. Lines: fitted, {model(found)}')
-    points, grid = found["points"], numpy.geomspace(SIZES[0], SIZES[-1], 60)
 
-    def predicted(size: Any, workers: Any) -> Any:
-        return (found["fixed"] + found["for_byte"] * size + found["for_worker"] * workers) * 1e6
 
-    for number, workers in enumerate(WORKERS):
-        chosen = [point for point in points if point.workers == workers]
-        color, name = f"C{number}", f"{workers} worker{'' if workers == 1 else 's'}"
-        sizes, micros = [point.amount for point in chosen], [point.p50 * 1e6 for point in chosen]
-        bytes_axis.plot(sizes, micros, "o", color=color, label=name)
-        bytes_axis.plot(grid, predicted(grid, workers), "-", color=color, linewidth=1)
-        rate_axis.plot(sizes, [1e6 / each for each in micros], "o-", color=color, label=name)
-    for number, size in enumerate(SIZES[::2]):
-        chosen = [point for point in points if point.amount == size]
-        workers_axis.plot(
-            [p.workers for p in chosen], [p.p50 * 1e6 for p in chosen], "o", color=f"C{number}", label=human(size)
-        )
-        line = numpy.linspace(0, WORKERS[-1], 20)
-        workers_axis.plot(line, predicted(size, line), "-", color=f"C{number}", linewidth=1)
-    leaves = found["leaves"]
-    leaves_axis.plot([p.amount for p in leaves], [p.p50 * 1e6 for p in leaves], "o-", label="p50")
-    leaves_axis.plot([p.amount for p in leaves], [p.p99 * 1e6 for p in leaves], "x--", label="p99")
-    off = [(each - 1) * 100 for each in found["residuals"]]
-    left.plot([point.amount for point in points], off, "o", color="C7")
-    right.plot([point.workers for point in points], off, "o", color="C7")
-    for axis, title, x, y in (
-        (bytes_axis, "Time grows with bytes", "bytes", "µs"),
-        (workers_axis, "Time grows with workers", "workers", "µs"),
-        (leaves_axis, f"Time grows with leaves ({human(LEAF_BYTES)} in all, no worker)", "leaves", "µs"),
-        (rate_axis, "Versions in a second", "bytes", "versions/s"),
-        (left, "Residuals by bytes", "bytes", "measured beyond model, %"),
-        (right, "Residuals by workers", "workers", "measured beyond model, %"),
-    ):
-        axis.set(title=title, xlabel=x, ylabel=y)
-        if x != "workers":
-            axis.set_xscale("log", base=10 if x == "leaves" else 2)
-        if axis in (left, right):
-            axis.axhline(0, color="black", linewidth=0.8)
-        else:
-            axis.set_yscale("log")
-            axis.legend()
-        axis.grid(alpha=0.3)
-    for axis in (bytes_axis, rate_axis, left):
-        axis.set_xticks(SIZES[::2], [human(size) for size in SIZES[::2]])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+def _of(found: dict[str, Any], wanted: Callable[[Point], bool], by: str) -> tuple[list[int], list[float], list[float]]:
+    """Where the wanted points stand, their p50 in microseconds, and how far each is from the fit in per cent."""
+    chosen = [pair for pair in zip(found["points"], found["residuals"], strict=True) if wanted(pair[0])]
+    return (
+        [getattr(point, by) for point, _ in chosen],
+        [point.p50 * 1e6 for point, _ in chosen],
+        [(ratio - 1) * 100 for _, ratio in chosen],
+    )
+
+
+def _predicted(found: dict[str, Any], size: Any, workers: Any) -> Any:
+    return (found["fixed"] + found["for_byte"] * size + found["for_worker"] * workers) * 1e6
+
+
+def _title(by: str, found: dict[str, Any]) -> str:
+    return f'publish(wait="all") grows with {by}\nfit: {model(found)}'
+
+
+def _name(workers: int) -> str:
+    return f"{workers} worker{'' if workers == 1 else 's'}"
+
+
+def _legend(figure: Any, axis: Any, title: str) -> None:
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", title=title)  # beside the data
+    axis.grid(alpha=0.3)
+
+
+def _saved(figure: Any, last: Any, x: str, path: Path) -> Path:
+    """With the residuals' axis, if `last` is below another, and few colors."""
+    from matplotlib import pyplot
+    from PIL import Image
+
+    last.set_xlabel(x)
+    if last.get_subplotspec().rowspan.start > 0:
+        last.set_ylabel("measured\nbeyond fit, %")
+        last.axhline(0, color="black", linewidth=0.8)
+        last.grid(alpha=0.3)
+    figure.savefig(path, dpi=75)
     pyplot.close(figure)
+    with Image.open(path) as image:
+        few = image.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE)
+    few.save(path, optimize=True)
+    return path
 
 
 def human(size: int) -> str:
@@ -167,24 +228,34 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save(found: dict[str, Any], out: Path) -> Path:
-    """The files of a run; the plot's path."""
+def save(found: dict[str, Any], out: Path) -> list[Path]:
+    """The files of a run; the plots' paths."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "growth.json").write_text(json.dumps(found, indent=1))
     (out / "growth.md").write_text(markdown(found))
-    plot(found, out / "growth.png")
-    return out / "growth.png"
+    return plots(found, out)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What an earlier run saved."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found | {name: [Point(*each) for each in found[name]] for name in ("points", "leaves")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    parser.add_argument("--from", dest="earlier", type=Path, help="draw this growth.json instead of measuring")
+    parser.add_argument("--docs", action="store_true", help="draw the plots of docs/performance.md too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = measure_all(arguments.seconds)
+    found = load(arguments.earlier) if arguments.earlier else measure_all(arguments.seconds)
     print(markdown(found))
-    print(save(found, arguments.out))
+    drawn = save(found, arguments.out)
+    if arguments.docs:
+        drawn += plots(found, Path(__file__).parents[1] / "docs" / "plots")
+    print(*drawn, sep="\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 
 #include "fixture.hpp"
 #include "shmsync/copy.hpp"
+#include "shmsync/helpers.hpp"
 #include "shmsync/shared_copy.hpp"
 
 using namespace shmsync;
@@ -51,7 +52,8 @@ void many_operations_with_streaming_by_their_total(unsigned threads) {
 
 // Sizes around the chunks' borders, in one operation and in many; guard bytes stay.
 void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
-  for (const std::size_t bytes : {kShareAbove, kShareAbove + 1, kShareAbove + kChunk - 1, kShareAbove + 3 * kChunk}) {
+  for (const std::size_t bytes :
+       {kShareAbove, kShareAbove + 1, kWakeAbove + kLeastChunk - 1, kWakeAbove + 3 * kChunk}) {
     for (const std::size_t piece : {bytes, kChunk, kChunk + 1, std::size_t{70001}}) {
       std::vector<std::byte> source(bytes), target(bytes + 2, std::byte{0xEE});
       for (std::size_t i = 0; i < bytes; ++i) source[i] = static_cast<std::byte>(i % 251);
@@ -67,8 +69,8 @@ void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
 
 // What helpers stored is there for whoever sees the version that the caller released; TSan looks at the pairs.
 void a_version_is_whole_though_helpers_copied_parts_of_it() {
-  constexpr std::uint64_t kVersions = 60;
-  const std::size_t words = 5 * kChunk / sizeof(std::uint64_t);
+  constexpr std::uint64_t kVersions = 40;
+  const std::size_t words = (kWakeAbove + kChunk) / sizeof(std::uint64_t);  // so that helpers are woken for it
   const CopyPieces plain = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::plain); };
   const CopyPieces streaming = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::streaming); };
   std::vector<std::uint64_t> source(words), target(words);
@@ -113,12 +115,61 @@ void a_helper_that_comes_late_is_not_waited_for() {
   CHECK(source == target);
 }
 
+// Several threads call the same helpers, which sleep, linger, are called off or in the middle of another copy; TSan
+// looks at what passes between them.
+void callers_share_the_helpers() {
+  const CopyPieces plain = [](const CopyOp* ops, std::size_t count) { copy(ops, count, CopyPath::plain); };
+  const auto copy_often = [plain](unsigned char seed) {
+    for (int round = 0; round < 60; ++round) {
+      const std::size_t bytes = (round % 5 + 2) * kLeastChunk + (round % 2 ? kWakeAbove : 0) + seed;
+      std::vector<std::byte> source(bytes, static_cast<std::byte>(seed + round));
+      std::vector<std::byte> target(source.size());
+      const std::vector<CopyOp> ops{{target.data(), source.data(), 99},
+                                    {target.data() + 99, source.data() + 99, source.size() - 99}};
+      copy_by_several(ops.data(), ops.size(), round % 4 + 1, plain);
+      CHECK(source == target);
+    }
+  };
+  std::vector<std::thread> callers;
+  for (unsigned char seed = 1; seed <= 3; ++seed) callers.emplace_back(copy_often, seed);
+  for (auto& each : callers) each.join();
+}
+
+void copy_until_there_is_a_helper() {
+  std::vector<std::byte> source(kWakeAbove, std::byte{3}), target(source.size());
+  const CopyOp op{target.data(), source.data(), source.size()};
+  while (helpers_present() == 0) copy(&op, 1, CopyPath::automatic, 4);
+}
+
+// A child has none of its parent's helpers, and makes its own.
+void helpers_do_not_survive_a_fork() {
+  copy_until_there_is_a_helper();
+  const pid_t child = fork();
+  if (child == 0) {
+    if (helpers_present() != 0) _exit(2);
+#if !defined(__SANITIZE_THREAD__)  // it starts no threads in a child
+    copy_until_there_is_a_helper();
+    several_threads_copy_exactly_the_bytes_asked_for(CopyPath::plain);
+#endif
+    _exit(0);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  several_threads_copy_exactly_the_bytes_asked_for(CopyPath::plain);
+}
+
+void a_helper_that_nobody_calls_goes() {
+  copy_until_there_is_a_helper();
+  while (helpers_present() != 0) std::this_thread::yield();
+  copy_until_there_is_a_helper();
+}
+
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 // No memory for a helper's stack: the caller copies alone.
 void a_thread_that_cannot_be_started_is_not_needed() {
   const pid_t child = fork();
   if (child == 0) {
-    std::vector<std::byte> source(kShareAbove + 5, std::byte{3}), target(source.size());
+    std::vector<std::byte> source(kWakeAbove + 5, std::byte{3}), target(source.size());
     const rlimit none{0, RLIM_INFINITY};
     if (setrlimit(RLIMIT_AS, &none) != 0) _exit(2);
     const CopyOp op{target.data(), source.data(), source.size()};
@@ -142,6 +193,11 @@ int main() {
   several_threads_copy_exactly_the_bytes_asked_for(CopyPath::streaming);
   a_version_is_whole_though_helpers_copied_parts_of_it();
   a_helper_that_comes_late_is_not_waited_for();
+  callers_share_the_helpers();
+  if (std::thread::hardware_concurrency() > 1) {
+    helpers_do_not_survive_a_fork();
+    a_helper_that_nobody_calls_goes();
+  }
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   a_thread_that_cannot_be_started_is_not_needed();
 #endif

@@ -20,6 +20,9 @@ void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout)
 // How many times this thread has called it.
 std::uint64_t futex_sleeps();
 
+// The same for threads that nobody's death concerns: in one piece, and not counted. False: the time was over.
+bool futex_park(const Word32& word, std::uint32_t expected, Nanoseconds timeout);
+
 // Wakes every sleeper on `word`, in every process.
 void futex_wake_all(const Word32& word);
 

@@ -1,9 +1,10 @@
 // A copy that several threads share.
 //
-// It is cut into chunks, which the threads take from one counter. The caller takes chunks as the others do, and in the
-// end waits only for chunks that another thread has begun: a helper that has not been given a processor by then finds
-// the counter at its end and goes. So a machine whose processors are busy costs the caller at most the rest of one
-// chunk (docs/adr/0030-helpers-of-a-copy.md).
+// It is cut into chunks, and each thread has a share of them, the same one in each copy, whose bytes its own caches may
+// still have. Who is done with its share goes on with the others'. The caller takes chunks as the others do, and in the
+// end waits only for those that another thread has begun: a helper that has not been given a processor by then is
+// called no more. So a machine whose processors are busy costs the caller at most the rest of one chunk
+// (docs/adr/0030-helpers-of-a-copy.md).
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,8 @@
 
 namespace shmsync {
 
-inline constexpr std::size_t kChunk = std::size_t{512} << 10;
+inline constexpr std::size_t kChunk = std::size_t{512} << 10;      // the largest
+inline constexpr std::size_t kLeastChunk = std::size_t{64} << 10;  // of a copy of 1 MB
 
 // Copies these, and ends with whatever fence its stores need before a later release.
 using CopyPieces = void (*)(const CopyOp* ops, std::size_t count);

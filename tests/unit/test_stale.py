@@ -1,0 +1,197 @@
+"""What a slot lacks since it was last written: every history there can be, against the obvious reference.
+
+test_the_model_of_every_history goes through all states that StaleLeaves can get into, however long the history: leaves
+are published all together, in part, through update(), half written and given up, each time into any slot that is not
+the current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
+
+Each of these mutations of shmsync/engine/stale.py makes the model fail; they were tried one at a time:
+
+- begin() leaves `self._of_slot[slot]` as it is instead of None: a given-up write counts as whole.
+- begin() does not add `given` to the other slots: they keep an older value.
+- begin() adds `given` to the slot that is written only.
+- a write of all leaves, or update(), leaves the other slots' sets as they are.
+- begin() returns [] for update() too.
+- an unknown slot (None) is carried as if it lacked nothing.
+- written() marks slot 0 instead of the one that was written; it does nothing; it leaves None.
+- the given leaves are carried as well (too much, never wrong): `difference(given)` left out.
+- _merged() joins pieces that are not neighbours, or lets the last piece begin at the second of two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.engine.stale import StaleLeaves
+
+SIZES = {0: 100, 256: 4, 768: 8}  # bytes of each leaf by its offset: neighbours with padding between them, and a gap
+LEAVES = frozenset(SIZES)
+PARTS = [frozenset(part) for n in range(1, len(SIZES) + 1) for part in itertools.combinations(sorted(SIZES), n)]
+
+
+def carried(pieces):
+    """The leaves that these pieces hold; they are whole, once each, and nothing lies between them but padding."""
+    found = []
+    for offset, size in pieces:
+        inside = [leaf for leaf in sorted(SIZES) if leaf < offset + size and leaf + SIZES[leaf] > offset]
+        assert inside and offset == inside[0] and offset + size == inside[-1] + SIZES[inside[-1]], "not whole leaves"
+        assert all(later - (leaf + SIZES[leaf]) < 256 for leaf, later in itertools.pairwise(inside)), (
+            "more than padding"
+        )
+        found += inside
+    assert len(found) == len(set(found)), "carried twice"
+    return frozenset(found)
+
+
+def plain(state):
+    """The same for equal states."""
+    if isinstance(state, (set, frozenset)):
+        return sorted(state)
+    if isinstance(state, dict):
+        return {name: plain(value) for name, value in state.items()}
+    return [plain(each) for each in state] if isinstance(state, list) else state
+
+
+class World:
+    """The slots as they are, the reference, and the StaleLeaves that is looked at."""
+
+    def __init__(self, slots):
+        self.stale = StaleLeaves(SimpleNamespace(places=SIZES), slots)
+        self.current = 0
+        # Of each slot: the leaves whose bytes are not those of the current version.
+        self.wrong = [LEAVES] * slots
+        # Of each slot: the leaves given to any write, also one that was given up, since it was itself written; None: it
+        # was not written, or given up half-way.
+        self.given_since = [None] * slots
+
+    @property
+    def key(self):
+        return repr([plain(each) for each in (vars(self.stale), self.current, self.wrong, self.given_since)])
+
+    def write(self, slot, given, commits, changed):
+        """Leaves `given` (None: update()) into a slot; update() then changes `changed`."""
+        pieces = carried(self.stale.begin(slot, given))
+        fresh = given or frozenset()
+        assert self.wrong[slot] <= pieces | fresh, f"{sorted(self.wrong[slot] - pieces - fresh)} would stay old"
+        known = self.given_since[slot]
+        assert pieces == (LEAVES if known is None else known) - fresh, "carries what it need not"
+        written = LEAVES if given is None else given
+        self.given_since = [known if known is None else known | written for known in self.given_since]
+        if not commits:
+            # As bad as it can be: all that could have been written has been, half.
+            self.wrong[slot] |= pieces | fresh | changed
+            self.given_since[slot] = None
+            return
+        self.stale.written()
+        self.wrong = [wrong | fresh | changed for wrong in self.wrong]
+        self.wrong[slot] = frozenset()
+        self.given_since[slot] = frozenset()
+        self.current = slot
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_the_model_of_every_history(slots):
+    first = World(slots)
+    first.write(0, LEAVES, True, LEAVES)  # a publisher's first version
+    todo, seen = [first], {first.key}
+    while todo:
+        world = todo.pop()
+        before = pickle.dumps(world)
+        for slot, given, commits in itertools.product(range(slots), [*PARTS, None], [True, False]):
+            if slot == world.current:
+                continue
+            for changed in (PARTS[0], PARTS[-1]) if given is None else (frozenset(),):
+                then = pickle.loads(before)
+                then.write(slot, given, commits, changed)
+                if then.key not in seen:
+                    seen.add(then.key)
+                    todo.append(then)
+    assert len(seen) > 10  # it went somewhere
+
+
+class Arena:
+    """A publisher, and what its newest version must be."""
+
+    def __init__(self, publisher, slots):
+        self.module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3)) for name in "ab"})
+        self.pub = publisher(self.module, slots=slots)
+        self.values = {"a": 0, "b": 0}
+        self.number = 0
+
+    def new(self, names):
+        self.number += 1
+        return {name: torch.full((3,), float(self.number)) for name in names}
+
+    def publish(self, names):
+        given = self.new(names)
+        if self.pub._side.writer.poisoned and len(names) < 2:
+            with pytest.raises(shmsync.Poisoned):
+                self.pub.publish(given)
+            return
+        self.pub.publish(given)
+        self.values |= dict.fromkeys(names, self.number)
+
+    def update(self):
+        if self.pub._side.writer.poisoned:
+            with pytest.raises(shmsync.Poisoned), self.pub.update():
+                pass
+            return
+        with self.pub.update() as weights:
+            weights["a"].copy_(self.new("a")["a"])
+        self.values["a"] = self.number
+
+    def abort(self):
+        """With one slot it poisons the arena."""
+        if self.pub._side.writer.poisoned:
+            return
+        with pytest.raises(ZeroDivisionError), self.pub.update() as weights:
+            weights["b"].fill_(77)
+            raise ZeroDivisionError
+
+    def refuse(self):
+        with pytest.raises(shmsync.ManifestMismatch):
+            self.pub.publish({"a": torch.zeros(3), "b": torch.zeros(4)})
+
+    def adopt(self):
+        if self.pub._side.arena.slots > 1:
+            with pytest.raises(ValueError, match="slots=1"):
+                self.pub.adopt(self.module)
+        elif self.pub._side.adopted is None:
+            with torch.no_grad():
+                for name, tensor in self.new("ab").items():
+                    self.module[name].copy_(tensor)
+            self.pub.adopt(self.module)
+            self.values = dict.fromkeys("ab", self.number)
+
+    def check(self, history):
+        if not self.pub._side.writer.poisoned:
+            shown = {name: self.pub.weights[name].tolist() for name in "ab"}
+            assert shown == {name: [float(value)] * 3 for name, value in self.values.items()}, history
+
+
+STEPS = {
+    "all": lambda arena: arena.publish("ab"),
+    "a": lambda arena: arena.publish("a"),
+    "b": lambda arena: arena.publish("b"),
+    "update": Arena.update,
+    "abort": Arena.abort,
+    "refuse": Arena.refuse,
+    "adopt": Arena.adopt,
+}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("first", STEPS)
+def test_every_short_history(publisher, slots, first):
+    for rest in itertools.product(STEPS, repeat=2):
+        history = (first, *rest, "b", "a", "a")
+        arena = Arena(publisher, slots)
+        for step in history:
+            STEPS[step](arena)
+            arena.check(history)
+        arena.pub.close()
