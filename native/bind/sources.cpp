@@ -74,21 +74,19 @@ std::size_t extent(const DLTensor& t) {
   return static_cast<std::size_t>(last) + 1;
 }
 
-bool is_lazy(nb::handle tensor, std::uint8_t code) {
-  if (Look found; look(tensor.ptr(), found)) return false;
+bool asked_is_lazy(nb::handle tensor, std::uint8_t code) {
   count_asked();
   static PyObject* const conj = PyUnicode_InternFromString("is_conj");
   static PyObject* const neg = PyUnicode_InternFromString("is_neg");
   return (code == kComplex && asked(tensor, conj).is(Py_True)) || asked(tensor, neg).is(Py_True);
 }
 
-bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
+bool asked_holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
   static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
   static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
   if (bytes == 0) return true;
   if (address == nullptr) return false;
-  if (Look found; look(tensor.ptr(), found)) return found.has(address, bytes);
   count_asked();
   const nb::object storage = asked(tensor, untyped_storage);
   const auto begin = nb::cast<std::uintptr_t>(asked(storage, data_ptr));
@@ -177,14 +175,14 @@ bool Sources::unchanged(Leaf& leaf) {
   const std::size_t bytes = elements(t) * t.bits / 8;
   // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
   // back and made smaller may have been given the same place.
-  if (Look found; !leaf.plain) {
-    if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, bytes)) return false;
-  } else if (!look(leaf.tensor.ptr(), found) || !found.has(address, bytes)) {
+  Look found;
+  const bool plain = look(leaf.tensor.ptr(), found);
+  if (plain ? !found.has(address, bytes)
+            : leaf.plain || asked_is_lazy(leaf.tensor, t.code) || !asked_holds(leaf.tensor, address, bytes))
     return false;
-  }
   moved_ |= address != leaf.address;
   leaf.address = address;
-  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), t.ndim);
+  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), found, t.ndim);
   return true;
 }
 
@@ -205,6 +203,15 @@ bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
 void Sources::copy_to(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
     ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
+  const unsigned threads = copying_threads(bytes_);
+  const WithoutGil released;
+  copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
+}
+
+void Sources::copy_from(std::uintptr_t slot) {
+  for (std::size_t i = 0; i < leaves_.size(); ++i)
+    ops_[i] = {const_cast<std::byte*>(leaves_[i].address),
+               reinterpret_cast<const std::byte*>(slot) + leaves_[i].offset, leaves_[i].bytes};
   const unsigned threads = copying_threads(bytes_);
   const WithoutGil released;
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
@@ -261,6 +268,9 @@ void bind_sources(nb::module_& m) {
       .def_prop_ro("moved", &Sources::moved)
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
+      .def("copy_from", &Sources::copy_from, "slot"_a,
+           "The other way: write into every leaf what stands at its offset from the address `slot`. The caller has "
+           "seen to it that they may be written.")
       .def("let_go", &Sources::let_go, "Keep no tensor alive; an Outline puts new ones in.")
       .def_prop_ro("bytes", &Sources::bytes);
 }

@@ -33,11 +33,12 @@ inline constexpr std::int32_t kCpu = 1;  // device_type
 
 bool contiguous(const DLTensor& t);
 std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
+// These two ask a tensor of which look() says nothing.
 // Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
-bool is_lazy(nanobind::handle tensor, std::uint8_t code);
+bool asked_is_lazy(nanobind::handle tensor, std::uint8_t code);
 // Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as
 // FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
-bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
+bool asked_holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
 
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);
@@ -57,6 +58,7 @@ class Sources {
   bool asks() const { return asks_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
+  void copy_from(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.
   void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
   void let_go();  // of the tensors; from now on rows are good for put() and copy_to() alone
