@@ -180,6 +180,7 @@ bool Sources::unchanged(Leaf& leaf) {
   if (plain ? !found.has(address, bytes)
             : leaf.plain || asked_is_lazy(leaf.tensor, t.code) || !asked_holds(leaf.tensor, address, bytes))
     return false;
+  looked_ = true;
   moved_ |= address != leaf.address;
   leaf.address = address;
   if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), found, t.ndim);
@@ -187,7 +188,7 @@ bool Sources::unchanged(Leaf& leaf) {
 }
 
 bool Sources::revalidate() {
-  moved_ = false;
+  moved_ = looked_ = false;
   return std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); }) &&
          std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
@@ -266,6 +267,8 @@ void bind_sources(nb::module_& m) {
       .def("revalidate", &Sources::revalidate)
       .def_prop_ro("asks", &Sources::asks, "Does revalidate() ask tensors, so that modes of torch must be off?")
       .def_prop_ro("moved", &Sources::moved)
+      .def_prop_ro("looked", &Sources::looked,
+                   "Has revalidate() looked at a tensor in full? Else each is in every way as it was.")
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
       .def("copy_from", &Sources::copy_from, "slot"_a,

@@ -52,9 +52,10 @@ class Sources {
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
   // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
-  // are read again, and moved() says so.
+  // are read again, and moved() says so. looked(): some tensor is not in every way as it was at the last call.
   bool revalidate();
   bool moved() const { return moved_; }
+  bool looked() const { return looked_; }
   bool asks() const { return asks_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
@@ -92,6 +93,7 @@ class Sources {
   std::vector<std::int64_t> sizes_;  // of all leaves, one after the other: saves each leaf a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
+  bool looked_ = false;
   bool asks_ = false;
   std::uint64_t bytes_ = 0;
 };

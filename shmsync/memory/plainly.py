@@ -39,9 +39,20 @@ _TRANSFORMS = _transforms()
 _level = getattr(torch._C._functorch, "maybe_current_level", None)
 
 
+def counts_changes(tensor: torch.Tensor) -> bool:
+    """Does autograd count the changes of this tensor? Call it inside plainly().
+
+    It has no counter for one that was made in inference mode, also where `.data =` has made it an ordinary one since.
+    """
+    try:
+        return not tensor.is_inference() and tensor._version >= 0
+    except RuntimeError:  # how torch says that there is no counter
+        return False
+
+
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), also when the target was made in inference mode. Call it inside plainly()."""
-    if target.is_inference():
+    if not counts_changes(target):
         with torch._C._InferenceMode(True):  # not torch.inference_mode(), which an interrupt may leave switched on
             target.copy_(source)
     else:

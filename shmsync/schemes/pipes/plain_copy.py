@@ -22,7 +22,7 @@ from ...engine.strategy import unflattened
 from ...engine.targets import problem_with_target
 from ...memory.arena import lies_in, readonly_ranges
 from ...memory.manifest import Key, Leaf, tie
-from ...memory.plainly import run_plainly
+from ...memory.plainly import counts_changes, run_plainly
 
 _KEPT = 16  # tables: one for each slot, and with partial=True one for each set of leaves that is sent
 Place = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that shows it
@@ -91,7 +91,7 @@ def _takes_bytes(target: Any, leaf: Leaf) -> bool:
         type(target) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
         and problem_with_target(target) is None
         and plain(target)
-        and not target.is_inference()  # its version cannot be counted on
+        and counts_changes(target)
         and (tuple(target.shape), target.dtype) == (leaf.shape, leaf.dtype)
     )
 
