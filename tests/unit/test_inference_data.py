@@ -1,4 +1,4 @@
-"""Tensors that were made in inference mode and have ordinary memory since, and the other way round, are written into."""
+"""Tensors made in inference mode that have ordinary memory since, and the other way round, are written into."""
 
 from __future__ import annotations
 

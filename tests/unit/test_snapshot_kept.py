@@ -73,7 +73,8 @@ def test_an_out_that_is_used_again_takes_no_call_for_a_leaf(publisher, subscribe
 
 
 def layout(tensors):
-    return {key: each for key, each in tensors.items() if key not in INNER} | {"n": {key: tensors[key] for key in INNER}}
+    nested = {"n": {key: tensors[key] for key in INNER}}
+    return {key: each for key, each in tensors.items() if key not in INNER} | nested
 
 
 def made(how):
@@ -96,6 +97,18 @@ def alias(tensor, inference=False):
         return torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
+def uncounted(tensor):
+    """An ordinary tensor over the same memory, to whose changes autograd has no counter."""
+    with torch.inference_mode():
+        made = torch.zeros(tensor.shape)
+    made.data = tensor
+    return made
+
+
+def of_the_arena(tensor, sub):
+    return next(each for each in sub.weights.values(True, True) if each.shape == tensor.shape)
+
+
 IN_PLACE = {
     "nothing": lambda t, sub: None,
     "in place": lambda t, sub: t.data.add_(1),
@@ -110,7 +123,7 @@ IN_PLACE = {
     "data, expanded": lambda t, sub: setattr(t, "data", torch.rand(1).expand(t.shape)),
     "data, shared with others": lambda t, sub: setattr(t, "data", SHARED[: t.numel()].view(t.shape)),
     "data, of inference mode": lambda t, sub: setattr(t, "data", alias(t.data, inference=True)),
-    "data, in the arena": lambda t, sub: setattr(t, "data", next(v for v in sub.weights.values(True, True) if v.shape == t.shape)),
+    "data, in the arena": lambda t, sub: setattr(t, "data", of_the_arena(t, sub)),
     "set_": lambda t, sub: t.data.set_(torch.rand(t.shape)),
     "set_, expanded": lambda t, sub: t.data.set_(torch.rand(1).untyped_storage(), 0, t.shape, (0,) * t.dim()),
     "resize_": lambda t, sub: t.data.resize_(t.numel() + 2),
@@ -118,6 +131,9 @@ IN_PLACE = {
     "storage moves": lambda t, sub: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
     "storage given back": lambda t, sub: t.untyped_storage().resize_(0),
     "requires_grad_": lambda t, sub: t.requires_grad_(not t.requires_grad),
+    "swapped with one of the same place that counts no changes": lambda t, sub: torch.utils.swap_tensors(
+        t, uncounted(t.data)
+    ),
     "swapped": lambda t, sub: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
 }  # fmt: skip
 SHARED = torch.zeros(2000)
@@ -131,7 +147,7 @@ REPLACED = {
     "meta": lambda t, sub: torch.rand(t.shape, device="meta"),
     "another dtype": lambda t, sub: torch.rand(t.shape, dtype=torch.float64),
     "another shape": lambda t, sub: torch.rand(2, *t.shape),
-    "the arena's": lambda t, sub: next(v for v in sub.weights.values(True, True) if v.shape == t.shape),
+    "the arena's": lambda t, sub: of_the_arena(t, sub),
     "shared with others": lambda t, sub: SHARED[: t.numel()].view(t.shape),
     "a TensorDict": lambda t, sub: TensorDict({"deep": torch.zeros(4)}),
 }
@@ -233,6 +249,7 @@ def test_each_change_is_noticed(publisher, subscriber, known, change):
         said = said_by(sub, out)
         with shmsync.Subscriber(pub.handle) as fresh:
             assert said_by(fresh, twin) == said
+        assert said_by(sub, out) == said
         if said == "done":
             assert all(torch.equal(out[key], value) for key, value in sub.weights.items(True, True))
 
