@@ -103,6 +103,14 @@ bool describe(PyObject* tensor, DLTensor& out) {
   return true;
 }
 
+bool surely_plain(PyObject* tensor) {
+  DLTensor t;
+  Look found;
+  if (!describe(tensor, t) || t.device_type != kCpu || !contiguous(t) || !look(tensor, found)) return false;
+  const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+  return t.data != nullptr && found.has(address, elements(t) * t.bits / 8);
+}
+
 Sources::Sources(nb::list guards, nb::list leaves) {
   for (nb::handle item : guards) {
     Guard guard{nb::cast<nb::dict>(item[0]), {}, nb::cast<bool>(item[2])};
@@ -244,6 +252,10 @@ void set_data(nb::list tensors, nb::list views) {
 void bind_sources(nb::module_& m) {
   m.def("set_data", &set_data, "tensors"_a, "views"_a, nb::sig("def set_data(tensors: list, views: list) -> None"),
         "`tensor.data = view` for each pair.");
+  m.def(
+      "surely_plain", [](nb::handle object) { return surely_plain(object.ptr()); }, "object"_a,
+      nb::sig("def surely_plain(object: object) -> bool"),
+      "Is it a tensor of plain contiguous CPU memory that is there? False says nothing: ask it.");
   m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
         nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
         "Learn torch's DLPack exchange table; False when this torch has none.");

@@ -29,6 +29,9 @@ struct DLTensor {
 // exchange table or the tensor cannot be exported.
 bool describe(PyObject* tensor, DLTensor& out);
 
+// Is it a tensor with all of its elements in memory, as plain bytes, one after the other? False says nothing.
+bool surely_plain(PyObject* object);
+
 inline constexpr std::int32_t kCpu = 1;  // device_type
 
 bool contiguous(const DLTensor& t);

@@ -123,6 +123,11 @@ class CopyPlan:
         )
 
     @property
+    def tensors(self) -> Mapping[Key, Any]:
+        """Those that it was made for; none if it fits others."""
+        return self._tensors
+
+    @property
     def has_parameters(self) -> bool:
         """Are any of its tensors parameters of a module?"""
         return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
@@ -176,8 +181,9 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
     if tensor.device.type != "cpu":
         return False
     address = tensor.data_ptr()
+    behind = address + extent(tensor) * tensor.element_size()
     for begin, end in ranges:
-        if address >= end or address + extent(tensor) * tensor.element_size() <= begin:
+        if address >= end or behind <= begin:
             continue
         if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -208,9 +208,9 @@ class Publisher:
         plan = self._plans.make(module)
         if not plan.whole:
             raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
-        adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
+        adoption = Adoption(module, plan.tensors, self._arena, self.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
-        if self._differs(module):
+        if self._differs(plan.tensors):
             side.publish(side.checked(plan), deadline_after(None, side.timeout))
         side.adopted = adoption
         adoption.move_in()
@@ -218,13 +218,10 @@ class Publisher:
         self._plans.forget()
 
     @run_plainly
-    def _differs(self, module: nn.Module) -> bool:
-        tensors = collect(module, self._filter).tensors
+    def _differs(self, tensors: Mapping[Key, torch.Tensor]) -> bool:
         views = self._arena.views(0)
         return self._side.writer.poisoned or any(
-            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
-            for key, tensor in tensors.items()
-            if key in views  # else it is a second name of one that is
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
         )
 
     def readers(self) -> list[ReaderInfo]:
@@ -400,10 +397,12 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
 
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
-    everything = collect(weights, EVERYTHING).tensors
-    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    everything = collect(weights, EVERYTHING, watch=False).tensors
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
     problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
     if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
