@@ -219,8 +219,8 @@ void Sources::copy_to(std::uintptr_t slot) {
 
 void Sources::copy_from(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
-    ops_[i] = {const_cast<std::byte*>(leaves_[i].address),
-               reinterpret_cast<const std::byte*>(slot) + leaves_[i].offset, leaves_[i].bytes};
+    ops_[i] = {const_cast<std::byte*>(leaves_[i].address), reinterpret_cast<const std::byte*>(slot) + leaves_[i].offset,
+               leaves_[i].bytes};
   const unsigned threads = copying_threads(bytes_);
   const WithoutGil released;
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);

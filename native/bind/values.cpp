@@ -131,8 +131,7 @@ class Outline {
         static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
         !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
       return false;
-    if (leaf.kind == Kind::bytes ? !contiguous(t)
-                                 : !std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides))
+    if (leaf.kind == Kind::bytes ? !contiguous(t) : !std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides))
       return false;
     Look found;
     const bool plain = look(value.ptr(), found);

@@ -17,7 +17,6 @@ from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
 from .stepping import state_tensors, stuck_states
 
-
 _NO_TENSORS = frozenset({bool, int, float, str, type(None), tuple, list, set, dict})  # most attributes
 
 

@@ -133,10 +133,10 @@ class Binding:
 
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
-        if not any(ref() is not None for _, ref in self._places):
+        if self._root() is None and not any(ref() is not None for _, ref in self._places):
             return False
-        with plainly() if modes_are_on() else nullcontext():
-            if not self._placed:
+        if not self._placed:
+            with plainly() if modes_are_on() else nullcontext():
                 views = self._sets.get(slot)
                 if views is None:
                     made = self._arena.views(slot)

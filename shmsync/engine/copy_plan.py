@@ -152,7 +152,7 @@ class CopyPlan:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
         return (
             self._reusable
-            and self._conversions.unchanged()
+            and (self._conversions.none or self._conversions.unchanged())
             and self._revalidated()
             and not (self._sources.moved and (self.in_place or self._overlaps(arena.ranges())))
         )
@@ -168,11 +168,13 @@ class CopyPlan:
 
     def stage(self) -> None:
         """Convert beforehand what is small; done before readers are kept out."""
-        self._conversions.stage()
+        if not self._conversions.none:
+            self._conversions.stage()
 
     def copy_to(self, address: int, slot: int) -> None:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
-        self._conversions.write(slot)
+        if not self._conversions.none:
+            self._conversions.write(slot)
         self._sources.copy_to(address)
 
 

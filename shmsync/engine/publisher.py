@@ -350,7 +350,20 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
 
     Returns the versions. Raises as Publisher.publish() does; then nothing was published.
     """
-    return _publish_locked(publications, version, deadline, len(publications))
+    if len(publications) > 1:
+        return _publish_locked(publications, version, deadline, len(publications))
+    return [_publish_one(each, version, deadline) for each in publications]
+
+
+def _publish_one(publication: Publication, version: int | None, deadline: float) -> int:
+    publisher = publication.publisher
+    side = publisher._side
+    with side.lock:
+        try:
+            plan = publisher._checked(publication.weights, publication.optional)
+            return side.publish(plan, deadline, version=version)
+        finally:
+            publisher._plans.let_go()
 
 
 def _publish_locked(publications: Sequence[Publication], version: int | None, deadline: float, left: int) -> list[int]:
@@ -368,9 +381,6 @@ def _publish_locked(publications: Sequence[Publication], version: int | None, de
 
 def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
     plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
-    if len(plans) == 1:
-        side, plan = plans[0]
-        return [side.publish(plan, deadline, version=version)]
     for _, plan in plans:
         plan.stage()
     try:
