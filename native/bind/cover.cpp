@@ -123,11 +123,12 @@ class Cover {
                              : call_method(self, "_finish", out, args);
   }
 
-  // May it leave the sections as it is? True only for what is surely so: values, tensors that lie elsewhere, and tuples,
-  // lists, dicts and TensorDicts of them, so many levels deep. Python's half looks at all else.
+  // May it leave the sections as it is? True only for what is surely so: values, tensors that lie elsewhere, and
+  // tuples, lists, dicts and TensorDicts of them, so many levels deep. Python's half looks at all else.
   bool stays(nb::handle out, int levels) const {
     PyObject* it = out.ptr();
-    if (out.is_none() || PyBool_Check(it) || PyLong_CheckExact(it) || PyFloat_CheckExact(it) || PyUnicode_CheckExact(it))
+    if (out.is_none() || PyBool_Check(it) || PyLong_CheckExact(it) || PyFloat_CheckExact(it) ||
+        PyUnicode_CheckExact(it))
       return true;
     const nb::handle type = out.type();
     if (type.is(tensor_type())) return !clones_ || !aliases(out);

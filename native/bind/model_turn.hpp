@@ -1,7 +1,7 @@
 // The turn of those who call a model and those who move its weights: one thread at a time, that one again and again.
 //
-// Who must not wait for its turn (a thread that serves other models too) leaves its work with ask(). The thread that has
-// the turn does it when its turn ends, in _ring() of Python's half (shmsync/integrations/torchrl/worker/turn.py).
+// Who must not wait for its turn (a thread that serves other models too) leaves its work with ask(). The thread that
+// has the turn does it when its turn ends, in _ring() of Python's half (shmsync/integrations/torchrl/worker/turn.py).
 //
 // In C++ so that a call of the model enters and leaves without running Python.
 #pragma once

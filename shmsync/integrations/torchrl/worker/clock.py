@@ -24,8 +24,8 @@ _KEY = "policy_version"
 class VersionClock:
     """The policy version of one leaf collector. Does nothing without a tracker (TorchRL's PolicyVersion).
 
-    `flight` is set by the native half of the policy's cover: `under_way` when a forward begins. A frame without an update
-    before it costs the clock no more than the reset of that flag.
+    `flight` is set by the native half of the policy's cover: `under_way` when a forward begins. A frame without an
+    update before it costs no more than to set that back.
     """
 
     def __init__(self) -> None:
