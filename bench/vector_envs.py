@@ -88,8 +88,9 @@ def check(policy: Greedy, observation: torch.Tensor, action: torch.Tensor) -> No
 def ours(make: Any, policy: Greedy, workers: int, each: int, batch: int, threads: bool = False) -> Iterator[Turn]:
     from shmsync.collectors import MultiprocessCollector
 
+    options = {"envs_in_threads": True} if threads else {}
     with MultiprocessCollector(
-        make, policy, num_workers=workers, envs_per_worker=each, frames_per_batch=batch, envs_in_threads=threads
+        make, policy, num_workers=workers, envs_per_worker=each, frames_per_batch=batch, **options
     ) as collector:
         for _ in range(2):  # the first touch of both batches is of the start
             next(collector)
@@ -181,11 +182,6 @@ def rows(quick: bool) -> dict[str, tuple[Any, Any, int]]:
         ),
         "sleeps 1 ms, 2 workers x 4 in threads / AsyncVectorEnv(8)": (
             partial(ours, Sleeping, low, 2, 4, 160, True),
-            partial(theirs, async8, low, 160),
-            320 * scale,
-        ),
-        "sleeps 1 ms, 1 worker x 8 in threads / AsyncVectorEnv(8)": (
-            partial(ours, Sleeping, low, 1, 8, 160, True),
             partial(theirs, async8, low, 160),
             320 * scale,
         ),
