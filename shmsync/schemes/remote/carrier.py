@@ -41,6 +41,7 @@ class Carrier(ABC):
 
     deadline = math.inf  # of the call under way, for a carrier that has to wait in one of these methods
     piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
+    shared_from: int | None = None  # parcels of so many bytes and more lie where other processes may map them
 
     def payload(self, parcel: Parcel) -> Any:
         """What is sent: made once for each send, and then given to every start_call() and relay_call()."""

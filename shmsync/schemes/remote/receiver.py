@@ -19,6 +19,7 @@ from ..api import WeightSyncScheme
 from ..lookup import Arguments, named_content
 from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
+from .fetching import forget_ended
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 
 _receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
@@ -121,6 +122,7 @@ class RemoteReceiver(WeightReceiver):
         with self._applying:
             self._closed = True  # a call that is still on its way would attach again
             self.subscriptions.close()
+        forget_ended()
 
     def _use_arena(self, announcement: Announcement, model: Any) -> None:
         if self._closed:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ....engine.outcome import Failure
 from ....errors import ProtocolError
 from ..requests import Call, Failed, Gone
+from ..ticket import Unreached
 
 
 def require_ray(user: str) -> Any:
@@ -61,6 +62,9 @@ class RayCall(Call):
         try:
             return ray.get(self.reference)
         except RayTaskError as error:
+            unreached = getattr(getattr(error, "cause", None), "client_exc", None)  # raised while it was unpickled
+            if isinstance(unreached, Unreached):
+                raise unreached from error
             raise Failed(failure_of(error)) from error
         except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error

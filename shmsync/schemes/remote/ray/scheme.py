@@ -10,8 +10,11 @@ from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ...lookup import Arguments
+from ..fetching import Fetched
 from ..requests import Call
 from ..scheme import RemoteScheme, Roster
+from ..shipment import Shipment
+from ..ticket import Ticket
 from ..transport import RemoteTransport
 from .carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .requests import RayCall, invoke, require_ray
@@ -47,7 +50,11 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return RayCall(self._invoke(payload), payload)
+        def start(content: Any) -> Call:
+            content = Fetched(content) if isinstance(content, Ticket) else content
+            return RayCall(self._invoke(content), content)
+
+        return payload.start(self, start) if isinstance(payload, Shipment) else start(payload)
 
     def _invoke(self, payload: Any) -> Any:
         return invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)
