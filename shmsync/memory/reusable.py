@@ -1,7 +1,7 @@
 """Memory that its maker writes again and again, and that other processes of this machine may map to read.
 
-A memfd of a fixed size, found through /proc as a slab is. Fresh memory costs several times as much as a copy into it, so
-what is written often stays where it is, and who reads it often keeps the mapping.
+A memfd of a fixed size, found through /proc as a slab is. Fresh memory costs several times as much as a copy into it,
+so what is written often stays where it is, and who reads it often keeps the mapping.
 
 INV: nobody but its maker can write into it or resize it. When a reader may read is between the two.
 """

@@ -7,8 +7,8 @@ straight from the parcel's memory into memory that the worker has already.
 One thread serves all workers and waits for none, so a stopped one keeps nobody else. Who connects has to prove first
 that it knows the key, which came with a call. From then on it says numbers of a fixed size, and nothing is unpickled.
 
-INV: a parcel that a worker reads stays as it is until the worker says that it is done or its connection ends; the kernel
-ends those of a process that dies.
+INV: a parcel that a worker reads stays as it is until the worker says that it is done or its connection ends; the
+kernel ends those of a process that dies.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)  # else a child would keep its parent's connections from ending
 
 
-class _Peer:
+class _Client:
     """One connection of a worker."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -125,7 +125,7 @@ class _Service:
         self._key = key
         self._parcels = parcels
         self._sockets = sockets  # to close in a forked child
-        self._strangers: list[_Peer] = []
+        self._strangers: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self._ended = False
 
@@ -168,12 +168,12 @@ class _Service:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        peer = _Peer(connection)
+        peer = _Client(connection)
         self._strangers.append(peer)
         self._sockets.append(connection)
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _Client) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         with contextlib.suppress(ValueError):
@@ -184,7 +184,7 @@ class _Service:
         peer.reads.clear()
         peer.to_send.clear()
 
-    def _serve(self, peer: _Peer, events: int) -> None:
+    def _serve(self, peer: _Client, events: int) -> None:
         try:
             if events & selectors.EVENT_READ:
                 self._hear(peer)
@@ -198,7 +198,7 @@ class _Service:
         if self._selector.get_key(peer.connection).events != wanted:
             self._selector.modify(peer.connection, wanted, peer)
 
-    def _hear(self, peer: _Peer) -> None:
+    def _hear(self, peer: _Client) -> None:
         heard = peer.connection.recv(4096)
         if not heard:
             raise ConnectionResetError
@@ -210,7 +210,7 @@ class _Service:
             peer.read = peer.read[ASK.size :]
             self._do(peer, asked, number)
 
-    def _check(self, peer: _Peer) -> None:
+    def _check(self, peer: _Client) -> None:
         if len(peer.read) >= PROOF + NONCE:
             given, theirs, peer.read = peer.read[:PROOF], peer.read[PROOF:][:NONCE], peer.read[PROOF + NONCE :]
             if not hmac.compare_digest(given, proof(self._key, b"worker", peer.nonce + theirs)):
@@ -219,7 +219,7 @@ class _Service:
             self._strangers.remove(peer)
             peer.to_send.append(memoryview(proof(self._key, b"sender", theirs + peer.nonce)))
 
-    def _do(self, peer: _Peer, asked: int, number: int) -> None:
+    def _do(self, peer: _Client, asked: int, number: int) -> None:
         if asked == DONE:
             kept = peer.reads.get(number)
             if kept:
@@ -236,7 +236,7 @@ class _Service:
             if asked == TAKE:
                 peer.to_send.append(memoryview(parcel.whole.numpy()))
 
-    def _send(self, peer: _Peer) -> None:
+    def _send(self, peer: _Client) -> None:
         """As much as the connection takes, and not more than a worker's turn."""
         budget = _CHUNK
         while peer.to_send and budget > 0:

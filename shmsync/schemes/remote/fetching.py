@@ -1,8 +1,8 @@
 """A worker's end of connections of our own: fetches the weights that a ticket is for.
 
 Who shares memory with the sender reads them where they lie; others receive them into a buffer that they keep. Both are
-read by views, which a receiver copies from. As long as one of them lives the sender does not write there, and the buffer
-takes no other weights. A process without a receiver gets a copy of its own.
+read by views, which a receiver copies from. As long as one of them lives the sender does not write there, and the
+buffer takes no other weights. A process without a receiver gets a copy of its own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CONNECT = 2.0  # seconds: who does not answer by then cannot be reached
 _MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
 
 
-class _Ended(Exception):
+class _Cut(Exception):
     """The other end is not there any more."""
 
 
-class _Line:
+class _Connection:
     """A connection to one depot. One thread at a time fetches over it."""
 
     def __init__(self, at: DepotAt, deadline: float) -> None:
@@ -103,7 +103,7 @@ class _Line:
             self._wait_until(deadline)
             got = self._socket.recv_into(into)
             if not got:
-                raise _Ended
+                raise _Cut
             into = into[got:]
 
     def _wait_until(self, deadline: float) -> None:
@@ -173,17 +173,17 @@ def _make_room(rooms: list[torch.Tensor], room: torch.Tensor) -> None:
     rooms[:] = [room]
 
 
-_lines: dict[DepotAt, _Line] = {}
+_lines: dict[DepotAt, _Connection] = {}
 _lines_lock = threading.Lock()
 
 
-def _line_to(at: DepotAt, deadline: float) -> _Line:
+def _line_to(at: DepotAt, deadline: float) -> _Connection:
     with _lines_lock:
         found = _lines.get(at)
         if found is not None and not found.ended:
             return found
         forget_ended()
-        made = _lines[at] = _Line(at, deadline)
+        made = _lines[at] = _Connection(at, deadline)
         return made
 
 
@@ -224,7 +224,7 @@ def fetch(ticket: Ticket) -> Any:
             except TimeoutError as error:
                 line.close()
                 raise _late(ticket) from error
-            except (OSError, _Ended):
+            except (OSError, _Cut):
                 line.close()
             except BaseException as error:  # an interrupt may have come between a question and its answer
                 if not isinstance(error, WriterDied):
@@ -241,8 +241,14 @@ def _late(ticket: Ticket) -> PublishTimeout:
 
 
 def opened(weights: Any) -> Any:
-    """Weights as they came, or what a ticket is for. Raises as fetch() does."""
-    return fetch(weights) if isinstance(weights, Ticket) else weights
+    """Weights as they came, or what a ticket or a reference of Ray's is for. Raises as fetch() does."""
+    if isinstance(weights, Ticket):
+        return fetch(weights)
+    if type(weights).__name__ == "ObjectRef":
+        import ray
+
+        return ray.get(weights)
+    return weights
 
 
 class Fetched:
@@ -253,3 +259,8 @@ class Fetched:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return fetch, (self._ticket,)
+
+
+def fetched(content: Any) -> Any:
+    """What unpickles as the weights: a ticket does not by itself."""
+    return Fetched(content) if isinstance(content, Ticket) else content

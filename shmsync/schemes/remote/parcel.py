@@ -110,7 +110,7 @@ class Packer:
         self.session = secrets.token_hex(8)
         self._piece_bytes = piece_bytes
         self._shared_from = shared_from
-        self._free: list[_Buffer] = []
+        self._free: list[_ParcelMemory] = []
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
     @run_plainly
@@ -147,7 +147,7 @@ class Packer:
                     starts.append(leaf.offset)
         return tuple(starts)
 
-    def _take(self, sizes: list[int]) -> _Buffer:
+    def _take(self, sizes: list[int]) -> _ParcelMemory:
         while self._free:
             buffer = self._free.pop()
             of_parent = buffer.memory is not None and buffer.memory.maker != os.getpid()
@@ -156,18 +156,18 @@ class Packer:
         if self._shared_from is not None and sum(sizes) >= self._shared_from:
             with contextlib.suppress(NoSpace):  # then the network carries them by its own means
                 memory = Reusable(sum(sizes))
-                return _Buffer(list(memory.tensor.split(sizes)), memory)
-        return _Buffer([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
+                return _ParcelMemory(list(memory.tensor.split(sizes)), memory)
+        return _ParcelMemory([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
 
 
-class _Buffer(NamedTuple):
+class _ParcelMemory(NamedTuple):
     """The memory of a parcel."""
 
     pieces: list[torch.Tensor]
     memory: Reusable | None
 
 
-def _give_back(free: list[_Buffer], buffer: _Buffer) -> None:
+def _give_back(free: list[_ParcelMemory], buffer: _ParcelMemory) -> None:
     if len(free) < 2:
         free.append(buffer)
 

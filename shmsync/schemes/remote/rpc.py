@@ -7,7 +7,7 @@ import itertools
 import queue
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,11 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
 from .background import Clerk
-from .carrier import CLOSING, Carrier
+from .carrier import CLOSING, Carrier, HostedRelay
 from .fetching import opened
-from .parcel import Announcement, Parcel
+from .parcel import Announcement, Parcel, Stamp
 from .place import here
-from .relay import RelayOptions, close_here, publish_here
+from .relay import RelayOptions, Unpublished, close_here, publish_here
 from .requests import Call, Failed, Gone
 from .scheme import RemoteScheme, Roster
 from .shipment import APART, Shipment, Shipping
@@ -178,6 +178,14 @@ class RPCCarrier(Carrier):
         )  # fmt: skip
 
     @override
+    def lone_relay(self, worker: RPCTransport) -> HostedRelay:
+        return HostedRelay(worker)
+
+    @override
+    def lone_call(self, worker: RPCTransport, payload: Shipment, options: RelayOptions, stamp: Stamp) -> Call:
+        return worker.start_shipment(payload, partial(Unpublished, stamp, options))
+
+    @override
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
         if has_agent() and not relay.host.dead:
             with contextlib.suppress(Gone):
@@ -219,17 +227,26 @@ class RPCTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
+        if isinstance(payload, Shipment):
+            return self.start_shipment(payload)
+        return self._ask(payload)
+
+    def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = lambda content: content) -> Call:
+        """Send what `packed` makes of it."""
+        if self._returns_a_future:
+            return shipment.own(lambda content: self._ask(packed(content)))
+        return shipment.start(self, lambda content: self._ask(packed(content)))
+
+    @property
+    def _returns_a_future(self) -> bool:
+        """Does the agent there wait for what the method returns?"""
+        return hasattr(self.collector_class.update_policy_weights_, "_wrapped_async_rpc_function")
+
+    def _ask(self, content: Any) -> Call:
         method = self.collector_class.update_policy_weights_
-        returns_a_future = hasattr(method, "_wrapped_async_rpc_function")  # which the agent there waits for
-
-        def start(content: Any) -> Call:
-            if returns_a_future:
-                return RPCCall(self.info, method, (self.rref, content))
-            return RPCCall(self.info, apply_there, (method, self.rref, content))
-
-        if not isinstance(payload, Shipment):
-            return start(payload)
-        return payload.own(start) if returns_a_future else payload.start(self, start)
+        if self._returns_a_future:
+            return RPCCall(self.info, method, (self.rref, content))
+        return RPCCall(self.info, apply_there, (method, self.rref, content))
 
     @override
     def check_connection(self) -> bool:

@@ -18,6 +18,7 @@ from ....engine.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
 from ..alone import Alone, Hold
 from ..background import GRACE
+from ..fetching import fetch
 from ..parcel import Announcement, Label, Stamp, unpack
 from ..place import here
 from ..relay import RelayOptions, close_here, publish_here
@@ -121,7 +122,11 @@ class Inbox:
             close_here(message["close"], ended=message["ended"])
             self._put_answer(message["serial"], mailbox.UPDATED, {})
         elif "relay" in message:
-            self._put_answer(message["serial"], *self._publish(message))
+            word, content = self._publish(message)
+            if "lone" in message and word == mailbox.UPDATED:  # it goes on to the receiver, who answers
+                self._message = {**message, "announcement": content["result"]}
+            else:
+                self._put_answer(message["serial"], word, content)
         else:
             self._message = message
         return self._ready() is not None
@@ -143,6 +148,8 @@ class Inbox:
         """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
         if "announcement" in message:
             return mailbox.from_text(message["announcement"])
+        if "ticket" in message:
+            return fetch(mailbox.from_text(message["ticket"]))
         assert self._manifest is not None
         extra = mailbox.from_text(message["extra"]) if "extra" in message else {}
         return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)

@@ -12,14 +12,13 @@ from typing_extensions import override
 
 from ....errors import AckTimeout, ProtocolError
 from ..background import GRACE, Clerk, Task
-from ..carrier import CLOSING, Carrier
-from ..fetching import Fetched
-from ..parcel import Parcel
+from ..carrier import CLOSING, Carrier, LoneWorker
+from ..fetching import fetched
+from ..parcel import Parcel, Stamp
 from ..place import Place, Site, here
-from ..relay import Relay, RelayOptions
+from ..relay import Relay, RelayOptions, Unpublished, close_here
 from ..requests import SLICE, Call, Destination, Gone
 from ..shipment import APART, Shipment, Shipping
-from ..ticket import Ticket
 from .requests import RayCall, look, require_ray, require_running
 
 TensorTransport = Literal["object_store", "nixl"]
@@ -120,8 +119,7 @@ class RayCarrier(Carrier):
     @override
     def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
         def start(content: Any) -> Call:
-            if isinstance(content, Ticket):
-                content = Fetched(content)
+            content = fetched(content)
             if relay.actor is not None:
                 return RayCall(relay.actor.publish.remote(content), content)
             return StartedCall(self._clerk.give(lambda: RayCall(relay.started().publish.remote(content), content)))
@@ -129,9 +127,22 @@ class RayCarrier(Carrier):
         return payload.start(relay, start)
 
     @override
-    def close_relay(self, relay: ActorRelay, session: str, *, ended: bool) -> None:
+    def lone_relay(self, worker: Any) -> LoneWorker:
+        return LoneWorker(worker)
+
+    @override
+    def lone_call(self, worker: Any, payload: Shipment, options: RelayOptions, stamp: Stamp) -> Call:
+        call: Call = worker.start_shipment(payload, partial(Unpublished, stamp, options))
+        return call
+
+    @override
+    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, ended: bool) -> None:
         until = min(self.deadline, time.monotonic() + CLOSING)
-        closed = self._clerk.give(partial(_close_relay, relay, until if ended else 0.0))
+        if isinstance(relay, LoneWorker):
+            close = partial(_close_lone, relay.host, session, ended, until if ended else 0.0)
+        else:
+            close = partial(_close_relay, relay, until if ended else 0.0)
+        closed = self._clerk.give(close)
         if ended and closed.done_by(until + GRACE):
             closed.result()
 
@@ -177,6 +188,21 @@ def _close_relay(relay: ActorRelay, until: float) -> None:
                 ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
                 ray.kill(relay.actor)
             # Else Ray ends the actor after that, when nobody has its handle any more.
+
+
+def _close_lone(worker: Any, session: str, ended: bool, until: float) -> None:
+    """End what a worker has published for itself; with a time until which to wait."""
+    import ray
+
+    if ray.is_initialized() and not worker.dead:
+        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+            closed = worker.actor.__ray_call__.remote(_close_there, session, ended)
+            if until:
+                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+
+
+def _close_there(_actor: Any, session: str, ended: bool) -> None:
+    close_here(session, ended=ended)
 
 
 class StartedCall(Call):

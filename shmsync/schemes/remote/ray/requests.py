@@ -62,9 +62,10 @@ class RayCall(Call):
         try:
             return ray.get(self.reference)
         except RayTaskError as error:
-            unreached = getattr(getattr(error, "cause", None), "client_exc", None)  # raised while it was unpickled
-            if isinstance(unreached, Unreached):
-                raise unreached from error
+            cause = getattr(error, "cause", None)
+            cause = getattr(cause, "client_exc", cause)  # of what was raised while an argument was unpickled
+            if isinstance(cause, Unreached):
+                raise cause from error
             raise Failed(failure_of(error)) from error
         except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error

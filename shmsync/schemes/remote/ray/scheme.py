@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -10,11 +11,10 @@ from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ...lookup import Arguments
-from ..fetching import Fetched
+from ..fetching import fetched
 from ..requests import Call
 from ..scheme import RemoteScheme, Roster
 from ..shipment import Shipment
-from ..ticket import Ticket
 from ..transport import RemoteTransport
 from .carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .requests import RayCall, invoke, require_ray
@@ -50,11 +50,18 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        def start(content: Any) -> Call:
-            content = Fetched(content) if isinstance(content, Ticket) else content
-            return RayCall(self._invoke(content), content)
+        if isinstance(payload, Shipment):
+            return self.start_shipment(payload)
+        return RayCall(self._invoke(payload), payload)
 
-        return payload.start(self, start) if isinstance(payload, Shipment) else start(payload)
+    def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = fetched) -> Call:
+        """Send what `packed` makes of it."""
+
+        def start(content: Any) -> Call:
+            message = packed(content)
+            return RayCall(self._invoke(message), message)
+
+        return shipment.start(self, start)
 
     def _invoke(self, payload: Any) -> Any:
         return invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)
