@@ -143,8 +143,8 @@ class _Service:
                         self._ended = True
                     else:
                         self._serve(key.data, events)
-                for each in [each for each in self._strangers if each.until < time.monotonic()]:
-                    self._drop(each)
+                for stranger in [each for each in self._strangers if each.until < time.monotonic()]:
+                    self._drop(stranger)
         except Exception:
             _log.exception(
                 "the thread that hands out weights has ended; they go by the network's own means from now on"

@@ -95,7 +95,7 @@ class _Connection:
 
     def _receive(self, ticket: Ticket, room: torch.Tensor, deadline: float) -> None:
         self._ask(TAKE, ticket.number, deadline)
-        self._read(memoryview(room.numpy()), deadline)
+        self._read(memoryview(room.numpy().data), deadline)
         self._socket.sendall(ASK.pack(DONE, ticket.number))
 
     def _read(self, into: memoryview, deadline: float) -> None:

@@ -17,6 +17,7 @@ from .requests import Call, Destination
 from .ticket import Ticket
 
 APART = 1 << 16  # bytes from which on weights are fetched; fewer are in the call itself, or where the network puts them
+EACH = 2 << 20  # bytes; larger ones are not fetched by each worker of another node, where they can come there once
 _log = logging.getLogger("shmsync")
 
 
@@ -27,12 +28,29 @@ class Shipment:
         parcel: the weights. Whoever may read them keeps this.
         ticket: to fetch them with; None: they go by the network's own means.
         own: makes a call that sends them by the network's own means; gets what starts it with a payload.
+        crowds: who is on which node, where the network's own means take weights to a node once for all who are there.
     """
 
-    def __init__(self, parcel: Parcel, ticket: Ticket | None, own: Callable[[Callable[[Any], Call]], Call]) -> None:
+    def __init__(
+        self,
+        parcel: Parcel,
+        ticket: Ticket | None,
+        own: Callable[[Callable[[Any], Call]], Call],
+        crowds: dict[str, set[int]] | None = None,
+    ) -> None:
         self.parcel = parcel
         self.ticket = ticket
         self.own = own
+        self._crowds = {} if crowds is None else crowds
+
+    def in_a_crowd(self, who: int, node: str | None) -> bool:
+        """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
+        if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.depot.maker.node:
+            return False
+        if node is None:  # not known yet
+            return True
+        self._crowds.setdefault(node, set()).add(who)
+        return len(self._crowds[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
         """Begin a call with the ticket, unless it was of no use to this destination before."""
@@ -56,6 +74,7 @@ class Shipping:
         self._where = where
         self._depot: Depot | None = None
         self._failed = False
+        self._crowds: dict[str, set[int]] = {}
 
     def ship(self, parcel: Parcel, deadline: float, own: Callable[[Callable[[Any], Call]], Call]) -> Shipment:
         """The shipment of a parcel, which has to arrive by the deadline."""
@@ -67,7 +86,7 @@ class Shipping:
         label = parcel.label._replace(starts=(0,))
         size = parcel.whole.nbytes
         ticket = Ticket(depot.at, depot.put(parcel), label, size, parcel.memory.place, self._where, seconds)
-        return Shipment(parcel, ticket, own)
+        return Shipment(parcel, ticket, own, self._crowds)
 
     def _find_depot(self) -> Depot | None:
         if self._depot is not None and self._depot.pid != os.getpid():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ...lookup import Arguments
 from ..fetching import fetched
-from ..requests import Call
+from ..requests import Call, Gone
 from ..scheme import RemoteScheme, Roster
 from ..shipment import Shipment
 from ..transport import RemoteTransport
@@ -41,7 +42,9 @@ class RayTransport(RemoteTransport):
         require_ray(type(self).__name__)
         self.actor = remote_collector
         self.tensor_transport = tensor_transport
-        super().__init__(RayCarrier(tensor_transport), timeout)
+        self._ray = RayCarrier(tensor_transport)
+        self._found: Call | None = None
+        super().__init__(self._ray, timeout)
 
     @property
     @override
@@ -61,7 +64,21 @@ class RayTransport(RemoteTransport):
             message = packed(content)
             return RayCall(self._invoke(message), message)
 
-        return shipment.start(self, start)
+        return shipment.own(start) if shipment.in_a_crowd(id(self), self._node()) else shipment.start(self, start)
+
+    def forget_node(self) -> None:
+        """Of another actor it is not known on which node it is."""
+        self._found = None
+
+    def _node(self) -> str | None:
+        """Of Ray, on which the actor runs, once that is known."""
+        if self._found is None and hasattr(self.actor, "_actor_id"):
+            self._found = self._ray.locate(self)
+        if self._found is None or not self._found.finished():
+            return None
+        with contextlib.suppress(Gone):
+            return str(self._found.result().node)
+        return None
 
     def _invoke(self, payload: Any) -> Any:
         return invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)
