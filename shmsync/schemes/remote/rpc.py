@@ -129,9 +129,13 @@ def has_agent() -> bool:
 
 def _host() -> str:
     """The address that this machine's own name stands for, by which agents find each other too; else the loopback."""
-    with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
-    return "127.0.0.1"
+    clerk = Clerk()  # a name server may be slow, and the caller has a deadline
+    asked = clerk.give(lambda: socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
+    found = asked.done_by(time.monotonic() + 0.05)
+    clerk.close()
+    if not found or asked.exception() is not None:
+        return "127.0.0.1"
+    return str(asked.result())
 
 
 class RPCCarrier(Carrier):
