@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -55,9 +56,20 @@ class Reusable:
         self._closing.atexit = False
         self.maker = os.getpid()
         self.place = SealedAt(me().owner, fd, inode, whole, token)
+        self._mapping = mapping
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=size)
         _native.populate(self.tensor.data_ptr(), size)
         _kept.add(self)
+
+    def split(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
+        pieces, begin = [], 0
+        for size in sizes:
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin) if size else empty
+            pieces.append(piece)
+            begin += size
+        return pieces
 
     def close(self) -> None:
         """Nobody can open it any more. Idempotent."""

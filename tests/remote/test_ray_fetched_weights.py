@@ -73,17 +73,17 @@ def test_actors_beside_the_trainer_read_weights_where_they_lie_and_one_elsewhere
     assert "plasma" not in other[2] and "/dev/shm" not in other[2]
 
 
-def test_an_actor_that_cannot_fetch_them_gets_them_by_the_object_store(actors, sender_to, caplog):
-    crew = actors("near", 2)
-    ray.get(crew[1].__ray_call__.remote(fetching.take_all_descriptors))
+def test_actors_that_cannot_reach_the_trainer_get_them_by_the_object_store(actors, sender_to, caplog):
+    crew = actors("near", 2) + actors("far")
     sender = sender_to(crew)
+    sender.send(model(1))
+    fetching.block_the_port(None)
     with caplog.at_level("WARNING", "shmsync"):
-        for value in (1, 2):
+        for value in (2, 3):
             assert sender.send(model(value)) == value
-            assert parts.ask(crew, "look") == [(float(value), value)] * 2
-    assert [record.getMessage().startswith("worker 1 cannot fetch weights from here") for record in caplog.records] == [
-        True
-    ]
+            assert parts.ask(crew, "look") == [(float(value), value)] * 3
+    told = sorted(record.getMessage()[:40] for record in caplog.records)
+    assert [line.startswith(f"worker {index} cannot fetch weights") for index, line in enumerate(told)] == [True] * 3
 
 
 def test_the_only_actor_of_a_node_needs_no_relay_and_a_second_one_brings_it(actors, sender_to):

@@ -230,6 +230,15 @@ def test_a_sender_that_cannot_be_reached_is_told_apart_from_one_that_is_gone(sen
         fetch(ticket)
 
 
+def test_looking_for_ended_connections_waits_for_none_and_keeps_the_others(sender):
+    shipment = sender.ship(1)
+    ticket = sender.ticket(shipment)._replace(seconds=3600.0)
+    assert values(fetch(ticket)) == {1.0}
+    forget_ended()
+    forget_ended()
+    assert values(fetch(ticket)) == {1.0}
+
+
 def test_a_task_that_was_carried_out_keeps_nothing_that_it_was_made_of():
     class Call:
         def run(self):

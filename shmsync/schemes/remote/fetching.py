@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import PublishTimeout, ShmSyncError, WriterDied
+from ...memory.plainly import run_plainly
 from ...memory.reusable import map_reusable
 from ...memory.sealed import SealedAt
 from .alone import Alone
@@ -120,9 +122,14 @@ class _Connection:
             self.close()
 
     def look(self) -> bool:
-        """Has the other end ended it? Never waits."""
-        with contextlib.suppress(OSError):
-            self.ended = self.ended or not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        """Has the other end ended it? Never waits, and reads nothing."""
+        if not self.ended:
+            poller = select.poll()
+            try:
+                poller.register(self._socket, select.POLLRDHUP)
+                self.ended = bool(poller.poll(0))
+            except (OSError, ValueError):  # it was closed meanwhile
+                self.ended = True
         return self.ended
 
     def close(self) -> None:
@@ -206,6 +213,7 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)  # a child has no business on its parent's connections
 
 
+@run_plainly
 def fetch(ticket: Ticket) -> Any:
     """The weights that a ticket is for.
 

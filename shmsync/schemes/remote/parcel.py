@@ -156,7 +156,7 @@ class Packer:
         if self._shared_from is not None and sum(sizes) >= self._shared_from:
             with contextlib.suppress(NoSpace):  # then the network carries them by its own means
                 memory = Reusable(sum(sizes))
-                return _ParcelMemory(list(memory.tensor.split(sizes)), memory)
+                return _ParcelMemory(memory.split(sizes), memory)
         return _ParcelMemory([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
 
 

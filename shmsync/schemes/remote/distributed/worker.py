@@ -113,6 +113,8 @@ class Inbox:
         try:
             if "bytes" in message:
                 self._fill(message)
+            elif "ticket" in message:
+                message["weights"] = _fetched(message["ticket"])
         except (WriterDied, torch.distributed.DistError):
             raise
         except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
@@ -148,8 +150,8 @@ class Inbox:
         """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
         if "announcement" in message:
             return mailbox.from_text(message["announcement"])
-        if "ticket" in message:
-            return fetch(mailbox.from_text(message["ticket"]))
+        if "weights" in message:
+            return message["weights"]
         assert self._manifest is not None
         extra = mailbox.from_text(message["extra"]) if "extra" in message else {}
         return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
@@ -212,6 +214,14 @@ class Inbox:
         self._courier.close()
         if self._beacon is not None:
             self._beacon.close()
+
+
+def _fetched(ticket: str) -> Any:
+    """The weights. Raises what is no death of the sender: it may have given them up, and lives."""
+    try:
+        return fetch(mailbox.from_text(ticket))
+    except WriterDied as error:
+        raise ProtocolError(str(error)) from error
 
 
 class Receipt(StoreCall):

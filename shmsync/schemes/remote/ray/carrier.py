@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from ....engine.outcome import Failure
 from ....errors import AckTimeout, ProtocolError
 from ..background import GRACE, Clerk, Task
 from ..carrier import CLOSING, Carrier, LoneWorker
@@ -17,7 +18,7 @@ from ..fetching import fetched
 from ..parcel import Parcel, Stamp
 from ..place import Place, Site, here
 from ..relay import Relay, RelayOptions, Unpublished, close_here
-from ..requests import SLICE, Call, Destination, Gone
+from ..requests import SLICE, Call, Destination, Failed, Gone
 from ..shipment import APART, Shipment, Shipping
 from .requests import RayCall, look, require_ray, require_running
 
@@ -72,7 +73,7 @@ class RayCarrier(Carrier):
         def own(start: Callable[[Any], Call]) -> Call:
             if not stored:
                 stored.append(self._clerk.give(partial(_put, parcel, self._tensor_transport)))
-            return StartedCall(self._clerk.give(lambda: start(stored[0].result())))
+            return StartedCall(self._clerk.give(lambda: start(_result(stored[0]))))
 
         return self._shipping.ship(parcel, self.deadline, own)
 
@@ -167,6 +168,14 @@ def _put(parcel: Parcel, tensor_transport: TensorTransport) -> Any:
             "needs a Ray whose put() knows that, and the package nixl in the trainer and in every actor; or use "
             'tensor_transport="object_store". Nothing was sent'
         ) from error
+
+
+def _result(stored: Task) -> Any:
+    """The reference. On the clerk's thread, after it was stored; Failed says why it was not."""
+    try:
+        return stored.result()
+    except Exception as error:
+        raise Failed(Failure.of(error)) from error
 
 
 def _start_relay(node: str, options: RelayOptions) -> Any:
