@@ -10,6 +10,7 @@ void bind_look(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
 void bind_module_tree(nb::module_&);
+void bind_observe(nb::module_&);
 void bind_sources(nb::module_&);
 void bind_values(nb::module_&);
 void bind_writer(nb::module_&);
@@ -29,6 +30,7 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
   shmsync::bind::bind_module_tree(m);
+  shmsync::bind::bind_observe(m);
   shmsync::bind::bind_sources(m);
   shmsync::bind::bind_values(m);
   shmsync::bind::bind_writer(m);

@@ -12,7 +12,9 @@ void ReaderTable::format() {
 }
 
 void ReaderTable::clear(ReaderRow& row) {
-  row.pin.store(0, std::memory_order_relaxed);
+  // SYNC pin.release: release. A writer that finds this 0 never sees the one of the last owner's unpin(); row.free has
+  // ordered that before us, and we pass it on.
+  row.pin.store(0, std::memory_order_release);
   row.acked.store(0, std::memory_order_relaxed);
   row.want.store(0, std::memory_order_relaxed);
   row.pinned_at.store(0, std::memory_order_relaxed);
@@ -69,7 +71,8 @@ ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
 }
 
 void ReaderTable::release(std::uint32_t row) {
-  rows_[row].pin.store(0, std::memory_order_relaxed);
+  // SYNC pin.release: release; as in clear(). Another thread than ours may have been in the row's last section.
+  rows_[row].pin.store(0, std::memory_order_release);
   rows_[row].want.store(0, std::memory_order_relaxed);
   rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with claim()
 }

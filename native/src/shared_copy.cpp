@@ -38,10 +38,14 @@ class Work {
   std::size_t chunks() const { return chunks_.size() - 1; }
 
   void take() {
+    // SYNC seq.begin: fence(release); pairs with still(). The fence of begin() counts for what its own thread stores.
+    std::atomic_thread_fence(std::memory_order_release);
     for (;;) {
       const std::size_t i = next_.fetch_add(1, std::memory_order_relaxed);  // the plan itself came with the thread
       if (i >= chunks()) return;
       copy_(pieces_.data() + chunks_[i], chunks_[i + 1] - chunks_[i]);
+      // SYNC seq.begin: fence(acquire); pairs with begin(). The fence of still() counts for what its own thread loads.
+      std::atomic_thread_fence(std::memory_order_acquire);
       // SYNC copy.done: release; pairs with await_others(). The caller's release of the version passes our stores on.
       if (left_.fetch_sub(1, std::memory_order_release) == 1) left_.notify_one();
     }

@@ -95,9 +95,61 @@ void run(std::uint32_t slot_count, Consistency consistency) {
               static_cast<unsigned long long>(torn.load()));
 }
 
+// Readers take turns at one row, for a section each. What a section has loaded it had loaded before the writer's next
+// store, whoever has cleared the row's pin in between. The turn orders nothing: only the row does.
+void rows_change_hands(std::uint32_t slot_count) {
+  Memory memory(slot_count, 1);
+  auto writer = memory.writer();
+  Slab<std::uint64_t> slab(slot_count);
+  std::atomic<bool> done{false};
+  std::atomic<std::uint64_t> sections{0}, turn{0};
+  const auto write = [&](std::uint64_t version) {
+    for (auto& word : slab[writer.slot()]) word = version;
+  };
+  CHECK(writer.begin() == Begin::ready);
+  write(1);
+  writer.commit();
+  std::vector<std::thread> readers;
+  for (std::uint32_t i = 0; i < kReaders; ++i)
+    readers.emplace_back([&, i] {
+      ReaderTable table = memory.table;
+      while (!done.load(std::memory_order_relaxed)) {
+        const bool mine = turn.load(std::memory_order_relaxed) % kReaders == i;
+        const auto row = mine ? table.claim(reader_id(i), kNoWorker) : std::nullopt;
+        if (!row) {
+          yield_processor();
+          continue;
+        }
+        {
+          ReadSide side(memory.line, memory.slots.data(), slot_count, table[*row], memory.reply, reader_id(i),
+                        Consistency::pinned);
+          if (side.try_enter() != Enter::gated) {
+            const std::uint64_t version = version_of(side.held());
+            for (const std::uint64_t word : slab[slot_of(side.held())]) CHECK(word == version);
+            side.leave();
+            sections.fetch_add(1, std::memory_order_relaxed);
+          }
+          side.retire();
+        }
+        table.release(*row);
+        turn.fetch_add(1, std::memory_order_relaxed);
+      }
+    });
+  std::uint64_t published = 1;
+  while (published < kPublications || sections.load(std::memory_order_relaxed) < kPublications) {
+    Begin begun = writer.begin();
+    while (begun == Begin::busy) begun = writer.wait_begin(kSlice);
+    write(writer.version() + 1);
+    published = writer.commit();
+  }
+  done = true;
+  for (auto& reader : readers) reader.join();
+}
+
 }  // namespace
 
 int main() {
+  for (const std::uint32_t slots : {1u, 2u, 3u}) rows_change_hands(slots);
   for (const std::uint32_t slots : {1u, 2u, 3u}) {
     run<std::uint64_t>(slots, Consistency::pinned);
     run<std::atomic<std::uint64_t>>(slots, Consistency::optimistic);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from .ending import Ending
 from .fleet import Fleet
 from .orders import Orders
 from .worker import LAYOUT, START, WorkerSpec
+
+_log = logging.getLogger("shmsync")
 
 
 class Crew:
@@ -65,6 +68,7 @@ class Crew:
         deadline = time.monotonic() + self._start_timeout
         self.restarts += 1
         self._fleet.members[index].log_loss()
+        _log.warning("collector worker %d was lost, and is started again", index)
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
         member = self._fleet.start(spec)

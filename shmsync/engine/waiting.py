@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from ..memory.process import Peers, pid_of
 from .following import Successor
 from .timing import check_seconds, check_version, deadline_after, slice_until
 
+_log = logging.getLogger("shmsync")
 _numbers = itertools.count()
 
 
@@ -113,6 +115,7 @@ class WaitPath(_native.Reader):
         self._version = 0
         self._restarts += 1
         self._lost = False
+        _log.info("arena %r: its publisher was started again, and is followed", self._name)
         return True
 
     def _follow_unlocked(self, deadline: float) -> bool:

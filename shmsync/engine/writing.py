@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Container, Iterator
@@ -25,6 +26,8 @@ from .copy_plan import CopyPlan
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
+
+_log = logging.getLogger("shmsync")
 
 
 class Acks(NamedTuple):
@@ -184,7 +187,9 @@ class WriteSide:
                     )
                 if not self._reap_dead() and time.monotonic() >= deadline:
                     self.counts.stalls += 1
-                    raise self._stalled()
+                    stalled = self._stalled()
+                    _log.warning("arena %r: %s", self.name, stalled)
+                    raise stalled
         self.counts.pin_wait.add(time.perf_counter() - started)
 
     def address(self) -> int:
@@ -284,6 +289,7 @@ class WriteSide:
             if control.reap(*row, self._me) and row[1] != 0:
                 self._died[row] = name
                 self.counts.reaped += 1
+                _log.info("arena %r: reader %s died in a section; its row was taken back", self.name, name)
         return bool(dead)
 
     def _refuse_own_pins(self) -> None:

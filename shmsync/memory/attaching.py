@@ -47,8 +47,12 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
 
 
 def manifest_of(name: str, control: _native.Control, header: segment.Header) -> Manifest:
-    """The manifest in a segment, checked. Raises ArenaCorrupt."""
-    text = control.manifest()
+    """The manifest in a mapped segment, checked. Raises ArenaCorrupt."""
+    return checked_manifest(name, control.manifest(), header)
+
+
+def checked_manifest(name: str, text: bytes, header: segment.Header) -> Manifest:
+    """The manifest of a segment from its bytes, checked against the header. Raises ArenaCorrupt."""
     if fingerprint(text) != header.fingerprint:
         raise ArenaCorrupt(
             f"the manifest of arena {name!r} has fingerprint {fingerprint(text):#x} but its header says "

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import math
 import os
 import secrets
 import time
 
 from .. import _native
-from ..errors import ArenaNotFound, ShmSyncError
+from ..errors import ShmSyncError
 from . import header as _header
 from .header import FOLDER, PREFIX, Header, opened
 from .process import Peer, exists, me, pid_of
 from .system import refusals
+
+_log = logging.getLogger("shmsync")
 
 _MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
 _LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
@@ -43,21 +46,6 @@ def _listed() -> list[str]:
         return []
 
 
-def owner_of(name: str) -> str:
-    """One line about the process behind a name."""
-    try:
-        with refusals(f"looking at arena {name!r}"), opened(name) as fd:
-            header = None if fd is None else _header.read(fd)
-    except ArenaNotFound:
-        return "another user's"
-    except ShmSyncError as error:
-        return f"unknown: {error}"
-    if header is None or not header.ready:
-        return "not ready"
-    pid = pid_of(header.owner)
-    return f"pid {pid}" if _may_live(header) else f"pid {pid}, dead: `shmsync gc` removes it"
-
-
 def sweep(name: str) -> int | None:
     """Remove the segment if its owner is dead. Returns the pid of a live owner; None when the name is free now.
 
@@ -67,16 +55,17 @@ def sweep(name: str) -> int | None:
         if fd is None:
             return None
         header = _header.read(fd)
-        if header is not None and header.ready and _may_live(header):
+        if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work
             return pid_of(header.owner) if header else 0
         header = _header.read(fd)
-        if header is not None and header.ready and _may_live(header):
+        if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)
         _header.unlink(name, fd)
+        _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return None
 
 
@@ -117,10 +106,10 @@ def _is_left_over(name: str) -> bool:
         header = _header.read(fd)
         if header is None or not header.ready:
             return not _header.locked(fd)
-        return header.magic == _native.MAGIC and header.boot_id == me().boot_id and not _may_live(header)
+        return header.magic == _native.MAGIC and header.boot_id == me().boot_id and not may_live(header)
 
 
-def _may_live(header: Header) -> bool:
+def may_live(header: Header) -> bool:
     """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
     here = me()
     if header.magic != _native.MAGIC or header.boot_id != here.boot_id:

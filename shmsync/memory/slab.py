@@ -38,6 +38,8 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 _SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
 
+_NAME_BYTES = 249  # of a memfd's name that Linux allows
+
 _log = logging.getLogger("shmsync")
 _fallback_logged = False
 
@@ -60,7 +62,7 @@ def slab_bytes(slots: int, slot_bytes: int) -> int:
 def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
     """Make, fill and seal a slab. Raises NoSpace, before it allocates anything, when memory does not suffice.
 
-    `name`: its arena's, for what is said of a fault in it.
+    `name`: its arena's, by which /proc/<pid>/maps and lsof show it, and for what is said of a fault in it.
     """
     needed = slab_bytes(slots, slot_bytes)
     available = available_bytes()
@@ -69,7 +71,7 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
             f"{slots} slot(s) of {slot_bytes:,} bytes need {needed:,} bytes but {available:,} are available to this "
             "process (machine and cgroup); use fewer slots, a smaller dtype=, or exclude= what workers do not need"
         )
-    fd = os.memfd_create("shmsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(f"shmsync:{name}"[:_NAME_BYTES], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         try:
             os.posix_fallocate(fd, 0, needed)

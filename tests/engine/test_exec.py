@@ -11,8 +11,8 @@ import pytest
 
 import shmsync
 from shmsync import _native
-from shmsync.memory import leftovers
-from shmsync.memory.process import Peer, ProcessState, me, owner_word
+from shmsync.memory import observed
+from shmsync.memory.process import Peer, Peers, ProcessState, me, owner_word
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from shmsync.schemes.pipes.connection import Channel
 from support.calls import Call
@@ -245,6 +245,9 @@ def test_an_image_that_cannot_be_read_may_be_any():
 def test_list_does_not_show_a_trainer_that_execs_as_alive(start, name):
     trainer = start()
     trainer.call(open_arena, 1, name=name)
-    assert leftovers.owner_of(name) == f"pid {trainer.pid}"
+    peers = Peers()
+    assert observed.look(name, peers).owner is observed.Condition.ALIVE
     leave_by_exec(trainer)
-    assert leftovers.owner_of(name) != f"pid {trainer.pid}"  # "dead"; or another publisher has removed it
+    seen = observed.look(name, peers)
+    assert seen is None or seen.owner is observed.Condition.DEAD  # None: another publisher has removed it already
+    peers.close()

@@ -62,7 +62,7 @@ def actors(process):
             maps = Path(f"/proc/{member.pid}/maps").read_text()
         except OSError:
             continue
-        if member.pid != process.pid and "memfd:shmsync " in maps:
+        if member.pid != process.pid and "memfd:shmsync:" in maps:
             found.append(member)
     return found
 

@@ -47,7 +47,7 @@ class Run:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
             except OSError:
                 continue
-            if process.pid != self.process.pid and "memfd:shmsync " in maps:
+            if process.pid != self.process.pid and "memfd:shmsync:" in maps:
                 found.append(process)
         return found
 

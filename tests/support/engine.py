@@ -37,6 +37,18 @@ def publish(state, version, **kwargs):
     return state.pub.publish(stamped(version, words=state.words), **kwargs)
 
 
+def publish_for_ever(state):
+    while True:
+        state.pub.publish()
+        time.sleep(0.001)
+
+
+def publish_stamps_for_ever(state):
+    while True:
+        publish(state, state.pub.version + 1)
+        time.sleep(0.001)
+
+
 def begin_update(state, version):
     """Enter update(), write one of the leaves, and stay in it."""
     state.update = state.pub.update()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 
 import torch
 
@@ -538,7 +539,7 @@ class ReceiveFromAnArena(Receive):
 class List(Scenario):
     """There are a living arena and a dead one, which any other new publisher of this machine may remove."""
 
-    command = "list"
+    command: tuple[str, ...] = ("list", "--interval", "0")
 
     def __init__(self, start):
         self.trainer, self.victim = start(2)
@@ -555,17 +556,17 @@ class List(Scenario):
 
     def act(self):
         with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()):
-            status = cli.main([self.command])
+            status = cli.main(self.command)
         self.said = said.getvalue()
         need(status in (0, 1), f"status {status}")
         if status == 0:
-            need(f"{NAME}\t" in self.said or f"kept {NAME}:" in self.said, f"{NAME} is left out of\n{self.said}")
+            need(f"{NAME} " in self.said or f"kept {NAME}:" in self.said, f"{NAME} is left out of\n{self.said}")
             dead = f"{NAME}-dead"
             need(dead in self.said or not segment_path(dead).exists(), f"{dead} is left out of\n{self.said}")
 
     def check(self, error):
         need(segment_path(NAME).exists(), "a living arena lost its name")
-        need(f"{NAME}\tpid {self.trainer.pid}, dead" not in self.said, "a living one is shown as dead")
+        need(not re.search(rf"^{NAME} +dead", self.said, re.M), "a living one is shown as dead")
         with shmsync.Subscriber(self.handle) as sub:
             need(engine.read(sub) == (3, 3, 3), "the living arena changed")
 
@@ -577,7 +578,7 @@ class List(Scenario):
 
 
 class Gc(List):
-    command = "gc"
+    command = ("gc",)
 
 
 GROUPS = {

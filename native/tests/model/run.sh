@@ -96,6 +96,43 @@ mutant SCAN_EARLY            $p '-DSLOTS=2'
 mutant NO_CARRY              $p '-DSLOTS=2 -DPARTIAL=1'
 mutant PARITY_ONLY           $p '-DSLOTS=2 -DOPTIMISTIC=1'
 
+r=requests.pml
+design 'requests: three sends, two deadlines, a death'  $r
+mutant NO_BUSY               $r ''
+mutant FORGET_AT_DEADLINE    $r ''
+mutant TAKES_LATE            $r ''
+mutant DEATH_UNSEEN          $r ''
+mutant DEATH_IS_DONE         $r ''
+
+o=owned.pml
+design 'store: two givings-up, two interrupts'        $o
+mutant BELL_FIRST            $o ''
+mutant READ_FIRST            $o ''
+mutant TAKE_BLIND            $o ''
+mutant DROP_TAKEN            $o ''
+mutant ANSWER_BELL_FIRST     $o ''
+mutant ANSWER_READ_FIRST     $o ''
+mutant ANY_ANSWER            $o ''
+
+f=relay.pml
+design 'relays: two sends, two killed'                $f
+mutant ANNOUNCE_EARLY        $f ''
+mutant OWN_NUMBERS           $f ''
+mutant KEEPS_ARENA           $f ''
+mutant POSTED_IS_DONE        $f ''
+mutant FORGIVEN              $f ''
+mutant DEATH_UNSEEN          $f ''
+
+t=together.pml
+design 'meetings: two, private copies'                $t -DSHARED=0
+design 'meetings: two, arenas'                        $t -DSHARED=1
+mutant ONE_BY_ONE            $t ''
+mutant RESUME_APPLIES        $t ''
+mutant NO_REFUSAL            $t ''
+mutant PUBLISH_EARLY         $t '-DSHARED=1 -DMEETINGS=1'
+mutant NO_LOOK_AT_CLOCK      $t '-DSHARED=1 -DMEETINGS=1'
+mutant NO_GRACE              $t '-DSHARED=1 -DMEETINGS=1'
+
 build=-DNOREDUCE search='-a -f'
 design 'turn rule: a waiting reader gets in'          want.pml
 mutant NO_WANT               want.pml ''

@@ -1,0 +1,155 @@
+"""`shmsync export NAME FILE`: the weights of a live arena as a safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ..engine.subscriber import Subscriber
+from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
+from ..memory.available import available_bytes
+from ..memory.manifest import Manifest
+from ..memory.observed import ArenaSeen, manifest_of, ties
+from .inspecting import find
+from .listing import seconds
+from .output import Commands, command
+from .words import size
+
+_EXAMPLES = """
+shmsync export policy policy.safetensors
+shmsync export policy policy.safetensors --force        in the place of an older one
+python -c "from safetensors.torch import load_model; load_model(Policy(), 'policy.safetensors')"
+"""
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    made = command(
+        commands, "export", "write a consistent checkpoint of a live arena (needs shmsync[safetensors])", _EXAMPLES
+    )
+    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
+    made.add_argument("file", metavar="FILE", help="the safetensors file to make")
+    made.add_argument("--force", action="store_true", help="replace the file if there is one")
+    made.add_argument(
+        "--timeout", type=seconds, default=10.0, metavar="S", help="wait so long for the weights to be readable (10)"
+    )
+    made.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save
+    except ModuleNotFoundError as error:
+        print(f"export needs {error.name}: pip install 'shmsync[safetensors]'", file=sys.stderr)
+        return 2
+    path = Path(arguments.file)
+    if (problem := _problem(path, arguments.force)) is not None:
+        print(f"shmsync export: {problem}", file=sys.stderr)
+        return 1
+    seen, _ = find(arguments.name, 0)
+    _check_room(seen)
+    with Subscriber(arguments.name, consistency="optimistic", timeout=arguments.timeout) as sub:
+        manifest = _manifest(sub, arguments.name)
+        weights, version = sub.snapshot()
+    tensors = {_dotted(key): tensor for key, tensor in weights.items(True, True)}
+    if len(tensors) < len(list(weights.keys(True, True))):
+        raise ArenaCorrupt(f"arena {arguments.name!r} has two leaves of one dotted name; a file can hold only one")
+    kept, names = _once(tensors, manifest)
+    about = {"format": "pt", "shmsync.arena": arguments.name, "shmsync.version": str(version)}
+    try:
+        _put(path, save(kept, metadata=about | names), arguments.force)
+    except FileExistsError:
+        print(f"shmsync export: {_there(path)}", file=sys.stderr)
+        return 1
+    except (KeyError, ValueError, SafetensorError) as error:
+        print(f"shmsync export: safetensors cannot hold these weights: {error}; nothing was written", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"shmsync export: {path} cannot be written: {error.strerror}; nothing was left there", file=sys.stderr)
+        return 1
+    count = sum(tensor.nbytes for tensor in kept.values())
+    print(f"{path}: version {version} of {arguments.name}, {len(kept)} tensors, {size(count)}")
+    return 0
+
+
+def _dotted(key: str | tuple[str, ...]) -> str:
+    return key if isinstance(key, str) else ".".join(key)
+
+
+def _problem(path: Path, force: bool) -> str | None:
+    """Why this file cannot be made, found out before anything is copied."""
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}; make it first"
+    return _there(path) if not force and os.path.lexists(path) else None
+
+
+def _there(path: Path) -> str:
+    return f"{path} exists; --force replaces it"
+
+
+def _check_room(seen: ArenaSeen) -> None:
+    """A snapshot and its file in memory are two copies; a process that takes more than there is, is killed."""
+    if not seen.readable:
+        return  # attaching says why
+    needed, left = 2 * manifest_of(seen.name).used_bytes, available_bytes()
+    if needed > left:
+        raise NoSpace(
+            f"a checkpoint of arena {seen.name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
+            "this process (machine and cgroup); free some"
+        )
+
+
+def _manifest(sub: Subscriber, name: str) -> Manifest:
+    """What the subscriber's arena has: not that of a publisher that was started again under the same name."""
+    manifest = manifest_of(name)
+    if find(name, 0)[0].session != sub.session.hex():
+        raise ArenaNotFound(f"the publisher of arena {name!r} was started again meanwhile; export it again")
+    return manifest
+
+
+def _once(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tied tensors under one name; and for the metadata, which name stands for each other, as save_model() does."""
+    names = {other: min(group) for group in ties(manifest).values() for other in group if other != min(group)}
+    return {name: tensor for name, tensor in tensors.items() if name not in names}, names
+
+
+def _put(path: Path, content: bytes, force: bool) -> None:
+    """The whole file or none, under its name; nobody sees a half of it."""
+    number, made = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
+    try:
+        with open(number, "wb") as file:
+            os.fchmod(number, 0o666 & ~_umask())
+            file.write(content)
+            file.flush()
+            os.fsync(number)
+        if force:
+            os.replace(made, path)
+        else:
+            try:
+                os.link(made, path)  # refuses where there is one by now
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                    raise
+                if os.path.lexists(path):  # a file system without links
+                    raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
+                os.replace(made, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(made)
+
+
+def _umask() -> int:
+    before = os.umask(0o077)
+    os.umask(before)
+    return before

@@ -1,0 +1,247 @@
+"""What `shmsync doctor` looks at. Each check is one function that tries the thing itself where that is possible.
+
+`root` stands for / in every path, so that a check can be shown another machine's files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from ..errors import ShmSyncError
+from ..memory import leftovers
+from ..memory.available import available_bytes
+from ..memory.observed import Condition, look
+from ..memory.process import Peers
+from .words import size
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"  # worth knowing
+    WARNING = "warning"  # works now, may fail or be slow later
+    FAILURE = "failure"  # shmsync does not work here
+
+
+class Finding(NamedTuple):
+    """One thing that was found, and what to do about it."""
+
+    check: str
+    level: Level
+    text: str
+    cure: str = ""
+
+
+_F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4 | 0x10  # shrink, grow, future write
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the machine's own
+_MIB = 1 << 20
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def system(root: Path) -> Iterator[Finding]:
+    """Kernel, Python and torch."""
+    names = []
+    for package in ("shmsync", "torch", "tensordict"):
+        with suppress(PackageNotFoundError):
+            names.append(f"{package} {version(package)}")
+    text = f"Linux {platform.release()}, Python {platform.python_version()}, {', '.join(names)}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        cure = "use Linux 5.3 or newer; in a container, a seccomp profile that allows pidfd_open"
+        yield Finding("system", Level.WARNING, f"{text}; pidfds are refused ({error}): deaths are noticed later", cure)
+    else:
+        yield Finding("system", Level.OK, text)
+
+
+def shared_memory(root: Path) -> Iterator[Finding]:
+    """/dev/shm, where control segments stand."""
+    folder = root / "dev/shm"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        cure = f"mount it: mount -t tmpfs -o mode=1777 tmpfs {folder}; in a container: --shm-size=64m"
+        yield Finding("shm", Level.FAILURE, f"{folder} is missing, or this user may not write there", cure)
+        return
+    status = os.statvfs(folder)
+    free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    text = f"{folder} has {size(free)} of {size(whole)} free; an arena needs 128 KiB of it, its weights are elsewhere"
+    cure = "remove what is not needed there (`shmsync gc` for arenas), or mount it larger: --shm-size, size="
+    if free < _MIB:
+        yield Finding("shm", Level.FAILURE, text, cure)
+    elif free < 16 * _MIB or (status.f_files and status.f_favail < 64):
+        yield Finding("shm", Level.WARNING, f"{text}; {status.f_favail} more files fit", cure)
+    else:
+        yield Finding("shm", Level.OK, text)
+
+
+def arenas(root: Path) -> Iterator[Finding]:
+    """What is in /dev/shm already."""
+    peers = Peers()
+    try:
+        found = [seen for name in leftovers.names() if (seen := look(name, peers)) is not None]
+    except ShmSyncError as error:
+        yield Finding("arenas", Level.WARNING, str(error))
+        return
+    finally:
+        peers.close()
+    dead = [seen.name for seen in found if seen.owner is Condition.DEAD]
+    text = f"{len(found)} arenas, {len(dead)} of dead publishers"
+    if dead:
+        yield Finding("arenas", Level.NOTE, text, "`shmsync gc` removes them; each new publisher removes some, too")
+    else:
+        yield Finding("arenas", Level.OK, text)
+
+
+def memory(root: Path) -> Iterator[Finding]:
+    """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
+    free = available_bytes(proc=root / "proc/self/cgroup", root=root / "sys/fs/cgroup")
+    machine = psutil.virtual_memory().available
+    if free < machine:
+        text = f"{size(free)} can be used, less than the {size(machine)} that the machine has left: a cgroup limits it"
+        cure = "raise the container's limit (--memory, resources.limits.memory) if weights x slots need more"
+        yield Finding("memory", Level.WARNING if free < 256 * _MIB else Level.NOTE, text, cure)
+    else:
+        yield Finding("memory", Level.OK, f"{size(free)} can be used; no cgroup limits it further")
+
+
+def memfd(root: Path) -> Iterator[Finding]:
+    """Can the weights' memory be made, and sealed?"""
+    cure = "use Linux 5.1 or newer; in a container, a seccomp profile that allows memfd_create"
+    if _text(root / "proc/sys/vm/memfd_noexec") == "2":
+        cure = "sysctl vm.memfd_noexec=1 (2 refuses memfds of programs that do not ask for it)"
+    try:
+        fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        yield Finding("memfd", Level.FAILURE, f"memfd_create is refused: {error.strerror}", cure)
+        return
+    try:
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        yield Finding("memfd", Level.FAILURE, f"a memfd cannot be sealed against writing: {error.strerror}", cure)
+    else:
+        yield Finding("memfd", Level.OK, "memfds can be made and sealed")
+    finally:
+        os.close(fd)
+
+
+_OPENS = "import os, sys; print(os.fstat(os.open(sys.argv[1], os.O_RDONLY)).st_ino)"
+
+
+def opening(root: Path) -> Iterator[Finding]:
+    """Can a worker open /proc/<pid>/fd of its trainer? A child of this process tries it."""
+    scope = _text(root / "proc/sys/kernel/yama/ptrace_scope")
+    scoped = "" if scope is None else f" (kernel.yama.ptrace_scope is {scope}, which does not matter for that)"
+    fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        command = [sys.executable, "-I", "-S", "-c", _OPENS, path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+        if done.stdout.strip() == str(os.fstat(fd).st_ino):
+            yield Finding("workers", Level.OK, f"a worker can open the memory of its trainer through /proc{scoped}")
+            return
+    finally:
+        os.close(fd)
+    reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    cure = (
+        "run trainer and workers as one user, in one pid namespace, with /proc mounted without hidepid=; no "
+        "prctl(PR_SET_DUMPABLE, 0), no set-uid Python, and no AppArmor or SELinux rule that keeps them apart"
+    )
+    yield Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
+
+
+def huge_pages(root: Path) -> Iterator[Finding]:
+    """Transparent huge pages for shared memory."""
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = text.partition("[")[2].partition("]")[0] if text else ""
+    if not chosen:
+        yield Finding("huge pages", Level.NOTE, "this kernel has none for shared memory")
+    elif chosen in ("never", "deny", "advise"):
+        cure = "for weights of gigabytes: echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        yield Finding("huge pages", Level.NOTE, f"shmem_enabled is {chosen}: weights lie in pages of 4 KiB", cure)
+    else:
+        yield Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
+
+
+def numa(root: Path) -> Iterator[Finding]:
+    """One copy of the weights lies on one node."""
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) > 1:
+        cure = "keep trainer and workers on one node (numactl --cpunodebind=0 --membind=0), or one arena for each node"
+        text = f"{len(nodes)} nodes: the weights lie on the trainer's, and workers on another read them more slowly"
+        yield Finding("numa", Level.NOTE, text, cure)
+    else:
+        yield Finding("numa", Level.OK, "one node")
+
+
+def containers(root: Path) -> Iterator[Finding]:
+    """Is this one, and what has to be shared with others?"""
+    signs = [path for path in ("/.dockerenv", "/run/.containerenv") if (root / path[1:]).exists()]
+    for word in ("docker", "kubepods", "containerd", "libpod", "lxc"):
+        if word in (_text(root / "proc/1/cgroup") or ""):
+            signs.append(f"cgroup {word}")
+    with suppress(OSError):
+        inside = os.stat(root / "proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE
+        signs += ["a pid namespace"] if inside else []
+    if not signs:
+        yield Finding("container", Level.OK, "none")
+        return
+    cure = "processes of another container need --pid=container:ID --ipc=container:ID, or shareProcessNamespace: true"
+    yield Finding("container", Level.NOTE, f"this is one ({', '.join(signs)})", cure)
+
+
+def descriptors(root: Path) -> Iterator[Finding]:
+    """How many files may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} open files for each process"
+    limit = "no" if hard == resource.RLIM_INFINITY else str(hard)
+    if soft != resource.RLIM_INFINITY and soft < 256:
+        cure = f"ulimit -n 4096 (the hard limit is {limit})"
+        yield Finding("descriptors", Level.WARNING, f"{text}; torch and many workers need more", cure)
+    else:
+        yield Finding("descriptors", Level.OK, text)
+
+
+def cuda(root: Path) -> Iterator[Finding]:
+    """GPUs: what can be shared, without importing anything of CUDA."""
+    if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
+        yield Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
+        return
+    text = "there is an NVIDIA device, but arenas are CPU memory in this version"
+    cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU that is bound gets a private copy"
+    yield Finding("cuda", Level.NOTE, text, cure)
+
+
+CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+    system, shared_memory, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
+)  # fmt: skip
+
+
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """All findings. A check that the system refuses is a finding too."""
+    found = []
+    for check in CHECKS:
+        try:
+            found += list(check(root))
+        except (OSError, MemoryError) as error:
+            found.append(Finding(check.__name__, Level.WARNING, f"could not be found out: {error}", "try it again"))
+    return found

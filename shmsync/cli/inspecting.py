@@ -1,0 +1,141 @@
+"""`shmsync inspect NAME`: weights, slots and readers of one arena."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..errors import ArenaNotFound, ShmSyncError
+from ..memory import leftovers
+from ..memory.manifest import Manifest
+from ..memory.observed import ArenaSeen, SlotSeen, command_of, manifest_of, ties
+from .listing import as_dict, seconds
+from .output import Commands, Page, command
+from .rates import look_twice
+from .tree import lines_of
+from .words import duration, per_second, size
+
+_EXAMPLES = """
+shmsync inspect policy
+shmsync inspect policy --depth 1             totals of what is deeper
+shmsync inspect policy --json | jq '.readers[] | select(.lag > 0)'
+"""
+_HEAD = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN", "RETRIES", "COMMAND")
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    made = command(commands, "inspect", "weights, slots and readers of one arena", _EXAMPLES)
+    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
+    made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
+    made.add_argument("--depth", type=int, default=None, metavar="N", help="show so many levels of the weights")
+    made.add_argument(
+        "--interval", type=seconds, default=0.5, metavar="S", help="count versions for so many seconds (0.5)"
+    )
+    made.set_defaults(run=_run)
+
+
+def find(name: str, interval: float) -> tuple[ArenaSeen, float | None]:
+    """One arena, and its versions per second. Raises ArenaNotFound, which names those that there are."""
+    found = look_twice(interval, [name])
+    if not found:
+        others = ", ".join(leftovers.names()) or "none"
+        raise ArenaNotFound(f"there is no arena {name!r} (any more); there are: {others}")
+    return found[0]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    seen, rate = find(arguments.name, arguments.interval)
+    manifest, problem = _weights(seen)
+    page = Page()
+    if arguments.json:
+        page.line(json.dumps(as_dict(seen, rate) | {"leaves": _leaves(manifest)}))
+        return 0
+    _head(page, seen, rate, arguments.interval)
+    if not seen.readable:
+        return 0
+    page.line()
+    if manifest is None:
+        page.wrapped(f"weights: {problem}", "")
+    else:
+        tied = sum(len(names) for names in ties(manifest).values())
+        more = f", {tied} names of tied ones" if tied else ""
+        page.wrapped(f"weights: {len(manifest.leaves)} tensors, {size(manifest.used_bytes)}{more}", "")
+        for line in lines_of(manifest, ascii_only=not page.shows("├└│─"), depth=arguments.depth):
+            page.line(page.cut(line))
+    page.line()
+    page.line("slots")
+    for number, slot in enumerate(seen.slots):
+        page.wrapped(_slot(slot), "     ", f"  {number}  ")
+    page.line()
+    page.line(f"readers: {len(seen.readers)} of {seen.max_readers} rows")
+    if seen.readers:
+        page.table(_HEAD, _readers(seen), right=(0, 1, 3, 4, 5, 6, 7, 8, 9), indent="  ")
+    return 0
+
+
+def _weights(seen: ArenaSeen) -> tuple[Manifest | None, str]:
+    try:
+        return (manifest_of(seen.name) if seen.readable else None), ""
+    except ShmSyncError as error:
+        return None, str(error)
+
+
+def _leaves(manifest: Manifest | None) -> list[dict[str, object]] | None:
+    if manifest is None:
+        return None
+    shared = ties(manifest)
+    return [
+        {
+            "name": leaf.name,
+            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "shape": list(leaf.shape),
+            "bytes": leaf.nbytes,
+            "offset": leaf.offset,
+            "tied": [name for name in shared.get(leaf.offset, []) if name != leaf.name] if leaf.nbytes else [],
+        }
+        for leaf in manifest.leaves
+    ]
+
+
+def _head(page: Page, seen: ArenaSeen, rate: float | None, measured: float) -> None:
+    page.wrapped(f"arena {seen.name}", "")
+    who = seen.owner.value + ("" if seen.pid is None else f", pid {seen.pid}")
+    page.wrapped(who, "           ", "  owner    ")
+    if seen.pid and (text := command_of(seen.pid)):
+        page.line(page.cut(f"  command  {text}"))
+    if seen.why:
+        page.wrapped(f"{seen.why}", "           ")
+    if seen.readable:
+        gate = ", closed to new sections while it is written" if seen.gated and seen.state == "open" else ""
+        page.wrapped(f"{seen.state}{gate}", "           ", "  state    ")
+        page.wrapped(f"{seen.version}, {per_second(rate, measured)} a second", "           ", "  version  ")
+        page.wrapped(f"{size(seen.bytes)}: {len(seen.slots)} x {size(seen.slot_bytes)}", "           ", "  memory   ")
+        page.line(page.cut(f"  session  {seen.session}"))
+    page.line(f"  age      {duration(seen.age)}")
+
+
+def _slot(slot: SlotSeen) -> str:
+    if slot.unfinished:
+        return f"version {slot.version}, being written, or given up half way"
+    return ("never written" if not slot.version else f"version {slot.version}") + (", current" if slot.current else "")
+
+
+def _readers(seen: ArenaSeen) -> list[list[str]]:
+    ordered = sorted(seen.readers, key=lambda reader: (reader.worker is None, reader.worker or 0, reader.pid))
+    return [
+        [
+            "-" if reader.worker is None else str(reader.worker),
+            str(reader.pid),
+            reader.condition.value,
+            str(reader.acked),
+            str(reader.lag),
+            "-" if reader.pinned is None else str(reader.pinned),
+            duration(reader.pin_age) if reader.pinned is not None else "-",
+            str(reader.reads),
+            str(reader.torn),
+            str(reader.retries),
+            command_of(reader.pid),
+        ]
+        for reader in ordered
+    ]

@@ -1,0 +1,108 @@
+"""Where the text goes: how wide it is, which characters it can show, and tables that fit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+Commands = Any  # what argparse's add_subparsers() returns; it has no public name
+
+
+def command(commands: Commands, name: str, what: str, examples: str) -> argparse.ArgumentParser:
+    """A new command, whose --help ends with examples."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=what,
+        description=what[0].upper() + what[1:] + ".",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return made
+
+
+class Page:
+    """Text for one stream. What its encoding lacks is written as escapes, so that no name or command line fails."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._encoding = self._stream.encoding or "utf-8"
+        self.width = _columns(self._stream)
+
+    def shows(self, text: str) -> bool:
+        """Has its encoding these characters?"""
+        try:
+            text.encode(self._encoding)
+        except UnicodeEncodeError:
+            return False
+        return True
+
+    def line(self, text: str = "") -> None:
+        """Write a line."""
+        text = plain(text)
+        print(text.encode(self._encoding, "backslashreplace").decode(self._encoding), file=self._stream)
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], indent: str = "") -> None:
+        """Columns under a head; one block for each row where the table is wider than the terminal.
+
+        `right`: the columns that are aligned to the right.
+        """
+        widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        if self.width is not None and len(indent) + sum(widths[:-1]) + 2 * len(widths) + 4 > self.width:
+            self._blocks(head, rows, indent)
+            return
+        for row in [head, *rows]:
+            cells = [
+                cell.rjust(size) if i in right else cell.ljust(size)
+                for i, (cell, size) in enumerate(zip(row, widths, strict=True))
+            ]
+            self.line(self.cut(indent + "  ".join(cells).rstrip()))
+
+    def _blocks(self, head: Sequence[str], rows: Sequence[Sequence[str]], indent: str) -> None:
+        label = max(map(len, head))
+        for row in rows:
+            self.line(self.cut(f"{indent}{row[0]}" if head[0] == "NAME" else f"{indent}{head[0].lower()} {row[0]}"))
+            for name, cell in zip(head[1:], row[1:], strict=True):
+                if cell not in ("", "-"):
+                    self.line(self.cut(f"{indent}  {name.lower().ljust(label)}  {cell}"))
+
+    def cut(self, text: str) -> str:
+        """No more of it than the terminal has columns."""
+        if self.width is None or len(text) <= self.width:
+            return text
+        return text[: max(1, self.width - 1)] + (">" if not self.shows("…") else "…")
+
+    def wrapped(self, text: str, indent: str, first: str | None = None) -> None:
+        """A sentence, over as many lines as it needs. `first`: the indent of the first of them."""
+        current = indent if first is None else first
+        empty = True
+        for word in text.split():
+            if self.width and not empty and len(current) + len(word) + 1 > self.width:
+                self.line(current)
+                current, empty = indent, True
+            current += word if empty else f" {word}"
+            empty = False
+            while self.width and len(current) > self.width > len(indent):  # one word that is longer than a line
+                self.line(current[: self.width])
+                current = indent + current[self.width :]
+        self.line(current)
+
+
+def _columns(stream: TextIO) -> int | None:
+    """Of the terminal that a stream is; None: it is none, and lines may be as long as they are."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def plain(text: str) -> str:
+    """Without control characters: a command line may hold any, and some of them change the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def colours_wanted() -> bool:
+    """https://no-color.org, and terminals that have none."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")

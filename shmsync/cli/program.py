@@ -1,0 +1,85 @@
+"""The arguments of every command, and which file carries it out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from ..errors import ShmSyncError
+from . import completion, doctor, exporting, inspecting, listing, sweeping, top
+
+_EXAMPLES = """examples:
+  shmsync list                    the arenas on this machine, and who publishes them
+  shmsync list --json             the same for a program
+  shmsync inspect policy          weights, slots and readers of one arena
+  shmsync top policy              watch its readers
+  shmsync doctor                  does it work here, and what would make it work better
+  shmsync export policy p.st      a checkpoint of what is published now
+  shmsync gc --dry-run            what `shmsync gc` would remove from /dev/shm
+  shmsync demo --workers 4        train CartPole with four actors
+
+All but export and demo look at shared memory only: the processes of an arena may run, stand
+still or be dead, and notice nothing.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of all commands."""
+    made = _parser("shmsync", "Zero-copy weight sync on one machine.", _EXAMPLES)
+    made.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = made.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    )
+    for command in (listing, inspecting, top, doctor, exporting, sweeping, completion):
+        command.add(commands)
+    commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command (None: that of sys.argv); returns the exit status."""
+    whole = parser()
+    arguments, rest = whole.parse_known_args(argv)
+    if arguments.command == "demo":
+        return _demo(rest)
+    if rest:
+        whole.error(f"unrecognised arguments: {' '.join(rest)}")
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except ShmSyncError as error:
+        print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `shmsync list | head`: nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+class _Version(argparse.Action):
+    """Looked up when it is asked for, so that the other commands need no file for it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(version("shmsync"))
+        parser.exit()
+
+
+def _demo(arguments: list[str]) -> int:
+    try:
+        from ..examples.cartpole import main as demo
+    except ModuleNotFoundError as error:
+        print(f"the demo needs {error.name}: pip install 'shmsync[demo]'", file=sys.stderr)
+        return 2
+    return int(demo(arguments))

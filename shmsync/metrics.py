@@ -1,0 +1,201 @@
+"""Figures of a publisher for dashboards: Prometheus, TensorBoard, Weights & Biases, OpenTelemetry.
+
+They are read when somebody asks for them, from `pub.stats()` and `pub.readers()`; in between they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from .engine.publisher import Publisher
+from .errors import ClosedError, ForkedHandle, ProtocolError
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import CollectorRegistry
+
+_COUNTS = {
+    "publishes": "publish() calls that published, the first included",
+    "updates": "update() sections that published",
+    "bytes_copied": "bytes copied into the weights' memory by this process",
+    "aborted": "calls that raised before anything was written",
+    "reaped": "rows taken back from readers that died in a section",
+    "stalls": "calls that found no slot to write in time",
+}
+_TIMES = {
+    "publish": "a publish(), or an update() without its body; waits for acks apart",
+    "pin_wait": "waits for readers, of calls that had to wait",
+    "ack_wait": "waits for acks, of calls with wait=",
+}
+_STATES = ("live", "stopped", "dead")
+_QUANTILES = (("0.5", "p50"), ("0.9", "p90"), ("0.99", "p99"))
+_READER = {
+    "lag": "published versions that the reader has not applied",
+    "pin_age_seconds": "how long the reader has been in its section; 0 outside",
+}
+_READER_COUNTS = {
+    "reads": "sections entered",
+    "torn": "sections whose weights changed meanwhile (optimistic and live)",
+    "retries": "attempts to enter that met the writer",
+}
+
+
+def values(pub: Publisher, *, prefix: str = "shmsync/") -> dict[str, float]:
+    """One flat dict of figures: `wandb.log(values(pub))`, or `writer.add_scalar(name, value, step)` for each.
+
+    Args:
+        pub: the publisher.
+        prefix: stands before each name. "shmsync." gives names as OpenTelemetry has them.
+
+    Returns:
+        Version and counts, latencies in seconds, how many readers are in each state, and the largest lag and pin age of
+        the living.
+
+    Raises:
+        ClosedError: the publisher is closed. ForkedHandle: it belongs to a parent of this process.
+    """
+    readers, stats = pub.readers(), pub.stats()
+    living = [reader for reader in readers if reader.state.value != "dead"]
+    found: dict[str, float] = {"version": stats.version}
+    found |= {name: getattr(stats, name) for name in _COUNTS}
+    for name in _TIMES:
+        latency = getattr(stats, name)
+        found |= {f"{name}.{part}": getattr(latency, part) for part in ("count", "p50", "p90", "p99", "max")}
+    for state in _STATES:
+        found[f"readers.{state}"] = sum(reader.state.value == state for reader in readers)
+    found["readers.max_lag"] = max((reader.lag for reader in living), default=0)
+    found["readers.max_pin_age"] = max((reader.pin_age for reader in living), default=0.0)
+    return {prefix + name: value for name, value in found.items()}
+
+
+def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> PublisherCollector:
+    """Let Prometheus see a publisher: `prometheus(pub)`, then `prometheus_client.start_http_server(9400)`.
+
+    Every figure has the label `arena`, those of readers `worker` and `pid` too. A closed publisher has none any more;
+    `unregister()` forgets it.
+
+    Args:
+        pub: the publisher. Several publishers of one process may be added, under different names.
+        registry: None is prometheus_client's own.
+
+    Returns:
+        The collector, registered.
+
+    Raises:
+        ImportError: prometheus_client is missing (shmsync[metrics]). ProtocolError: a publisher of this name is there
+        already. ClosedError, ForkedHandle.
+    """
+    try:
+        from prometheus_client import REGISTRY
+    except ModuleNotFoundError as error:
+        raise ImportError("metrics for Prometheus need prometheus_client: pip install 'shmsync[metrics]'") from error
+    return PublisherCollector(pub, REGISTRY if registry is None else registry)
+
+
+class PublisherCollector:
+    """What prometheus() returns: asked by a registry at each scrape."""
+
+    def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
+        pub.readers()  # raises for one that is closed, or a parent's
+        self._pub = pub
+        added = _of_registry.setdefault(registry, {})
+        if pub.name in added and not added[pub.name].closed:
+            raise ProtocolError(f"arena {pub.name!r} is in this registry already; unregister() that one first")
+        self._added = added
+        first = not added
+        added[pub.name] = self
+        if first and registry not in _asked:
+            _asked.add(registry)
+            registry.register(_Everybody(added))
+
+    def unregister(self) -> None:
+        """Forget the publisher. Idempotent."""
+        if self._added.get(self._pub.name) is self:
+            del self._added[self._pub.name]
+
+    @property
+    def closed(self) -> bool:
+        """Has the publisher been closed, or is it a parent's?"""
+        try:
+            self._pub.readers()
+        except (ClosedError, ForkedHandle):
+            return True
+        return False
+
+    @property
+    def publisher(self) -> Publisher:
+        """Whose figures they are."""
+        return self._pub
+
+
+class _Everybody:
+    """All publishers of one registry: a metric may come once only, with an arena in each of its samples."""
+
+    def __init__(self, added: dict[str, PublisherCollector]) -> None:
+        self._added = added
+
+    def collect(self) -> Iterator[Any]:
+        return _families([each.publisher for each in list(self._added.values())])
+
+    def describe(self) -> list[Any]:
+        """Nothing yet: else a registry would ask for all figures when this is registered."""
+        return []
+
+
+_of_registry: WeakKeyDictionary[Any, dict[str, PublisherCollector]] = WeakKeyDictionary()
+_asked: WeakSet[Any] = WeakSet()  # registries that know of us
+
+
+def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+    seen = []
+    for pub in publishers:
+        try:
+            seen.append((pub.name, pub.stats(), pub.readers()))
+        except (ClosedError, ForkedHandle):
+            continue
+    version = GaugeMetricFamily("shmsync_version", "the published version", labels=["arena"])
+    counts = {name: CounterMetricFamily(f"shmsync_{name}", text, labels=["arena"]) for name, text in _COUNTS.items()}
+    times = {}
+    for name, text in _TIMES.items():
+        times[name] = (
+            SummaryMetricFamily(f"shmsync_{name}_seconds", text, labels=["arena"]),
+            GaugeMetricFamily(
+                f"shmsync_{name}_quantile_seconds", f"{text}; the last 4,096", labels=["arena", "quantile"]
+            ),
+        )
+    states = GaugeMetricFamily("shmsync_readers", "readers in each state", labels=["arena", "state"])
+    labels = ["arena", "worker", "pid"]
+    of_readers = {
+        name: GaugeMetricFamily(f"shmsync_reader_{name}", text, labels=labels) for name, text in _READER.items()
+    }
+    of_readers_counted = {
+        name: CounterMetricFamily(f"shmsync_reader_{name}", text, labels=labels)
+        for name, text in _READER_COUNTS.items()
+    }
+    for arena, stats, readers in seen:
+        version.add_metric([arena], stats.version)
+        for name, family in counts.items():
+            family.add_metric([arena], getattr(stats, name))
+        for name, (summary, quantiles) in times.items():
+            latency = getattr(stats, name)
+            summary.add_metric([arena], count_value=latency.count, sum_value=latency.total)
+            for quantile, part in _QUANTILES:
+                quantiles.add_metric([arena, quantile], getattr(latency, part))
+        for state in _STATES:
+            states.add_metric([arena, state], sum(reader.state.value == state for reader in readers))
+        for reader in readers:
+            who = [arena, "" if reader.worker is None else str(reader.worker), str(reader.pid)]
+            of_readers["lag"].add_metric(who, reader.lag)
+            of_readers["pin_age_seconds"].add_metric(who, reader.pin_age)
+            for name, family in of_readers_counted.items():
+                family.add_metric(who, getattr(reader, name))
+    yield version
+    yield from counts.values()
+    for pair in times.values():
+        yield from pair
+    yield states
+    yield from of_readers.values()
+    yield from of_readers_counted.values()

@@ -1,0 +1,135 @@
+"""`shmsync doctor`: each check sees what is wrong, says what to do about it, and tells scripts by its exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shmsync import cli
+from shmsync.cli import findings
+from shmsync.cli.findings import Level
+
+ROOT = Path("/")
+
+
+def levels(check, root=ROOT):
+    return [finding.level for finding in check(root)]
+
+
+def test_every_finding_that_is_not_fine_has_a_cure():
+    found = findings.examine()
+    assert {finding.check for finding in found} >= {
+        "system",
+        "shm",
+        "memory",
+        "memfd",
+        "workers",
+        "descriptors",
+        "cuda",
+    }
+    assert [finding for finding in found if finding.level in (Level.WARNING, Level.FAILURE) and not finding.cure] == []
+
+
+def test_this_machine_runs_the_tests_so_nothing_fails_here(capsys):
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "workers: a worker can open the memory of its trainer" in text
+    assert text.splitlines()[-1].startswith("0 failures")
+    assert cli.main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["status"] == 0
+    assert {"check", "level", "text", "cure"} == set(told["findings"][0])
+
+
+def elsewhere(flags, before, *arguments):
+    """`shmsync doctor` in namespaces of its own: (status, findings by check)."""
+    script = f'{before} || exit 77; exec "$@"'
+    command = ["unshare", *flags, "sh", "-c", script, "sh", sys.executable, "-m", "shmsync", "doctor", "--json"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, cwd="/")
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"this system lets nobody do so: {done.stderr.strip()}")
+    return done.returncode, {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+def test_a_full_dev_shm():
+    status, found = elsewhere(["-Urm"], "mount -t tmpfs -o size=512k none /dev/shm")
+    assert (status, found["shm"]["level"]) == (1, "failure")
+    assert "512.0 KiB of 512.0 KiB free" in found["shm"]["text"]
+    assert "--shm-size" in found["shm"]["cure"]
+
+
+def test_a_small_dev_shm_is_a_failure_for_the_strict_only():
+    status, found = elsewhere(["-Urm"], "mount -t tmpfs -o size=2m none /dev/shm")
+    assert (status, found["shm"]["level"]) == (0, "warning")
+    assert elsewhere(["-Urm"], "mount -t tmpfs -o size=2m none /dev/shm", "--strict")[0] == 1
+
+
+def test_a_read_only_dev_shm():
+    _, found = elsewhere(["-Urm"], "mount -t tmpfs none /dev/shm && mount -o remount,ro /dev/shm")
+    assert found["shm"]["level"] == "failure"
+
+
+def test_a_proc_of_other_processes():
+    """A pid namespace without its own /proc: the pids that a process knows are not those that /proc shows."""
+    status, found = elsewhere(["-Urmp", "--fork"], "true")
+    assert (status, found["workers"]["level"]) == (1, "failure")
+    assert "hidepid" in found["workers"]["cure"]
+
+
+def test_few_descriptors():
+    status, found = elsewhere(["-Ur"], "ulimit -n 128", "--strict")
+    assert (status, found["descriptors"]["level"]) == (1, "warning")
+    assert "ulimit -n" in found["descriptors"]["cure"]
+
+
+def test_a_cgroup_that_leaves_little(tmp_path):
+    folder = tmp_path / "sys/fs/cgroup/job"
+    folder.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    for name, text in (("memory.max", str(100 << 20)), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
+        (folder / name).write_text(text + "\n")
+    (found,) = findings.memory(tmp_path)
+    assert found.level is Level.WARNING
+    assert "100.0 MiB can be used" in found.text
+    (folder / "memory.max").write_text("max\n")
+    assert levels(findings.memory, tmp_path) == [Level.OK]
+
+
+@pytest.mark.parametrize(
+    ("shown", "level"),
+    [
+        ("always [never] within_size", Level.NOTE),
+        ("always [within_size] never", Level.OK),
+        (None, Level.NOTE),
+    ],
+)
+def test_huge_pages(tmp_path, shown, level):
+    path = tmp_path / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    path.parent.mkdir(parents=True)
+    if shown:
+        path.write_text(shown + "\n")
+    assert levels(findings.huge_pages, tmp_path) == [level]
+
+
+def test_numa_containers_and_gpus(tmp_path):
+    for check in (findings.numa, findings.containers, findings.cuda):
+        assert levels(check, tmp_path) == [Level.OK]
+    for name in ("sys/devices/system/node/node0", "sys/devices/system/node/node1", "dev"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / ".dockerenv").touch()
+    for check in (findings.numa, findings.containers, findings.cuda):
+        (found,) = check(tmp_path)
+        assert (found.level, bool(found.cure)) == (Level.NOTE, True)
+
+
+def test_it_imports_nothing_of_cuda():
+    program = (
+        "import sys; from shmsync import cli; before = set(sys.modules); cli.main(['doctor']); "
+        "print([m for m in set(sys.modules) - before if 'cuda' in m.lower() or 'pynvml' in m or 'cupy' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.splitlines()[-1] == "[]"
