@@ -1,7 +1,13 @@
 // The guards of bound modules, for Python.
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <utility>
+#include <vector>
 
+#include "model_turn.hpp"
 #include "reader.hpp"
 
 namespace nb = nanobind;
@@ -25,6 +31,14 @@ class Cover {
     ++generation_;
   }
 
+  // Calls that are not nested take this turn first, and those of `inners` (addresses) begin a flight.
+  void around(nb::object turn, nb::object flight, std::vector<std::uintptr_t> inners) {
+    turn_ = nb::cast<ModelTurn*>(turn);
+    flight_ = nb::cast<Flight*>(flight);
+    owners_ = {std::move(turn), std::move(flight)};
+    inners_ = std::move(inners);
+  }
+
   // inner(*args, **kwargs) in one section of each reader. kwargs may be null.
   nb::object run(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
     if (readers_->empty()) return call(inner, args, kwargs);
@@ -36,13 +50,19 @@ class Cover {
     if (!plain_)
       return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
     if (!looked && grad_enabled()) call_method(self, "_look");
-    for (;;) {
-      const std::uint64_t generation = generation_;
-      Entered entered(*this);
-      if (generation != generation_) continue;  // bound elsewhere while this thread waited
-      const Running running(*this, inner);
-      return finished(self, call(inner, args, kwargs), args, kwargs);
+    if (turn_ == nullptr) return in_sections(self, inner, args, kwargs);
+    const auto [held, flown] = owners_;  // the cover may get others meanwhile
+    ModelTurn& turn = *turn_;
+    turn.enter();
+    nb::object out;
+    try {
+      out = readers_->empty() ? call(inner, args, kwargs) : in_sections(self, inner, args, kwargs);
+    } catch (...) {
+      turn.leave(held);
+      throw;
     }
+    turn.leave(held);
+    return out;
   }
 
   // Run inner inside sections that the caller has entered.
@@ -78,15 +98,67 @@ class Cover {
   };
   using Readers = std::shared_ptr<const std::vector<Covered>>;
 
+  nb::object in_sections(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
+    for (;;) {
+      const std::uint64_t generation = generation_;
+      Entered entered(*this);
+      if (generation != generation_) continue;  // bound elsewhere while this thread waited
+      if (flight_ != nullptr && begins_flight(inner)) {
+        flight_->under_way = true;
+        if (flight_->due) call_method(self, "_begin", args);
+      }
+      const Running running(*this, inner);
+      return finished(self, call(inner, args, kwargs), args, kwargs);
+    }
+  }
+
+  bool begins_flight(nb::handle inner) const {
+    return std::find(inners_.begin(), inners_.end(), reinterpret_cast<std::uintptr_t>(inner.ptr())) != inners_.end();
+  }
+
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
-    if (out.is_none() || PyBool_Check(out.ptr())) return out;
     if (out.type().is(tensor_type())) return clones_ && aliases(out) ? nb::object(out.attr("clone")()) : out;
+    if (stays(out, 8)) return out;
     return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
                              : call_method(self, "_finish", out, args);
   }
 
+  // May it leave the sections as it is? True only for what is surely so: values, tensors that lie elsewhere, and
+  // tuples, lists, dicts and TensorDicts of them, so many levels deep. Python's half looks at all else.
+  bool stays(nb::handle out, int levels) const {
+    PyObject* it = out.ptr();
+    if (out.is_none() || PyBool_Check(it) || PyLong_CheckExact(it) || PyFloat_CheckExact(it) ||
+        PyUnicode_CheckExact(it))
+      return true;
+    const nb::handle type = out.type();
+    if (type.is(tensor_type())) return !clones_ || !aliases(out);
+    if (levels == 0) return false;
+    nb::object inside;  // a list of its own: another thread may change what it was made of
+    if (PyTuple_CheckExact(it) || PyList_CheckExact(it)) {
+      inside = nb::steal(PySequence_List(it));
+    } else if (PyDict_CheckExact(it)) {
+      inside = nb::steal(PyDict_Values(it));
+    } else if (type.is(tensordict_type())) {
+      const nb::object store = nb::getattr(out, "_tensordict", nb::none());
+      if (!PyDict_CheckExact(store.ptr())) return false;
+      inside = nb::steal(PyDict_Values(store.ptr()));
+    } else {
+      return false;
+    }
+    if (!inside.is_valid()) throw nb::python_error();
+    const Py_ssize_t count = PyList_Size(inside.ptr());
+    for (Py_ssize_t i = 0; i < count; ++i)
+      if (!stays(PyList_GetItem(inside.ptr(), i), levels - 1)) return false;
+    return true;
+  }
+
   static nb::handle tensor_type() {
     static const nb::handle type = nb::object(nb::module_::import_("torch").attr("Tensor")).release();
+    return type;
+  }
+
+  static nb::handle tensordict_type() {
+    static const nb::handle type = nb::object(nb::module_::import_("tensordict").attr("TensorDict")).release();
     return type;
   }
 
@@ -157,6 +229,10 @@ class Cover {
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
   PyObject* running_ = nullptr;  // borrowed from the call
+  ModelTurn* turn_ = nullptr;
+  Flight* flight_ = nullptr;
+  std::pair<nb::object, nb::object> owners_;  // of the two
+  std::vector<std::uintptr_t> inners_;
 };
 
 // The native half of a guard: an object that is called in place of a method.
@@ -207,10 +283,28 @@ PyType_Slot guard_slots[] = {{Py_tp_call, reinterpret_cast<void*>(guard_call)},
 }  // namespace
 
 void bind_cover(nb::module_& m) {
+  nb::class_<ModelTurn>(m, "ModelTurn", "Those who call a model and those who move its weights take turns.")
+      .def(nb::init<>())
+      .def("try_enter", &ModelTurn::try_enter, "Enter if nobody else has the turn.")
+      .def(
+          "__enter__", [](nb::handle self) { nb::inst_ptr<ModelTurn>(self)->enter(); },
+          nb::sig("def __enter__(self) -> None"))
+      .def(
+          "__exit__", [](nb::handle self, nb::args) { nb::inst_ptr<ModelTurn>(self)->leave(self); },
+          nb::sig("def __exit__(self, *args: object) -> None"))
+      .def_rw("_asked", &ModelTurn::asked);
+
+  nb::class_<Flight>(m, "Flight", "Has a call of a policy begun whose consequences are not done?")
+      .def(nb::init<>())
+      .def_rw("under_way", &Flight::under_way)
+      .def_rw("due", &Flight::due, "Has the next call something to do before it begins?");
+
   nb::class_<Cover>(m, "Cover", "The sections that cover each call of a bound module.", nb::is_weak_referenceable())
       .def(nb::init<>())
       .def("_set", &Cover::set, "readers"_a, "plain"_a, "clones"_a,
            nb::sig("def _set(self, readers: list, plain: bool, clones: bool) -> None"))
+      .def("_around", &Cover::around, "turn"_a, "flight"_a, "inners"_a,
+           nb::sig("def _around(self, turn: ModelTurn, flight: Flight, inners: list[int]) -> None"))
       .def(
           "run",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {

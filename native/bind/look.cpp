@@ -33,16 +33,17 @@ struct Layout {
   std::size_t begin = kNowhere, bytes = kNowhere;  // in the storage
   std::array<Word, kKinds> plain{};                // flags; 0: no more of them
 
+  // Seen compares the words from kSkipped to the flags, and counts on the storage's address being among them.
   bool known() const {
-    return tensor != kNowhere && flags != kNowhere && storage != kNowhere && begin != kNowhere && bytes != kNowhere &&
-           plain[0] != 0;
+    return tensor != kNowhere && flags != kNowhere && storage >= kSkipped && storage < flags && begin != kNowhere &&
+           bytes != kNowhere && plain[0] != 0;
   }
 };
 
 Layout g_layout;
 bool g_known = false;
 bool g_words_tell = false;  // was it tried that whatever changes in a tensor changes its words?
-std::uint64_t g_asked = 0;
+std::uint64_t g_asked = 0, g_looked = 0;
 
 Word word(std::uintptr_t object, std::size_t number) {
   Word found;
@@ -93,6 +94,7 @@ bool learn(const std::vector<Probe>& probes, const std::vector<Word>& plain) {
 
 bool look(PyObject* tensor, Look& out) {
   if (!g_known) return false;
+  ++g_looked;
   const std::uintptr_t at = word(reinterpret_cast<std::uintptr_t>(tensor), g_layout.tensor);
   if (at == 0) return false;
   const Word flags = word(at, g_layout.flags);
@@ -114,9 +116,10 @@ bool Seen::still(PyObject* tensor) const {
   return word(storage, g_layout.begin) == look_.begin && word(storage, g_layout.bytes) == look_.bytes;
 }
 
-void Seen::remember(PyObject* tensor, std::int32_t dimensions) {
-  set_ = g_words_tell && dimensions <= kInline && look(tensor, look_);
+void Seen::remember(PyObject* tensor, const Look& found, std::int32_t dimensions) {
+  set_ = g_words_tell && dimensions <= kInline;
   if (!set_) return;
+  look_ = found;
   const std::uintptr_t at = word(reinterpret_cast<std::uintptr_t>(tensor), g_layout.tensor);
   std::memcpy(words_.data(), reinterpret_cast<const std::byte*>(at) + kSkipped * sizeof(Word),
               (g_layout.flags + 1 - kSkipped) * sizeof(Word));
@@ -147,13 +150,15 @@ void bind_look(nb::module_& m) {
       [](nb::handle tensor, nb::handle change) {
         DLTensor t;
         Seen seen;
-        if (describe(tensor.ptr(), t)) seen.remember(tensor.ptr(), t.ndim);
+        if (Look found; describe(tensor.ptr(), t) && look(tensor.ptr(), found))
+          seen.remember(tensor.ptr(), found, t.ndim);
         change();
         return seen.still(tensor.ptr());
       },
       "tensor"_a, "change"_a, nb::sig("def seen_after(tensor: object, change: object) -> bool"),
       "Are the words of a tensor the same after change()?");
   m.def("tensors_asked", [] { return g_asked; }, "How many times a tensor was asked through Python, in this process.");
+  m.def("tensors_looked_at", [] { return g_looked; }, "How many times the memory of a tensor was looked at.");
 }
 
 }  // namespace shmsync::bind

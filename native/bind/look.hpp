@@ -33,8 +33,9 @@ class Seen {
  public:
   // Is this plain tensor exactly as the one that was remembered? False says nothing.
   bool still(PyObject* tensor) const;
-  // Remembers a tensor of so many dimensions, if it is plain and its words tell all of it.
-  void remember(PyObject* tensor, std::int32_t dimensions);
+  // Remembers a plain tensor of so many dimensions, of which look() has found this, if its words tell all of it.
+  void remember(PyObject* tensor, const Look& found, std::int32_t dimensions);
+  void forget() { set_ = false; }
 
  private:
   static constexpr std::size_t kWords = 20;  // without the first two: what it can do, and who holds it

@@ -149,6 +149,9 @@ void bind_reader(nb::module_& m) {
       .value("CLOSED", State::closed)
       .value("POISONED", State::poisoned);
 
+  m.def(
+      "tell_of_compiling", [](nb::object callback) { g_compiling = callback.release(); }, "callback"_a,
+      "A function whose answer is None while Dynamo compiles no frame that begins.");
   m.def("sleeps", &futex_sleeps, "How many times the calling thread has gone to sleep for a word of shared memory.");
 
   nb::class_<Section>(

@@ -1,7 +1,8 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slow(outcome, version, timeout), _refresh_slow(), and _look_for_heir() for one that follows.
+// _enter_slowly(outcome, version, timeout), _refresh_now(), and _look_for_heir() for one that follows. Below code that
+// Dynamo compiles it calls _enter_slow() and _refresh_slow(), which keep it out.
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -27,6 +28,18 @@ namespace nb = nanobind;
 
 // How often a subscriber that follows looks whether its publisher is gone.
 inline constexpr std::uint64_t kLook = 50'000'000;  // ns
+
+// What tells whether Dynamo compiles the frames that begin now; null: this torch does not say.
+inline nb::handle g_compiling;
+
+// Then a hook may be called as it is. Else it is called through torch.compiler.disable(), which takes 2 µs.
+inline bool nothing_compiles() {
+  if (!g_compiling.is_valid()) return false;
+  PyObject* const answer = PyObject_CallNoArgs(g_compiling.ptr());
+  if (answer == nullptr) throw nb::python_error();
+  Py_DECREF(answer);
+  return answer == Py_None;
+}
 
 // How an error names a thread.
 inline std::string name_of(const Thread& thread) {
@@ -83,7 +96,8 @@ class Reader {
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
-          call_method(self, "_enter_slow", nb::cast(outcome), version, timeout);
+          const char* const hook = nothing_compiles() ? "_enter_slowly" : "_enter_slow";
+          call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
       ++depth;
@@ -134,7 +148,7 @@ class Reader {
     lock(self, nb::none());
     try {
       const Entering mark(entering);
-      const bool moved = nb::cast<bool>(call_method(self, "_refresh_slow"));
+      const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
       unlock(self);
       return moved;
     } catch (...) {

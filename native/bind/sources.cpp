@@ -74,21 +74,19 @@ std::size_t extent(const DLTensor& t) {
   return static_cast<std::size_t>(last) + 1;
 }
 
-bool is_lazy(nb::handle tensor, std::uint8_t code) {
-  if (Look found; look(tensor.ptr(), found)) return false;
+bool asked_is_lazy(nb::handle tensor, std::uint8_t code) {
   count_asked();
   static PyObject* const conj = PyUnicode_InternFromString("is_conj");
   static PyObject* const neg = PyUnicode_InternFromString("is_neg");
   return (code == kComplex && asked(tensor, conj).is(Py_True)) || asked(tensor, neg).is(Py_True);
 }
 
-bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
+bool asked_holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
   static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
   static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
   if (bytes == 0) return true;
   if (address == nullptr) return false;
-  if (Look found; look(tensor.ptr(), found)) return found.has(address, bytes);
   count_asked();
   const nb::object storage = asked(tensor, untyped_storage);
   const auto begin = nb::cast<std::uintptr_t>(asked(storage, data_ptr));
@@ -103,6 +101,14 @@ bool describe(PyObject* tensor, DLTensor& out) {
     return false;
   }
   return true;
+}
+
+bool surely_plain(PyObject* tensor) {
+  DLTensor t;
+  Look found;
+  if (!describe(tensor, t) || t.device_type != kCpu || !contiguous(t) || !look(tensor, found)) return false;
+  const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+  return t.data != nullptr && found.has(address, elements(t) * t.bits / 8);
 }
 
 Sources::Sources(nb::list guards, nb::list leaves) {
@@ -177,19 +183,20 @@ bool Sources::unchanged(Leaf& leaf) {
   const std::size_t bytes = elements(t) * t.bits / 8;
   // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
   // back and made smaller may have been given the same place.
-  if (Look found; !leaf.plain) {
-    if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, bytes)) return false;
-  } else if (!look(leaf.tensor.ptr(), found) || !found.has(address, bytes)) {
+  Look found;
+  const bool plain = look(leaf.tensor.ptr(), found);
+  if (plain ? !found.has(address, bytes)
+            : leaf.plain || asked_is_lazy(leaf.tensor, t.code) || !asked_holds(leaf.tensor, address, bytes))
     return false;
-  }
+  looked_ = true;
   moved_ |= address != leaf.address;
   leaf.address = address;
-  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), t.ndim);
+  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), found, t.ndim);
   return true;
 }
 
 bool Sources::revalidate() {
-  moved_ = false;
+  moved_ = looked_ = false;
   return std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); }) &&
          std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
@@ -205,6 +212,15 @@ bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
 void Sources::copy_to(std::uintptr_t slot) {
   for (std::size_t i = 0; i < leaves_.size(); ++i)
     ops_[i] = {reinterpret_cast<std::byte*>(slot) + leaves_[i].offset, leaves_[i].address, leaves_[i].bytes};
+  const unsigned threads = copying_threads(bytes_);
+  const WithoutGil released;
+  copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
+}
+
+void Sources::copy_from(std::uintptr_t slot) {
+  for (std::size_t i = 0; i < leaves_.size(); ++i)
+    ops_[i] = {const_cast<std::byte*>(leaves_[i].address), reinterpret_cast<const std::byte*>(slot) + leaves_[i].offset,
+               leaves_[i].bytes};
   const unsigned threads = copying_threads(bytes_);
   const WithoutGil released;
   copy(ops_.data(), ops_.size(), CopyPath::automatic, threads);
@@ -236,6 +252,10 @@ void set_data(nb::list tensors, nb::list views) {
 void bind_sources(nb::module_& m) {
   m.def("set_data", &set_data, "tensors"_a, "views"_a, nb::sig("def set_data(tensors: list, views: list) -> None"),
         "`tensor.data = view` for each pair.");
+  m.def(
+      "surely_plain", [](nb::handle object) { return surely_plain(object.ptr()); }, "object"_a,
+      nb::sig("def surely_plain(object: object) -> bool"),
+      "Is it a tensor of plain contiguous CPU memory that is there? False says nothing: ask it.");
   m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
         nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
         "Learn torch's DLPack exchange table; False when this torch has none.");
@@ -259,8 +279,13 @@ void bind_sources(nb::module_& m) {
       .def("revalidate", &Sources::revalidate)
       .def_prop_ro("asks", &Sources::asks, "Does revalidate() ask tensors, so that modes of torch must be off?")
       .def_prop_ro("moved", &Sources::moved)
+      .def_prop_ro("looked", &Sources::looked,
+                   "Has revalidate() looked at a tensor in full? Else each is in every way as it was.")
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
+      .def("copy_from", &Sources::copy_from, "slot"_a,
+           "The other way: write into every leaf what stands at its offset from the address `slot`. The caller has "
+           "seen to it that they may be written.")
       .def("let_go", &Sources::let_go, "Keep no tensor alive; an Outline puts new ones in.")
       .def_prop_ro("bytes", &Sources::bytes);
 }

@@ -29,15 +29,19 @@ struct DLTensor {
 // exchange table or the tensor cannot be exported.
 bool describe(PyObject* tensor, DLTensor& out);
 
+// Is it a tensor with all of its elements in memory, as plain bytes, one after the other? False says nothing.
+bool surely_plain(PyObject* object);
+
 inline constexpr std::int32_t kCpu = 1;  // device_type
 
 bool contiguous(const DLTensor& t);
 std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
+// These two ask a tensor of which look() says nothing.
 // Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
-bool is_lazy(nanobind::handle tensor, std::uint8_t code);
+bool asked_is_lazy(nanobind::handle tensor, std::uint8_t code);
 // Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as
 // FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
-bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
+bool asked_holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
 
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);
@@ -51,12 +55,14 @@ class Sources {
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
   // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
-  // are read again, and moved() says so.
+  // are read again, and moved() says so. looked(): some tensor is not in every way as it was at the last call.
   bool revalidate();
   bool moved() const { return moved_; }
+  bool looked() const { return looked_; }
   bool asks() const { return asks_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
+  void copy_from(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.
   void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
   void let_go();  // of the tensors; from now on rows are good for put() and copy_to() alone
@@ -90,6 +96,7 @@ class Sources {
   std::vector<std::int64_t> sizes_;  // of all leaves, one after the other: saves each leaf a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
+  bool looked_ = false;
   bool asks_ = false;
   std::uint64_t bytes_ = 0;
 };

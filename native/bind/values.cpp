@@ -33,7 +33,8 @@ class Outline {
         continue;
       }
       if (!describe(nb::object(item[0]).ptr(), t)) throw nb::value_error("a leaf of an outline is no plain tensor");
-      leaf.lazy = is_lazy(nb::object(item[0]), t.code);
+      Look found;
+      leaf.lazy = !look(nb::object(item[0]).ptr(), found) && asked_is_lazy(nb::object(item[0]), t.code);
       leaf.code = t.code;
       leaf.bits = t.bits;
       leaf.sizes.assign(t.shape, t.shape + t.ndim);
@@ -130,20 +131,23 @@ class Outline {
         static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
         !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
       return false;
-    if (leaf.kind == Kind::bytes) {
-      if (!contiguous(t) || is_lazy(value, t.code)) return false;
-    } else if (!std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides) ||
-               is_lazy(value, t.code) != leaf.lazy) {
+    if (leaf.kind == Kind::bytes ? !contiguous(t) : !std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides))
       return false;
-    }
+    Look found;
+    const bool plain = look(value.ptr(), found);
+    if ((!plain && asked_is_lazy(value, t.code)) != leaf.lazy) return false;  // no bytes to copy are lazy
     const std::byte* const address = static_cast<const std::byte*>(t.data) + t.byte_offset;
+    const std::size_t bytes = extent(t) * t.bits / 8;
     // Asked each time: the tensor that had this address before is gone, and its memory may be another's by now.
-    if (!holds(value, address, extent(t) * t.bits / 8)) return false;
+    if (plain ? !found.has(address, bytes) : !asked_holds(value, address, bytes)) return false;
     if (address != leaf.address) {
       moved_ = true;
       leaf.address = address;
     }
-    leaf.seen.remember(value.ptr(), t.ndim);
+    if (plain)
+      leaf.seen.remember(value.ptr(), found, t.ndim);
+    else
+      leaf.seen.forget();  // it is told by the tensor before
     return true;
   }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ class Actor:
         self._wanted: list[list[Any]] = []
         self._known: frozenset[Key] = frozenset()
 
-    def act(self) -> Mapping[Key, torch.Tensor]:
-        """Call the policy. Returns all that it returned, by key."""
-        given = self._input()
+    def act(self, now: Sequence[NDArray[Any]]) -> Mapping[Key, torch.Tensor]:
+        """Call the policy on these leaves of the observations, `[n, ...]`. Returns all that it returned, by key."""
+        given = self._input(now)
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time
         try:
@@ -101,14 +101,14 @@ class Actor:
             else:
                 tensor[rows, steps] = value[rows]
 
-    def _input(self) -> Any:
+    def _input(self, now: Sequence[NDArray[Any]]) -> Any:
         """What the policy is called with: its own copy, which it may write into and keep.
 
         A TensorDict for policies that take one, else the observation itself.
         """
         if self._plain:
-            return torch.from_numpy(self._parts[0].now.copy())
-        tensors = {part.key: torch.from_numpy(part.now.copy()) for part in self._parts}
+            return torch.from_numpy(now[0].copy())
+        tensors = {part.key: torch.from_numpy(leaf.copy()) for part, leaf in zip(self._parts, now, strict=True)}
         made = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
         made.batch_size = torch.Size([self._count])
         return made

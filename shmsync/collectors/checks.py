@@ -72,6 +72,7 @@ def arguments(
     on_lag: str,
     discrete_actions: str | None,
     makers: Sequence[Any],
+    envs_in_threads: bool,
 ) -> None:
     """Raise ValueError or TypeError for arguments that make no sense."""
     if len(makers) != numbers.num_workers:
@@ -81,6 +82,11 @@ def arguments(
         )
     if not all(callable(maker) for maker in makers):
         raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
+    if not isinstance(envs_in_threads, bool):
+        raise TypeError(
+            f"envs_in_threads is True or False, not {envs_in_threads!r} ({type(envs_in_threads).__name__}); how many "
+            "environments a worker has is envs_per_worker="
+        )
     steps(numbers, numbers.envs_per_worker, sync)
     if torch.device(device).type != "cpu":
         raise ValueError(f"collectors run their policies on the CPU in this version, not on {device}; use device='cpu'")

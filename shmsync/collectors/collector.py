@@ -91,6 +91,8 @@ class MultiprocessCollector:
         discrete_actions: what integer actions of Discrete and MultiDiscrete spaces mean that do not start at 0:
             "index", counted from 0 as argmax does, or "value" of the space. None: whichever it can be; a space where
             one number may be both is refused.
+        envs_in_threads: make, step and close each environment of a worker in a thread of its own, so that those of a
+            worker step at the same time. For environments that wait: for a simulator, a network, a device.
 
     Raises:
         ValueError, TypeError: arguments. NoSpace: the batches, the observations or the weights need more memory than
@@ -120,12 +122,13 @@ class MultiprocessCollector:
         start_timeout: float | None = None,
         start_method: str = "forkserver",
         discrete_actions: DiscreteActions | None = None,
+        envs_in_threads: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is done
         numbers = checks.counts(num_workers, frames_per_batch, envs_per_worker, total_frames, seed, max_lag)
         given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
         makers = [create_env_fn] * numbers.num_workers if given is None else given
-        checks.arguments(numbers, sync, device, on_lag, discrete_actions, makers)
+        checks.arguments(numbers, sync, device, on_lag, discrete_actions, makers, envs_in_threads)
         timeout = checks.timeout("timeout", timeout, math.inf)
         self._start_timeout = checks.timeout("start_timeout", start_timeout, START_TIMEOUT)
         steps = checks.steps(numbers, numbers.envs_per_worker, sync)
@@ -146,6 +149,7 @@ class MultiprocessCollector:
                 scheme,
                 base + index * numbers.envs_per_worker,
                 discrete_actions=discrete_actions,
+                envs_in_threads=envs_in_threads,
             )
             for index, maker in enumerate(makers)
         ]

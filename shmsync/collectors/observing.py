@@ -71,6 +71,11 @@ class Observations:
                 )
 
     @property
+    def now(self) -> list[NDArray[Any]]:
+        """The leaves of what the policy sees next, `[n, ...]`."""
+        return [part.now for part in self.parts]
+
+    @property
     def nested(self) -> bool:
         """Has an observation keys?"""
         return bool(self._sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from .acting import ACTION, Actor, output
 from .buffers import RESULTS, Buffers, Leaves
 from .observing import Observations, check_alike
 from .singles import Results, SingleEnvs
+from .threads import ThreadedEnvs
+from .unrolled import unrolled
 from .vectors import VectorGroup, is_vector
 
 
@@ -34,30 +36,42 @@ class Rollout:
         *,
         worker: int,
         discrete_actions: spaces.DiscreteActions | None = None,
+        in_threads: bool = False,
     ) -> None:
         self.envs = envs
         self._version = version
         self._worker = worker
-        of_vectors = [is_vector(env) for env in envs]
-        if any(of_vectors) and not all(of_vectors):
+        kinds = [is_vector(env) for env in envs]
+        of_vectors = any(kinds)
+        if of_vectors and not all(kinds):
             raise ManifestMismatch(
                 f"worker {worker} has single environments and vector environments; let create_env_fn make one kind"
             )
-        self._of_vectors = any(of_vectors)
-        prefix = "single_" if self._of_vectors else ""
+        if in_threads and of_vectors:
+            raise ManifestMismatch(
+                f"envs_in_threads=True gives single environments a thread each, but worker {worker} has a vector "
+                "environment; leave it out, or let create_env_fn make a single one, and envs_per_worker= say how many"
+            )
+        prefix = "single_" if of_vectors else ""
         found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
         check_alike(found, worker)
         self._to_env = spaces.to_env(found[0][1], discrete_actions)
-        self.count = sum(int(env.num_envs) for env in envs) if self._of_vectors else len(envs)
+        singles = _singles(envs) if of_vectors else list(envs)
+        self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._observations = Observations(found[0][0], self.count)
         self._actor = Actor(policy, self._observations, self.count)
-        self._singles = None if self._of_vectors else SingleEnvs(envs, self._observations)
+        self._singles: SingleEnvs | None = None
         self._vectors: list[tuple[VectorGroup, slice]] = []
-        first = 0
-        for env in envs if self._of_vectors else ():
-            rows = slice(first, first + int(env.num_envs))
-            self._vectors.append((VectorGroup(env, self._observations.of_rows(rows)), rows))
-            first = rows.stop
+        if in_threads:
+            self._singles = ThreadedEnvs(envs, self._observations)
+        elif singles is not None:
+            self._singles = SingleEnvs(singles, self._observations, found[0][1].dtype if of_vectors else None)
+        else:
+            first = 0
+            for env in envs:
+                rows = slice(first, first + int(env.num_envs))
+                self._vectors.append((VectorGroup(env, self._observations.of_rows(rows)), rows))
+                first = rows.stop
         self._uneven = any(group.uneven for group, _ in self._vectors)
 
     def reset(self, seed: int | None = None) -> None:
@@ -77,7 +91,7 @@ class Rollout:
     def layout(self) -> Leaves:
         """The leaves of one frame; calls the policy once, on the observations that are there."""
         state = torch.get_rng_state()
-        out = self._actor.act()
+        out = self._actor.act(self._observations.now)
         torch.set_rng_state(state)
         self._to_env(output(out, ACTION))  # refuses what does not fit
         return self._actor.layout(out)
@@ -104,21 +118,51 @@ class Rollout:
 
     def collect(self, buffer: int, between: Callable[[], bool]) -> bool:
         """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""
+        if self._singles is not None:
+            return self._collect_singles(self._singles, buffer, between)
         if self._uneven:
             return self._collect_unevenly(buffer, between)
         arrays, results, of_vectors = self._written[buffer]
         results.begin()
         versions = arrays[("policy_version",)]
+        now, everyone = self._observations.now, slice(None)
         seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
-        singles, everyone = self._singles, slice(None)
         for t in range(self.steps):
             if not between():
                 return False
-            actions = self._act(buffer, versions, seen, everyone, t)
-            if singles is not None:
-                singles.step(actions, results, t)
-            for (group, rows), to in zip(self._vectors, of_vectors, strict=True):
-                group.step(actions[rows], to, everyone, t)
+            out, actions = self._act(now)
+            for group, rows in self._vectors:
+                group.begin(actions[rows])
+            self._record(buffer, out, versions, everyone, t)
+            for leaf, before in seen:
+                before[:, t] = leaf
+            for (group, _), to in zip(self._vectors, of_vectors, strict=True):
+                group.finish(to, everyone, t)
+        return True
+
+    def _collect_singles(self, singles: SingleEnvs, buffer: int, between: Callable[[], bool]) -> bool:
+        """collect(), where an observation is written where the batch has it, and read by the policy there."""
+        arrays, results, _ = self._written[buffer]
+        results.begin()
+        versions = arrays[("policy_version",)]
+        now = self._observations.now
+        befores = [arrays[part.key] for part in self._observations.parts]
+        for leaf, before in zip(now, befores, strict=True):
+            before[:, 0] = leaf
+        for t in range(self.steps):
+            here = [before[:, t] for before in befores]
+            if not between():
+                for leaf, before in zip(now, here, strict=True):
+                    leaf[...] = before
+                return False
+            out, actions = self._act(here)
+            singles.begin(actions, results, t, [b[:, t + 1] for b in befores] if t + 1 < self.steps else now)
+            try:
+                self._record(buffer, out, versions, slice(None), t)
+            except BaseException:
+                singles.abandon()
+                raise
+            singles.finish()
         return True
 
     def _collect_unevenly(self, buffer: int, between: Callable[[], bool]) -> bool:
@@ -132,21 +176,31 @@ class Rollout:
             if not between():
                 return False
             rows = unfilled.nonzero()[0]
-            actions = self._act(buffer, versions, seen, rows, filled[rows])
+            out, actions = self._act(self._observations.now)
+            for group, own in self._vectors:
+                group.begin(actions[own])
+            self._record(buffer, out, versions, rows, filled[rows])
+            for now, before in seen:
+                before[rows, filled[rows]] = now[rows]
             for (group, own), to in zip(self._vectors, of_vectors, strict=True):
                 acting = group.acting.copy()
                 inner = unfilled[own].nonzero()[0]
-                group.step(actions[own], to, inner, filled[own][inner])
+                group.finish(to, inner, filled[own][inner])
                 filled[own] += acting & unfilled[own]  # what a reset has written is written over
         return True
 
-    def _act(
-        self, buffer: int, versions: NDArray[Any], seen: list[tuple[NDArray[Any], NDArray[Any]]], rows: Any, steps: Any
-    ) -> Any:
-        """Call the policy, record what it saw and returned, and make actions of it."""
-        out = self._actor.act()
-        versions[rows, steps] = self._version()
-        self._actor.record(buffer, out, rows, steps)
-        for now, before in seen:
-            before[rows, steps] = now[rows]
-        return self._to_env(out[ACTION])
+    def _act(self, now: Sequence[NDArray[Any]]) -> tuple[Mapping[Key, torch.Tensor], Any]:
+        """Call the policy on these observations: what it returned, and actions made of it."""
+        out = self._actor.act(now)
+        return out, self._to_env(output(out, ACTION))
+
+    def _record(self, buffer: int, out: Mapping[Key, torch.Tensor], versions: NDArray[Any], rows: Any, at: Any) -> None:
+        """Write what the policy returned for these rows, as these steps."""
+        versions[rows, at] = self._version()
+        self._actor.record(buffer, out, rows, at)
+
+
+def _singles(envs: Sequence[Any]) -> list[Any] | None:
+    """The environments of all these vector environments; None if one of them must be asked."""
+    found = [unrolled(env) for env in envs]
+    return None if None in found else [each for some in found for each in some or ()]

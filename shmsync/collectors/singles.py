@@ -12,6 +12,8 @@ from ..memory.manifest import Key
 from .casting import LARGEST_FLOAT32, flag, number
 from .observing import Observations, check_reset, check_step, leaf
 
+Leading = Sequence[NDArray[Any]]  # arrays `[n, ...]`, one for each leaf of the observations
+
 
 class Results(NamedTuple):
     """Where the results of steps are written in one buffer: arrays `[n, steps, ...]`."""
@@ -53,8 +55,9 @@ class Results(NamedTuple):
 class SingleEnvs:
     """Environments that are stepped one by one."""
 
-    def __init__(self, envs: Sequence[Any], observations: Observations) -> None:
+    def __init__(self, envs: Sequence[Any], observations: Observations, action_dtype: Any = None) -> None:
         self.count = len(envs)
+        self._action_dtype = action_dtype  # of elements of an array, where they expect these; None: as they come
         self._envs = envs
         self._observations = observations
         self._nested = observations.nested
@@ -63,7 +66,7 @@ class SingleEnvs:
     def reset(self, seed: int | None = None) -> None:
         """Start a new episode in every environment."""
         for i in range(self.count):
-            self._reset_one(i, None if seed is None else seed + i)
+            self.reset_one(i, None if seed is None else seed + i, self._observations.now)
         self._returns = [0.0] * self.count
 
     def seed_actions(self, seed: int) -> None:
@@ -71,38 +74,55 @@ class SingleEnvs:
         for i, env in enumerate(self._envs):
             env.action_space.seed(seed + i)
 
-    def step(self, actions: Any, to: Results, t: int) -> None:
-        """Step all of them, and write what comes of it as step t. What to.begin() wrote is there already."""
-        parts = self._observations.parts
-        for i, env in enumerate(self._envs):
-            result = env.step(actions[i])
-            if type(result) is not tuple or len(result) != 5:
-                check_step(result)
-            observation, reward, terminated, truncated, _ = result
-            for part, after in zip(parts, to.after):  # noqa: B905  # strict= takes time, and they are of one list
-                path = part.path
-                value = observation if not path else None
-                if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
-                    value = leaf(observation, part, part.shape, "step()")
-                part.now[i] = after[i, t] = value
-            if self._nested:
-                self._observations.check_keys(observation, "step()")
-            if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
-                reward = number(reward, "the reward of step()")
-            to.reward[i, t] = reward
-            self._returns[i] += reward
-            if terminated is False and truncated is False:
-                continue
-            terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
-            if terminated or truncated:
-                to.terminated[i, t], to.truncated[i, t], to.done[i, t] = terminated, truncated, True
-                to.episode_return[i, t] = self._returns[i]
-                self._returns[i] = 0.0
-                self._reset_one(i, None)
+    def begin(self, actions: Any, to: Results, t: int, following: Leading) -> None:
+        """Let all of them step. What comes of it is written as step t when finish() has returned.
 
-    def _reset_one(self, i: int, seed: int | None) -> None:
+        What to.begin() wrote is there already. `following`: where the observations that the policy sees next belong.
+        """
+        if self._action_dtype is not None:
+            actions = np.asarray(actions, self._action_dtype)
+        self._begun = actions, to, t, following
+
+    def finish(self) -> None:
+        """Wait until all of them have stepped."""
+        for i in range(self.count):
+            self.step_one(i, *self._begun)
+
+    def abandon(self) -> None:
+        """Leave it at what begin() has begun, which is nothing here."""
+
+    def step_one(self, i: int, actions: Any, to: Results, t: int, following: Leading) -> None:
+        """Step one of them, and reset it if its episode ends."""
+        result = self._envs[i].step(actions[i])
+        if type(result) is not tuple or len(result) != 5:
+            check_step(result)
+        observation, reward, terminated, truncated, _ = result
+        # strict= takes time, and these are of one list
+        for part, after, now in zip(self._observations.parts, to.after, following):  # noqa: B905
+            path = part.path
+            value = observation if not path else None
+            if not (type(value) is np.ndarray and value.dtype is part.dtype and value.shape == part.shape):
+                value = leaf(observation, part, part.shape, "step()")
+            now[i] = after[i, t] = value
+        if self._nested:
+            self._observations.check_keys(observation, "step()")
+        if not (type(reward) is float and -LARGEST_FLOAT32 <= reward <= LARGEST_FLOAT32):
+            reward = number(reward, "the reward of step()")
+        to.reward[i, t] = reward
+        self._returns[i] += reward
+        if terminated is False and truncated is False:
+            return
+        terminated, truncated = flag(terminated, "terminated of step()"), flag(truncated, "truncated of step()")
+        if terminated or truncated:
+            to.terminated[i, t], to.truncated[i, t], to.done[i, t] = terminated, truncated, True
+            to.episode_return[i, t] = self._returns[i]
+            self._returns[i] = 0.0
+            self.reset_one(i, None, following)
+
+    def reset_one(self, i: int, seed: int | None, following: Leading) -> None:
+        """Start a new episode in one of them."""
         result = self._envs[i].reset() if seed is None else self._envs[i].reset(seed=seed)
         check_reset(result)
-        for part in self._observations.parts:
-            part.now[i] = leaf(result[0], part, part.shape, "reset()")
+        for part, now in zip(self._observations.parts, following, strict=True):
+            now[i] = leaf(result[0], part, part.shape, "reset()")
         self._observations.check_keys(result[0], "reset()")

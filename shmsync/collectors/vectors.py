@@ -45,6 +45,8 @@ class VectorGroup:
         self._mode = _mode(env)
         self._masks = self._mode == DISABLED or (self._mode == NEXT_STEP and _takes_masks(env))
         self.uneven = self._mode == NEXT_STEP and not self._masks
+        kind = vector.AsyncVectorEnv  # its step() is these two; a class that has changed it is asked for its own
+        self._apart = isinstance(env, kind) and type(env).step is kind.step and "step" not in vars(env)
         self.acting = np.ones(self.count, np.bool_)  # which of them take an action in the next step, not a reset
 
     def reset(self, seed: int | None = None) -> None:
@@ -61,10 +63,17 @@ class VectorGroup:
         for i, env in enumerate(getattr(self._env, "envs", ())):
             env.action_space.seed(seed + i)
 
-    def step(self, actions: Any, to: Results, rows: Any, steps: Any) -> None:
-        """Step it, and write what comes of these rows of it as these steps."""
+    def begin(self, actions: Any) -> None:
+        """Let it step, up to finish(). Environments in processes do so at once, while this one goes on."""
+        self._actions = np.asarray(actions, self._action_dtype)
+        if self._apart:
+            with self._deaths_named():
+                self._env.step_async(self._actions)
+
+    def finish(self, to: Results, rows: Any, steps: Any) -> None:
+        """Wait until it has stepped, and write what comes of these rows of it as these steps."""
         with self._deaths_named():
-            result = self._env.step(np.asarray(actions, self._action_dtype))
+            result = self._env.step_wait() if self._apart else self._env.step(self._actions)
         check_step(result)
         observation, reward, terminated, truncated, info = result
         rewards = numbers(reward, self.count, "the reward of step()")

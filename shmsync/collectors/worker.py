@@ -28,6 +28,7 @@ from . import saved
 from .buffers import Buffers, BufferSpec
 from .rollout import Rollout
 from .spaces import DiscreteActions
+from .threads import EnvInThread
 
 # The words of the trainer, then those of the worker. A message is (word, content).
 START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
@@ -47,6 +48,7 @@ class WorkerSpec:
     seed: int
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     discrete_actions: DiscreteActions | None = None
+    envs_in_threads: bool = False
 
 
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
@@ -108,7 +110,8 @@ def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: lis
     torch.manual_seed(spec.seed)
     policy = cloudpickle.loads(spec.policy)
     for make in cloudpickle.loads(spec.makers):
-        envs.append(make())  # one by one: those that were made are closed
+        env = EnvInThread(make) if spec.envs_in_threads else make()
+        envs.append(env)  # one by one: those that were made are closed
     scheme = spec.scheme
     scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
     _Worker(spec, policy, envs, weights, control).serve()
@@ -123,7 +126,12 @@ class _Worker:
         self._spec = spec
         self._control = control
         self._rollout = Rollout(
-            envs, policy, lambda: receiver.version, worker=spec.index, discrete_actions=spec.discrete_actions
+            envs,
+            policy,
+            lambda: receiver.version,
+            worker=spec.index,
+            discrete_actions=spec.discrete_actions,
+            in_threads=spec.envs_in_threads,
         )
         self._weights_fd = weights.fileno()
         self._control_fd = control.fileno()

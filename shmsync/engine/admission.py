@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _native
 from ..memory.plainly import plainly
 
 _ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
@@ -64,13 +65,15 @@ def _plain_keys() -> frozenset[int]:
 
 
 PLAIN_KEYS = _plain_keys()
+_CLASSES = (torch.Tensor, nn.Parameter)
 
 
 def _surely_plain(value: Any) -> bool:
-    """The common case in 1 µs. False says nothing."""
-    return (
+    """The common case in 0.2 µs; in 1 µs where native code cannot tell. False says nothing."""
+    if type(value) not in _CLASSES:
+        return False
+    return _native.surely_plain(value) or (
         bool(PLAIN_KEYS)
-        and type(value) in (torch.Tensor, nn.Parameter)
         and torch._C._dispatch_keys(value).raw_repr() in PLAIN_KEYS
         and value.is_contiguous()
         and value.data_ptr() != 0
@@ -138,6 +141,8 @@ def _wrapper(value: torch.Tensor) -> str:
 
 def extent(tensor: torch.Tensor) -> int:
     """Elements from the first to the last one in memory, gaps included."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

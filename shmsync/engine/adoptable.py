@@ -17,6 +17,8 @@ from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
 from .stepping import state_tensors, stuck_states
 
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), tuple, list, set, dict})  # most attributes
+
 
 class Parts(NamedTuple):
     """A module's tensors, checked."""
@@ -46,9 +48,10 @@ def parts_of(
     if problems:
         raise misfit(name, problems)
     by_key = arena.manifest.by_key
-    parameters = {tie(t): key for key, t in tensors.items() if isinstance(t, nn.Parameter)}
+    ties = {key: tie(tensor) for key, tensor in tensors.items()}
+    parameters = {ties[key]: key for key, t in tensors.items() if isinstance(t, nn.Parameter)}
     parameters.pop(None, None)
-    placed = {k: t for k, t in tensors.items() if isinstance(t, nn.Parameter) or tie(t) in parameters}
+    placed = {k: t for k, t in tensors.items() if isinstance(t, nn.Parameter) or ties[k] in parameters}
     apart = [
         f"{first.name} and {other.name} are one tensor in the arena but two in the module"
         for first, other in untied(tensors, arena)
@@ -57,8 +60,8 @@ def parts_of(
     first: dict[Any, Key] = {}
     apart += [
         f"{'.'.join(first[same])} and {'.'.join(key)} are separate in the arena but one tensor in the module"
-        for key, tensor in placed.items()
-        if (same := tie(tensor)) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
+        for key in placed
+        if (same := ties[key]) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
     ]
     others = dict(_others(module, tensors, left_out=filter.filters))
     for optimizer in optimizers:
@@ -95,6 +98,6 @@ def _others(
         found += [
             (f"{prefix}.{name}" if prefix else name, value)
             for name, value in vars(child).items()
-            if isinstance(value, torch.Tensor)
+            if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor)
         ]
     return [(name, value) for name, value in found if id(value) not in known and problem_with(value) is None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _native
 from ..errors import ProtocolError
-from ..memory.arena import Arena, lies_in_a_slab
+from ..memory.arena import Arena, lies_in, readonly_ranges
 from ..memory.manifest import Key, Leaf
 from ..memory.plainly import plainly
 from .adoptable import Parts, misfit, parts_of
@@ -54,6 +54,7 @@ class Adoption:
 
     Args:
         module: to adopt; nothing is changed before move_in().
+        tensors: those of its tensors that the arena has.
         arena, name: whose only slot becomes its memory.
         filter: which of its leaves the arena has.
         optimizers: that step it inside update().
@@ -65,6 +66,7 @@ class Adoption:
     def __init__(
         self,
         module: nn.Module,
+        tensors: Mapping[Key, torch.Tensor],
         arena: Arena,
         name: str,
         filter: Filter,
@@ -82,7 +84,7 @@ class Adoption:
         self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
-        self._refuse_shared(collect(module, filter).tensors)
+        self._refuse_shared(tensors)
         self._pending = self._parts(optimizers)
 
     def move_in(self) -> None:
@@ -90,7 +92,8 @@ class Adoption:
         self.take_in(copy=False)
         _living.add(self)
 
-    def _refuse_shared(self, tensors: dict[Key, torch.Tensor]) -> None:
+    def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        readonly = readonly_ranges()
         theirs = {id(t): other._name for other in _living for t in other._placed.values()}
         for key, tensor in tensors.items():
             if id(tensor) in theirs:
@@ -98,7 +101,7 @@ class Adoption:
                     f"{'.'.join(key)} is adopted by arena {theirs[id(tensor)]!r} already, and can be one arena's "
                     f"memory only; close that Publisher first, or publish() the module to {self._name!r}"
                 )
-            if isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu" and lies_in_a_slab(tensor):
+            if isinstance(tensor, nn.Parameter) and lies_in(tensor, readonly):
                 raise ProtocolError(
                     f"{'.'.join(key)} shows weights of an arena: the module is bound to a Subscriber, whose weights "
                     "are read-only; adopt the trainer's own module"
@@ -162,9 +165,11 @@ class Adoption:
             return None
         return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
 
-    def check_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
-        own = {id(tensor) for tensor in collect(self.module, self._filter).tensors.values()}
+        if not optimizers:
+            return
+        own = {id(tensor) for tensor in collect(self.module, self._filter, watch=False).tensors.values()}
         for optimizer in optimizers:
             stepped = stepped_by(optimizer)
             if not any(id(tensor) in own for tensor in stepped):
@@ -207,10 +212,11 @@ class Adoption:
                 if copy:
                     view.copy_(tensor)
             moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
-            for tensor, view in moving:
+            for tensor, _ in moving:
                 left.append(tensor.data)
                 restrided |= not tensor.is_contiguous()
-                tensor.data = view
+            _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
+            for tensor, _ in moving:
                 grad = tensor.grad
                 if grad is not None and grad.layout is torch.strided and not grad.is_contiguous():
                     grad.data = grad.data.contiguous()

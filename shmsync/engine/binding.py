@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
 from ..memory.plainly import modes_are_on, plainly, run_plainly
+from .by_identity import ByIdentity
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
+from .wrappers import modules_in
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
-_bound_to: MutableMapping[nn.Module, list[weakref.ref[Binding]]] = WeakIdKeyDictionary()
+_bound_to: ByIdentity[nn.Module, list[weakref.ref[Binding]]] = ByIdentity()
 
 
 class Binding:
@@ -132,10 +133,10 @@ class Binding:
 
     def move(self, slot: int) -> bool:
         """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
-        if not any(ref() is not None for _, ref in self._places):
+        if self._root() is None and not any(ref() is not None for _, ref in self._places):
             return False
-        with plainly() if modes_are_on() else nullcontext():
-            if not self._placed:
+        if not self._placed:
+            with plainly() if modes_are_on() else nullcontext():
                 views = self._sets.get(slot)
                 if views is None:
                     made = self._arena.views(slot)
@@ -251,13 +252,15 @@ def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
 
 def companions(module: nn.Module) -> list[Binding]:
     """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
-    return list(dict.fromkeys(each for child in module.modules() for each in bound_to(child)))
+    return list(dict.fromkeys(each for child in modules_in(module) for each in bound_to(child)))
 
 
 def bound_to(module: nn.Module) -> list[Binding]:
     """The bindings of a module, and of those that it is a part of."""
-    found = (ref() for ref in _bound_to.get(module, ()))
-    return [each for each in found if each is not None and each.serves]
+    known = _bound_to.get(module)
+    if known is None:
+        return []
+    return [each for ref in known if (each := ref()) is not None and each.serves]
 
 
 def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[Binding]:

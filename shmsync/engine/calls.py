@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partialmethod, singledispatchmethod
 from types import MethodType, NoneType
@@ -14,8 +15,11 @@ from torch import nn
 
 from ..errors import ProtocolError
 from .guard import CALL
+from .wrappers import modules_in
 
 GuardNames: TypeAlias = bool | Sequence[str]
+
+_NO_METHODS = frozenset({bool, int, float, str, type(None), tuple, list, set, dict, OrderedDict})  # most attributes
 
 
 class GuardedCall(NamedTuple):
@@ -48,13 +52,13 @@ def calls_of(module: nn.Module, guard: GuardNames) -> list[GuardedCall]:
 
 def can_be_called(module: nn.Module) -> bool:
     """Has it a call that can be guarded? Not so a module that only holds parameters."""
-    return any(_has_forward(child) or own_methods(child) for child in module.modules())
+    return any(_has_forward(child) or own_methods(child) for child in modules_in(module))
 
 
 def _all(module: nn.Module) -> list[GuardedCall]:
     _refuse_own_call(module)
     found = []
-    for child in module.modules():
+    for child in modules_in(module):
         if isinstance(child, torch.jit.ScriptModule):
             continue
         methods = own_methods(child)
@@ -125,8 +129,9 @@ def own_methods(module: nn.Module) -> list[str]:
     for kind in reversed(type(module).__mro__):
         if not _of_torch(kind):
             names.update(dict.fromkeys(name for name, value in vars(kind).items() if _is_method(name, value)))
-    stored = (name for name, value in vars(module).items() if _is_stored_method(module, name, value))
-    names.update(dict.fromkeys(stored))
+    for name, value in vars(module).items():
+        if type(value) not in _NO_METHODS and _is_stored_method(module, name, value):
+            names[name] = None
     return [name for name in names if name in vars(module) or _is_method(name, inspect.getattr_static(module, name))]
 
 
@@ -151,7 +156,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.partition(".")[0] == "torch"
+    return kind is object or kind.__module__ == "torch" or kind.__module__.startswith("torch.")
 
 
 def _refuse_own_call(module: nn.Module) -> None:

@@ -124,6 +124,11 @@ class CopyPlan:
         )
 
     @property
+    def tensors(self) -> Mapping[Key, Any]:
+        """Those that it was made for; none if it fits others."""
+        return self._tensors
+
+    @property
     def has_parameters(self) -> bool:
         """Are any of its tensors parameters of a module?"""
         return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
@@ -148,7 +153,7 @@ class CopyPlan:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
         return (
             self._reusable
-            and self._conversions.unchanged()
+            and (self._conversions.none or self._conversions.unchanged())
             and self._revalidated()
             and not (self._sources.moved and (self.in_place or self._overlaps(arena.ranges())))
         )
@@ -164,7 +169,8 @@ class CopyPlan:
 
     def stage(self) -> None:
         """Convert beforehand what is small; done before readers are kept out."""
-        self._conversions.stage()
+        if not self._conversions.none:
+            self._conversions.stage()
 
     def convert(self, slot: int) -> list[tuple[int, int, int]]:
         """For a slot on a device: write what has to be converted; what the device itself can copy, to be copied.
@@ -180,7 +186,8 @@ class CopyPlan:
 
     def copy_to(self, address: int, slot: int) -> None:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
-        self._conversions.write(slot)
+        if not self._conversions.none:
+            self._conversions.write(slot)
         self._sources.copy_to(address)
 
 
@@ -189,8 +196,9 @@ def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], 
     if tensor.device.type != "cpu":
         return False
     address = tensor.data_ptr()
+    behind = address + extent(tensor) * tensor.element_size()
     for begin, end in ranges:
-        if address >= end or address + extent(tensor) * tensor.element_size() <= begin:
+        if address >= end or behind <= begin:
             continue
         if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
             return True

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .binding import Binding, companions
+from .by_identity import ByIdentity
 from .calls import GuardedCall
 from .cover import Cover
 from .guard import CALL, Guard, StandIn
 from .loading import Loading
 from .reading import ReadPath
+from .wrappers import modules_in
 
-_covers: MutableMapping[nn.Module, Cover] = WeakIdKeyDictionary()
+_covers: ByIdentity[nn.Module, Cover] = ByIdentity()
 
 
 def guard_calls(
@@ -37,7 +38,7 @@ def guard_calls(
         cover.add(path, binding, clones)
     for each in calls:
         _install(each, cover)
-    for child in bound.modules():
+    for child in modules_in(bound):
         for name in ("load_state_dict", "_load_from_state_dict"):
             if not isinstance(child.__dict__.get(name), StandIn) and hasattr(child, name):
                 Loading(child, name, _names_below)
@@ -53,7 +54,7 @@ def withdraw_guards(module: nn.Module, bound: nn.Module) -> None:
 
 def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
     """One cover for all that shares tensors or submodules with the module: their covers, made one."""
-    modules = [module, *bound.modules(), *(child for each in companions(bound) for child in each.modules())]
+    modules = [module, *modules_in(bound), *(child for each in companions(bound) for child in each.modules())]
     covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
     first, *others = covers or [Cover(module)]
     for other in others:

@@ -16,7 +16,7 @@ from .admission import is_wrapper
 from .matching import describe_problems, mismatches, tied_apart
 from .second_names import second_names, without
 from .sources import EVERYTHING, collect, not_saved
-from .wrappers import unwrapped, walk
+from .wrappers import modules_in, unwrapped, walk
 
 
 class Fitting:
@@ -55,7 +55,7 @@ class Fitting:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
         _refuse_unsafe(module)
         by_key = self.arena.manifest.by_key
-        tensors = collect(module, EVERYTHING).tensors
+        tensors = collect(module, EVERYTHING, watch=False).tensors
         private = not_saved(module)
         tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
         second = second_names(tensors, by_key)
@@ -121,8 +121,9 @@ def _refuse_unsafe(module: nn.Module) -> None:
             "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
             "switch it off before bind()"
         )
-    for name, child in module.named_modules():
+    for child in modules_in(module):
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            name = next(name for name, each in module.named_modules() if each is child)
             raise ProtocolError(
                 f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
                 "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"

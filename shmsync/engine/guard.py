@@ -37,7 +37,7 @@ class StandIn:
         self._own = module.__dict__.get(name)  # what this object has in place of its class's method
         found = module._call_impl if name == CALL and self._own is None else getattr(module, name)
         self.inner: Callable[..., Any] = found
-        functools.update_wrapper(cast(Any, self), self.inner, updated=())  # callers read a policy's signature
+        _show_as(self, found)
         module.__dict__[name] = self
 
     def remove(self) -> None:
@@ -54,6 +54,18 @@ class StandIn:
 
     def __reduce__(self) -> Any:
         return _itself, (self.inner,)
+
+
+def _show_as(stand_in: StandIn, method: Callable[..., Any]) -> None:
+    """Let it have the name and the signature of the method: callers read those of a policy."""
+    attributes = vars(stand_in)
+    try:
+        function = method.__func__  # type: ignore[attr-defined]  # has what its bound method shows, and sooner
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            attributes[name] = getattr(function, name)
+        attributes["__wrapped__"] = method
+    except AttributeError:  # it is no method of Python's
+        functools.update_wrapper(cast(Any, stand_in), method, updated=())
 
 
 def _itself(method: Any) -> Any:

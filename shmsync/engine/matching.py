@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .. import _native
 from ..memory.arena import Arena
 from ..memory.manifest import Key, Leaf, tie
 from .admission import problem_with
@@ -14,12 +15,12 @@ from .admission import problem_with
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
     """Can the host copy its bytes to the leaf as they are?"""
-    return tensor.device.type == "cpu" and same_layout(tensor, leaf)
+    return tensor.dtype == leaf.dtype and plain(tensor)
 
 
 def plain(tensor: torch.Tensor) -> bool:
     """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
-    return tensor.device.type == "cpu" and _in_order(tensor)
+    return _native.surely_plain(tensor) or (tensor.device.type == "cpu" and _in_order(tensor))
 
 
 def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
@@ -45,11 +46,11 @@ def mismatches(
         elif reason := problem_with(value):
             problems.append(f"{name} {reason}")
         else:
-            if tuple(value.shape) != leaf.shape:
+            if value.shape != leaf.shape:
                 problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
             if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}")
-            if value.device.type != "cpu" and not any_device:
+            if not any_device and value.device.type != "cpu":
                 problems.append(f"{name} is on cpu in the arena but on {value.device} in the {source_is}")
     if not partial:
         given = {

@@ -143,6 +143,7 @@ class _Recent:
         """The kept plan, if it is for these tensors and they have not changed."""
         plan = self._plan
         if plan is None or not plan.still_valid(arena):
+            self.clear()  # it knows addresses by now that nobody has checked
             return None
         same = self._source is not None and self._source() is source
         return plan if same or plan.shows(collected().tensors) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -222,10 +222,10 @@ class Publisher:
         plan = self._plans.make(module)
         if not plan.whole:
             raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
-        adoption = Adoption(module, self._arena, self.name, self._filter, optimizers)
+        adoption = Adoption(module, plan.tensors, self._arena, self.name, self._filter, optimizers)
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
-        if self._differs(module):
+        if self._differs(plan.tensors):
             side.publish(side.checked(plan), deadline)
             side.settle(deadline)
         side.adopted = adoption
@@ -234,13 +234,10 @@ class Publisher:
         self._plans.forget()
 
     @run_plainly
-    def _differs(self, module: nn.Module) -> bool:
-        tensors = collect(module, self._filter).tensors
+    def _differs(self, tensors: Mapping[Key, torch.Tensor]) -> bool:
         views = self._arena.views(0)
         return self._side.writer.poisoned or any(
-            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key])
-            for key, tensor in tensors.items()
-            if key in views  # else it is a second name of one that is
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
         )
 
     def readers(self) -> list[ReaderInfo]:
@@ -372,7 +369,21 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
 
     Returns the versions. Raises as Publisher.publish() does; then nothing was published.
     """
-    return _publish_locked(publications, version, deadline, len(publications))
+    if len(publications) > 1:
+        return _publish_locked(publications, version, deadline, len(publications))
+    return [_publish_one(each, version, deadline) for each in publications]
+
+
+def _publish_one(publication: Publication, version: int | None, deadline: float) -> int:
+    publisher = publication.publisher
+    side = publisher._side
+    with side.lock:
+        side.settle(deadline)
+        try:
+            plan = publisher._checked(publication.weights, publication.optional)
+            return side.publish(plan, deadline, version=version)
+        finally:
+            publisher._plans.let_go()
 
 
 def _publish_locked(publications: Sequence[Publication], version: int | None, deadline: float, left: int) -> list[int]:
@@ -392,9 +403,6 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     for each in publications:
         each.publisher._side.settle(deadline)
     plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
-    if len(plans) == 1:
-        side, plan = plans[0]
-        return [side.publish(plan, deadline, version=version)]
     for _, plan in plans:
         plan.stage()
     try:
@@ -422,10 +430,12 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
 
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
-    everything = collect(weights, EVERYTHING).tensors
-    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    everything = collect(weights, EVERYTHING, watch=False).tensors
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
     problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
     if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from tensordict import TensorDictBase
@@ -14,6 +15,7 @@ from torch import nn
 from torch._dynamo.decorators import skip
 from torch.compiler import disable
 
+from .. import _native
 from .._native import Consistency, Enter, HostCall
 from ..errors import DeviceFailed, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ..memory.arena import Arena
@@ -28,6 +30,11 @@ from .waiting import WaitPath
 T = TypeVar("T")
 
 _TEARS_BEFORE_PIN = 3
+
+with suppress(ImportError):  # this torch does not say
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    _native.tell_of_compiling(get_eval_frame_callback)
 
 
 class Follower(Protocol):
@@ -220,7 +227,11 @@ class ReadPath(WaitPath):
                 follower.rebase(self.arena)
         for follower in self.followers:
             follower.prepare()
-        for follower in [each for each in self.followers if not each.move(slot)]:
+        gone = None
+        for follower in self.followers:
+            if not follower.move(slot):
+                gone = [*(gone or ()), follower]
+        for follower in gone or ():
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._version = self._held_version
@@ -272,17 +283,21 @@ class ReadPath(WaitPath):
 
     _enter_slow = disable(_enter_slowly)
 
-    @disable
-    def _refresh_slow(self) -> bool:
-        self._follow()
+    def _refresh_now(self) -> bool:
+        if self._successor is not None:
+            self._follow()
         before = self._moves
         outcome = self._try_enter(False)
-        if outcome != Enter.SAME:
+        if outcome == Enter.MOVED:
+            self._move()
+        elif outcome != Enter.SAME:
             self._enter_slowly(outcome, None, None)
         while self._abandon() and self.optimistic:  # torn while buffers were copied
             self._forget()
             self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
         return self._moves != before
+
+    _refresh_slow = disable(_refresh_now)
 
     @disable
     def _look_for_heir(self) -> None:

@@ -10,10 +10,10 @@ from tensordict import TensorDictBase
 from .. import _native
 from ..memory.arena import Arena, lies_in, readonly_ranges
 from ..memory.manifest import Key, Leaf
-from ..memory.plainly import copy_into, plainly
+from ..memory.plainly import copy_into, counts_changes, plainly
 from .admission import problem_with
 from .matching import plain
-from .sources import EVERYTHING, collect
+from .sources import EVERYTHING, Collected, collect
 from .targets import collisions, made_anew, problem_with_target
 
 Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
@@ -27,23 +27,22 @@ class Snapshot(NamedTuple):
 
 
 class Targets:
-    """The memory that a snapshot is copied into, all checked; None: new memory, as `out`.
+    """The memory that a snapshot is copied into, all checked; None: new memory, as `made`.
 
     Raises ValueError for an `out` that does not fit, TypeError for one that is no TensorDict; nothing was written.
     """
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
-        self._arena = arena
+        self.table: _native.Sources | None = None  # of an `out` that can be found again, see kept_out.py
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._counted: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None  # new memory
-        self.out: TensorDictBase
+        self.made: TensorDictBase | None = None  # of new memory
         if out is None:
-            self._whole, self.out = arena.fresh.make()
+            self._whole, self.made = arena.fresh.make()
             return
         if not isinstance(out, TensorDictBase):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
-        self.out = out
         with plainly():
             own, readonly = arena.ranges(), readonly_ranges()
             collected = collect(out, EVERYTHING, to_write=True)
@@ -57,29 +56,44 @@ class Targets:
             ]
             places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
             problems = problems or collisions(found, places)
-        if problems:
-            raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
+            if problems:
+                raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
+            self._take(collected, found, arena)
+
+    def _take(self, collected: Collected, found: dict[Key, torch.Tensor], arena: Arena) -> None:
         pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
         self._direct = [(target, leaf) for target, leaf in pairs if plain(target)]
         self._others = [(target, leaf) for target, leaf in pairs if not plain(target)]
-        # Autograd's checks see these writes too; an inference tensor has nothing that they could be wrong for.
-        self._counted = [target for target, _ in self._direct if not target.is_inference()]
+        self.count()
+        if collected.guards is not None and not self._others:
+            self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
 
-    def copy(self, slot: int) -> None:
-        """Copy this slot into them."""
+    def count(self) -> None:
+        """Find those whose changes autograd counts. Call it inside plainly().
+
+        Its checks see these writes too; an inference tensor has nothing that they could be wrong for.
+        """
+        self._counted = [target for target, _ in self._direct if counts_changes(target)]
+
+    def copy(self, arena: Arena, slot: int) -> None:
+        """Copy this slot into them. The arena has the same leaves: it may have taken the other one's place."""
+        source = arena.readonly_range()[0] + slot * arena.manifest.slot_bytes
         if self._whole is not None:
-            source = self._arena.readonly_range()[0] + slot * self._arena.manifest.slot_bytes
             to = self._whole.data_ptr()
-            _native.copy([(to + begin, source + offset, size) for begin, offset, size in self._arena.fresh.pieces])
+            _native.copy([(to + begin, source + offset, size) for begin, offset, size in arena.fresh.pieces])
             return
-        views = self._arena.views(slot)
-        _native.copy([(t.data_ptr(), views[leaf.key].data_ptr(), leaf.nbytes) for t, leaf in self._direct])
+        if self.table is not None:
+            self.table.copy_from(source)
+        else:
+            _native.copy([(t.data_ptr(), source + leaf.offset, leaf.nbytes) for t, leaf in self._direct])
         if not (self._counted or self._others):
             return
         with plainly():
             torch.autograd.graph.increment_version(self._counted)
-            for target, leaf in self._others:
-                copy_into(target, views[leaf.key])
+            if self._others:
+                views = arena.views(slot)
+                for target, leaf in self._others:
+                    copy_into(target, views[leaf.key])
 
 
 def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:

@@ -94,13 +94,16 @@ def _patterns(patterns: str | Sequence[str], argument: str) -> tuple[str, ...]:
     return listed
 
 
-def collect(source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False) -> Collected:
+def collect(
+    source: Weights, filter: Filter, manifest: Manifest | None = None, *, to_write: bool = False, watch: bool = True
+) -> Collected:
     """Every leaf of `source` that the filter admits. With a manifest, dotted keys are resolved in it first.
 
-    `to_write`: the leaves are targets, so each is the very object that the source holds.
+    `to_write`: the leaves are targets, so each is the very object that the source holds. `watch`: are the dicts of a
+    module needed, in which they were found?
     """
     if isinstance(source, nn.Module):
-        return _from_module(source, filter)
+        return _from_module(source, filter, watch)
     if isinstance(source, TensorDictBase):
         collected = _from_tensordict(source, filter, manifest)
         return collected if to_write else _arrived(collected)
@@ -117,8 +120,9 @@ def collect(source: Weights, filter: Filter, manifest: Manifest | None = None, *
 
 def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
+    filters = filter.filters
     for key, value in pairs:
-        if filter.admits(".".join(key)):
+        if not filters or filter.admits(".".join(key)):
             if key in found:
                 raise ManifestMismatch(f"the weights give {'.'.join(key)!r} twice, under two spellings; leave one out")
             found[key] = value
@@ -135,13 +139,13 @@ def _arrived(collected: Collected) -> Collected:
     return collected
 
 
-def _from_module(module: nn.Module, filter: Filter) -> Collected:
+def _from_module(module: nn.Module, filter: Filter, watch: bool) -> Collected:
     pairs: list[tuple[Key, Any]] = []
-    guards: list[Guard] | None = []
+    guards: list[Guard] | None = [] if watch else None
     seen: set[int] = set()
     scripted: list[Key] = []
     for path, _, child, around in walk(module):
-        if any(path[: len(each)] == each for each in scripted):
+        if scripted and any(path[: len(each)] == each for each in scripted):
             continue
         if isinstance(child, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
             named = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
@@ -151,12 +155,15 @@ def _from_module(module: nn.Module, filter: Filter) -> Collected:
             continue
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
-                pairs.append(((*path, *name.split(".")), tensor))  # TensorDictParams has names with dots
+                pairs.append(((*path, *name.split(".")) if "." in name else (*path, name), tensor))  # TensorDictParams
+        if guards is None:
+            continue
         for each in (*around, child):
-            if guards is not None and id(each) not in seen:
+            if id(each) not in seen:
                 seen.add(id(each))
-                stores = [(name, each.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")]
-                guards.append((each.__dict__, stores, False))
+                held = each.__dict__
+                stores = [(name, held[name]) for name in ("_parameters", "_buffers", "_modules")]
+                guards.append((held, stores, False))
                 guards += [(store, list(store.items()), True) for _, store in stores]
     return Collected(_admitted(pairs, filter), guards)
 

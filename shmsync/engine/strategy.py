@@ -14,7 +14,7 @@ from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
 from ..memory.manifest import Key, tie
-from ..memory.plainly import copy_into, run_plainly
+from ..memory.plainly import copy_into, counts_changes, run_plainly
 from . import extra_state
 from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
@@ -219,8 +219,8 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copies_as_bytes(tensor: torch.Tensor) -> bool:
-    # Other types may keep their values elsewhere; the version of an inference tensor cannot be counted on.
-    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and not tensor.is_inference()
+    # Other types may keep their values elsewhere; the changes of an inference tensor are not counted.
+    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
 
 
 def is_flat(weights: TensorDictBase) -> bool:

@@ -22,8 +22,9 @@ from .calls import GuardNames, calls_of
 from .covering import guard_calls, withdraw_guards
 from .fitting import Fitting, bindable
 from .following import Successor
+from .kept_out import KeptOut
 from .reading import ReadPath
-from .snapshot import Snapshot, Targets
+from .snapshot import Snapshot
 from .timing import check_timeout, check_worker
 
 Consistency = Literal["pinned", "optimistic", "live"]
@@ -91,6 +92,7 @@ class Subscriber(ReadPath):
             successor = Successor(name, worker, peers) if follow else None
             super().__init__(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
             self._consistency = consistency
+            self._kept_out = KeptOut()
             self._finalizer = util.Finalize(self, release, exitpriority=30)
             self.arena.reader = weakref.ref(self)
             self.attached()
@@ -185,16 +187,18 @@ class Subscriber(ReadPath):
         (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
         otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
-        targets = Targets(out, self.arena)
+        targets = self._kept_out.targets(out, self.arena)
         version = 0
 
         def copy() -> None:
             nonlocal version
             version = self._held_version
-            targets.copy(self._held_slot)
+            targets.copy(self.arena, self._held_slot)
 
         self.run(copy)
-        return Snapshot(targets.out, version)
+        made = targets.made if out is None else out
+        assert made is not None
+        return Snapshot(made, version)
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
@@ -216,6 +220,7 @@ class Subscriber(ReadPath):
                 self._retire()
                 try:
                     self.followers.clear()
+                    self._kept_out.clear()
                 finally:
                     self._finalizer()
         except ClosedError:

@@ -79,7 +79,9 @@ def slice_until(deadline: float) -> int:
 
 def deadline_after(timeout: float | None, default: float) -> float:
     """The monotonic time at which a call that starts now gives up. `default` is used for None."""
-    return time.monotonic() + (default if timeout is None else check_timeout(timeout))
+    if timeout is None:
+        return time.monotonic() + default
+    return time.monotonic() + (timeout if type(timeout) is float and timeout >= 0 else check_timeout(timeout))
 
 
 _KEPT = 4096  # samples per distribution

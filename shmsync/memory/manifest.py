@@ -48,12 +48,12 @@ class Leaf:
     offset: int  # bytes from the start of the slot
     cast: bool = False  # dtype= chose its dtype: floating sources of any dtype are cast to it
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The key path with dots."""
         return ".".join(self.key)

@@ -9,6 +9,7 @@ made and copied inside plainly().
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -39,9 +40,23 @@ _TRANSFORMS = _transforms()
 _level = getattr(torch._C._functorch, "maybe_current_level", None)
 
 
+_changes = operator.attrgetter("_version")  # how often a tensor was written into
+
+
+def counts_changes(tensor: torch.Tensor) -> bool:
+    """Does autograd count the changes of this tensor? Call it inside plainly().
+
+    It has no counter for one that was made in inference mode, also where `.data =` has made it an ordinary one since.
+    """
+    try:
+        return not tensor.is_inference() and bool(_changes(tensor) >= 0)
+    except RuntimeError:  # how torch says that there is no counter
+        return False
+
+
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """target.copy_(source), also when the target was made in inference mode. Call it inside plainly()."""
-    if target.is_inference():
+    if not counts_changes(target):
         with torch._C._InferenceMode(True):  # not torch.inference_mode(), which an interrupt may leave switched on
             target.copy_(source)
     else:

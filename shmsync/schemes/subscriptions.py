@@ -89,7 +89,9 @@ class Subscriptions:
 
     def use(self, model_id: str, version: int, model: Any) -> None:
         """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
-        subscriber = self.needed(model_id)
+        subscriber = self._subscribers.get(model_id)
+        if subscriber is None:
+            subscriber = self.needed(model_id)
         subscriber.refresh()
         if subscriber.version < version:
             raise ProtocolError(
@@ -97,7 +99,9 @@ class Subscriptions:
                 f"{version}; was the scheme restarted? Make the receiver anew",
                 version=version,
             )
-        self.bind(model_id, model)
+        bound = self._bound.get(model_id)
+        if bound is None or bound() is not model:
+            self.bind(model_id, model)
 
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""

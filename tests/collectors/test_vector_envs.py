@@ -34,6 +34,7 @@ from support.vector_environments import (
     wide_rewards,
     without_final,
 )
+from support.waiting_environments import Partners
 
 ONE = {"num_workers": 1, "frames_per_batch": 40}
 
@@ -176,6 +177,15 @@ def test_what_a_vector_environment_returns_is_checked(collector, change, words, 
     wrap = functools.partial(Altered, change=change, call=call)
     with pytest.raises(shmsync.ManifestMismatch, match=words):
         next(collector(Vectors("sync", Counting, 2, AutoresetMode.SAME_STEP, wrap=wrap), Constant(), **ONE))
+
+
+def test_async_ones_of_a_worker_step_at_the_same_time(collector, tmp_path):
+    path = tmp_path / "counts"
+    path.write_bytes(bytes(16))
+    batches = collector(Partners(path), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=40)
+    for _ in range(2):
+        batch = next(batches).clone()
+        assert torch.equal(batch["next", "observation"], batch["observation"] + 1)
 
 
 def test_frames_that_do_not_divide_over_the_environments_are_refused(collector):

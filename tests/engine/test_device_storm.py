@@ -69,7 +69,12 @@ def the_trainer_does_not_follow_copies(patch, device):
     patch.setattr(device, "follow", forgets)
 
 
-FAULTS = [commits_at_once, sections_let_go_at_once, copies_do_not_follow_the_trainer, the_trainer_does_not_follow_copies]
+FAULTS = [
+    commits_at_once,
+    sections_let_go_at_once,
+    copies_do_not_follow_the_trainer,
+    the_trainer_does_not_follow_copies,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -103,8 +103,9 @@ def test_tied_tensors_stay_tied(ends):
 
 
 @pytest.mark.parametrize("name", ["many", "strange", "nothing"])
-def test_one_flat_buffer_for_each_message(ends, name):
+def test_one_flat_buffer_for_each_message_to_another_node(ends, name):
     trainer, worker = ends
+    trainer.call(parts.set_environment, SHMSYNC_NODE="another")
     trainer.call(parts.count_isends)
     for _ in range(2):
         trainer.start(transports.send_sample, name)

@@ -231,7 +231,7 @@ from shmsync import RayWeightSyncScheme
 
 ray.init("ADDRESS", **parts.OPTIONS)
 scheme = RayWeightSyncScheme(fan_out="node")
-scheme.init_on_sender("policy", remote_collectors=parts.start(RayWeightSyncScheme(), resources={"far": 1}))
+scheme.init_on_sender("policy", remote_collectors=parts.start(RayWeightSyncScheme(), 2, resources={"far": 1}))
 scheme.get_sender().send(parts.net(1.0))
 print(*parts.actors_of_class("Relay").values())
 """

@@ -207,3 +207,22 @@ def test_what_cannot_be_learned_is_asked():
     assert _native.look(tensor) == (tensor.data_ptr(), 12)
     for odd in (torch._neg_view(tensor), torch.ones(3, device="meta"), torch.ones(3).to_sparse()):
         assert _native.look(odd) is None
+
+
+@pytest.mark.parametrize("how", ["TensorDict", "module", "own class"])
+def test_a_source_that_lies_in_the_slab_is_refused_each_time(publisher, how):
+    tensor = nn.Parameter(torch.ones(64))
+    source = TensorDict({"t": tensor})
+    if how == "own class":
+        source = TensorDict({"t": tensor.data.as_subclass(type("Own", (torch.Tensor,), {}))})
+        tensor = source["t"]
+    elif how == "module":
+        source = nn.Module()
+        source.t = tensor
+    pub = publisher({"t": torch.ones(64)}, slots=2)
+    for _ in range(3):
+        pub.publish(source)
+    tensor.data = pub.weights["t"]
+    for _ in range(3):
+        with pytest.raises(shmsync.ManifestMismatch, match="inside arena"):
+            pub.publish(source)

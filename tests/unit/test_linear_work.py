@@ -104,3 +104,35 @@ def test_many_patterns_are_compiled_once(publisher, monkeypatch, patterns, argum
     with pytest.raises(shmsync.ManifestMismatch):
         pub.publish(module)
     assert not compiled
+
+
+def bound_once(leaves, subscriber, publisher):
+    sub, module = subscriber(publisher(model(leaves, False))), model(leaves, False)
+    return calls(lambda: sub.bind(module))
+
+
+def bound_again(leaves, subscriber, publisher):
+    sub, module = subscriber(publisher(model(leaves, False))), model(leaves, False)
+    sub.bind(module)
+    return calls(lambda: sub.bind(module))
+
+
+def published(leaves, subscriber, publisher):
+    module = model(leaves, False)
+    return calls(lambda: publisher(module))
+
+
+def taken(leaves, subscriber, publisher):
+    return adopted(leaves, False, False, publisher)
+
+
+@pytest.mark.parametrize(
+    ("work", "most"),
+    [(bound_once, 145), (bound_again, 155), (published, 80), (taken, 155)],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_leaf_takes_no_more_calls_than_it_did(subscriber, publisher, work, most):
+    for leaves in (100, 200):
+        work(leaves, subscriber, publisher)  # what is made at the first use
+    small, large = (work(leaves, subscriber, publisher) for leaves in (100, 500))
+    assert (large - small) / 400 <= most

@@ -22,7 +22,7 @@ from ...engine.strategy import unflattened
 from ...engine.targets import problem_with_target
 from ...memory.arena import lies_in, readonly_ranges
 from ...memory.manifest import Key, Leaf, tie
-from ...memory.plainly import run_plainly
+from ...memory.plainly import counts_changes, run_plainly
 
 _KEPT = 16  # tables: one for each slot, and with partial=True one for each set of leaves that is sent
 Place = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that shows it
@@ -34,6 +34,7 @@ class PlainCopy:
     def __init__(self, publisher: Publisher, guards: list[Any], places: list[Place]) -> None:
         self._publisher = publisher
         self._places = places
+        self._good = True
         self._targets = _native.Sources(guards, [(target, 0, target.nbytes) for _, target in places])
         self._tables: dict[tuple[int, frozenset[int] | None], tuple[_native.Sources, list[torch.Tensor]]] = {}
 
@@ -59,8 +60,13 @@ class PlainCopy:
         return cls(publisher, collected.guards, [(leaf, target) for leaf, target in places if target.numel()])
 
     def good_for(self, publisher: Publisher) -> bool:
-        """Is it the way from this arena, and has the TensorDict the same tensors, at the same addresses?"""
-        return publisher is self._publisher and self._targets.revalidate() and not self._targets.moved
+        """Is it the way from this arena, and has the TensorDict the same tensors, at the same addresses?
+
+        False is for good: the next look would compare with the new addresses, and the tables have the old ones.
+        """
+        same = self._good and publisher is self._publisher
+        self._good = same and self._targets.revalidate() and not self._targets.moved
+        return self._good
 
     def given(self, weights: Weights) -> frozenset[int]:
         """The places in the arena of those leaves that these weights have."""
@@ -91,7 +97,7 @@ def _takes_bytes(target: Any, leaf: Leaf) -> bool:
         type(target) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
         and problem_with_target(target) is None
         and plain(target)
-        and not target.is_inference()  # its version cannot be counted on
+        and counts_changes(target)
         and (tuple(target.shape), target.dtype) == (leaf.shape, leaf.dtype)
     )
 

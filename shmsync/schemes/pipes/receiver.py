@@ -57,7 +57,8 @@ class PipeReceiver(WeightReceiver):
         end = self._end
         with end.lock:  # from here on no other thread applies weights to this model
             self._thread = threading.get_ident()
-            end.receivers[self._model_id] = self
+            if end.receivers.get(self._model_id) is not self:
+                end.receivers[self._model_id] = self
         if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
                 self._has_news = self._apply_one(message)

@@ -332,17 +332,20 @@ class Route:
             for end in self._ends:
                 end.lock.acquire()
                 locked.append(end.lock)
-            if not all(end.idle for end in self._ends):
-                for end in self._ends:
-                    end.answered_by_version(tag)
-                    end.send(message, tag, replaceable=True)
-                return self._indices
+            for each in self._ends:
+                if not each.idle:
+                    for end in self._ends:
+                        end.answered_by_version(tag)
+                        end.send(message, tag, replaceable=True)
+                    return self._indices
             moment = min(slice_until(deadline), _MOMENT)
             for end in self._ends:
                 end.note(tag)
                 end.answered_by_version(tag)
             ends, awaited = self._frames, self._awaited
             done = _native.exchange(ends, awaited, self._processes, message, tag.model_id, tag, answer, moment)
+            if len(done) == len(self._indices):
+                return []
             return [index for position, index in enumerate(self._indices) if position not in done]
         finally:
             for lock in locked:

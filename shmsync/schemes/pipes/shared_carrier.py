@@ -203,14 +203,15 @@ class SharedMemCarrier(PipeCarrier):
     def is_common(self, model_id: str) -> bool:
         """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
         self._check_open()
+        for link in self.links.values():
+            if link.reported or link.end.tellers.get(model_id) is not self.sign:
+                return False
         known = self._routes.get(model_id)
-        reported = any(link.reported for link in self.links.values())
-        told = all(link.end.tellers.get(model_id) is self.sign for link in self.links.values())
-        if known is not None and known[0].links == self.links and told and not reported:
+        if known is not None and known[0].links == self.links:
             return True
         publisher = self.publishers.only(model_id)
         attached = self._joined.get(model_id) == self.links and not self._unconfirmed.get(model_id)
-        if publisher is None or not attached or not told or not self.links or reported:
+        if publisher is None or not attached or not self.links:
             return False
         route = Route(self.links)
         if route.complete:
@@ -220,15 +221,20 @@ class SharedMemCarrier(PipeCarrier):
     def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
         """As post(), in the case that is_common(): who has not answered in a moment is in the result."""
         route, publication = self._routes[model_id]
-        copy = self._plain_copy(model_id, publication.publisher)
-        if copy is None and model_id in self.plain:
-            return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
-        (version,) = publish_all([publication._replace(weights=module)], None, deadline)
+        copy = None
+        if model_id in self.plain:
+            copy = self._copies.get(model_id)
+            if copy is None or not copy.good_for(publication.publisher):  # post() looks at the TensorDict anew
+                return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
+        due = Publication(publication.publisher, module, publication.optional)
+        (version,) = publish_all([due], None, deadline)
         if copy is not None:
             copy.write(None)
         tag = Tag(model_id, version)
-        message, answer = (small((tuple(tag), word)) for word in (messages.UPDATE, messages.UPDATED))
-        late = route.exchange(message, answer, tag, deadline)
+        named = (model_id, version)
+        late = route.exchange(small((named, messages.UPDATE)), small((named, messages.UPDATED)), tag, deadline)
+        if not late:
+            return Posted(model_id, version, {}, {})
         return Posted(model_id, version, {index: self.links[index] for index in late}, {index: [tag] for index in late})
 
     def close(self) -> None:

@@ -31,16 +31,19 @@ class Task(Future[Any]):
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
-        self._function = function
+        self._function: Callable[[], Any] | None = function
         self._came_back = False
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """On the thread."""
+        function, self._function = self._function, None  # it may refer to what has this task, such as a call
+        assert function is not None
         try:
-            self.set_result(self._function())
+            self.set_result(function())
         except BaseException as error:
             self.set_exception(error)
+        del function
         self._came_back = True
         self._bell.put(None)
 

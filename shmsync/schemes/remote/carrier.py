@@ -16,7 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from .parcel import Parcel
+from .parcel import Parcel, Stamp
 from .place import Place, Site, here
 from .relay import RelayOptions
 from .requests import Call, Destination, sleeping
@@ -36,11 +36,16 @@ class HostedRelay(Destination):
         return self._host
 
 
+class LoneWorker(HostedRelay):
+    """Stands for the only worker of a node, where other nodes have relays of another kind."""
+
+
 class Carrier(ABC):
     """One kind of network, for one sender or one transport."""
 
     deadline = math.inf  # of the call under way, for a carrier that has to wait in one of these methods
     piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
+    shared_from: int | None = None  # parcels of so many bytes and more lie where other processes may map them
 
     def payload(self, parcel: Parcel) -> Any:
         """What is sent: made once for each send, and then given to every start_call() and relay_call()."""
@@ -65,6 +70,17 @@ class Carrier(ABC):
     @abstractmethod
     def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
         """Let a relay publish weights; the answer is an Announcement. In a worker, publish_here() does it."""
+
+    def lone_relay(self, worker: Any) -> Destination | None:
+        """What stands for the only worker of a node, if it can be asked to publish and use weights in one call.
+
+        None: its node has a relay like any other.
+        """
+        return None
+
+    def lone_call(self, worker: Any, payload: Any, options: RelayOptions, stamp: Stamp) -> Call:
+        """Let the only worker of a node publish weights and use them (see Unpublished)."""
+        raise NotImplementedError
 
     @abstractmethod
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from .carrier import CLOSING, Carrier
+from .carrier import CLOSING, Carrier, LoneWorker
 from .parcel import Announcement, Packer, Stamp
 from .place import Place, Site
 from .relay import Relay, RelayOptions
@@ -131,7 +131,31 @@ class FanOut:
         for index, worker in (near or {}).items():
             delivery.ask(index, worker, partial(worker.post, announcement))
         for site, members in far.items():
-            self._relay(delivery, site, members, payload, restarts=1)
+            if not self._ask_lone(delivery, site, members, payload, stamp):
+                self._relay(delivery, site, members, payload, restarts=1)
+
+    def _ask_lone(self, delivery: Delivery, site: Site, members: Workers, payload: Any, stamp: Stamp) -> bool:
+        """Where a node has one worker, and no relay beside it, that one call is enough; is it so?"""
+        if len(members) > 1:
+            if isinstance(self._relays.get(site), LoneWorker):
+                self._relays.pop(site)  # it ends its arena itself, once it has attached to the relay's
+            return False
+        ((index, worker),) = members.items()
+        lone = self._carrier.lone_relay(worker) if worker.connected else None
+        relay = self._relays.get(site)
+        if lone is None or (relay is not None and relay.host is None):
+            return False
+        if relay is not None and relay.host is not worker:
+            self._close_relay(self._relays.pop(site), ended=False)  # its worker has left
+        self._relays.setdefault(site, lone)
+
+        def then(result: Any) -> None:
+            if isinstance(result, Gone):
+                self._relays.pop(site, None)
+
+        start = partial(self._carrier.lone_call, worker, payload, self._options, stamp)
+        delivery.ask(index, worker, start, then=then)
+        return True
 
     def _relay(self, delivery: Delivery, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
         delivery.unreached.update(members.keys() - set(delivery.outcome.done))

@@ -8,8 +8,10 @@ that never write (see ReadsOnly); others get a copy.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import itertools
+import os
 import secrets
 import threading
 import weakref
@@ -25,9 +27,11 @@ from ... import _native
 from ...engine.matching import direct
 from ...engine.sources import check_keys
 from ...engine.strategy import leaves_of, refuse_odd
+from ...errors import NoSpace
 from ...memory.arena import nested, view
 from ...memory.manifest import Key, Manifest
 from ...memory.plainly import run_plainly
+from ...memory.reusable import Reusable
 from ...memory.segment import Handle
 
 Kind = Literal["tensordict", "flat", "nested"]
@@ -67,9 +71,12 @@ class WeightsDict(dict[str, Any]):
 class Parcel:
     """Weights packed for transport: a buffer, in one piece or in several. Unpickles as the weights themselves."""
 
-    def __init__(self, label: Label, pieces: Sequence[torch.Tensor | numpy.ndarray]) -> None:
+    def __init__(
+        self, label: Label, pieces: Sequence[torch.Tensor | numpy.ndarray], memory: Reusable | None = None
+    ) -> None:
         self.label = label
         self.pieces = tuple(pieces)
+        self.memory = memory  # in which all pieces lie, one after the other, where others may map it
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -77,6 +84,12 @@ class Parcel:
         (piece,) = self.pieces
         assert isinstance(piece, torch.Tensor)
         return piece
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """All pieces as one, of a parcel that has `memory`."""
+        assert self.memory is not None
+        return self.memory.tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
         return unpack, (self.label, *self.pieces)
@@ -89,12 +102,15 @@ class Packer:
 
     Args:
         piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.
+        shared_from: buffers of so many bytes and more may be mapped by other processes, if the system has room for it;
+            None: none are.
     """
 
-    def __init__(self, piece_bytes: int | None = None) -> None:
+    def __init__(self, piece_bytes: int | None = None, *, shared_from: int | None = None) -> None:
         self.session = secrets.token_hex(8)
         self._piece_bytes = piece_bytes
-        self._free: list[list[torch.Tensor]] = []
+        self._shared_from = shared_from
+        self._free: list[_ParcelMemory] = []
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
     @run_plainly
@@ -105,11 +121,16 @@ class Packer:
         check_keys(tensors)
         manifest, text = self._layout(tensors)
         starts = self._starts(manifest)
-        pieces = self._take([end - start for start, end in itertools.pairwise([*starts, manifest.used_bytes])])
-        _copy(tensors, manifest, starts, pieces)
-        parcel = Parcel(Label(Stamp(self.session, model_id, version), _kind(weights), text, extra, starts), pieces)
-        weakref.finalize(parcel, _give_back, self._free, pieces).atexit = False
+        buffer = self._take([end - start for start, end in itertools.pairwise([*starts, manifest.used_bytes])])
+        _copy(tensors, manifest, starts, buffer.pieces)
+        label = Label(Stamp(self.session, model_id, version), _kind(weights), text, extra, starts)
+        parcel = Parcel(label, buffer.pieces, buffer.memory)
+        weakref.finalize(parcel, _give_back, self._free, buffer).atexit = False
         return parcel
+
+    def forget(self) -> None:
+        """Use no buffer again: nobody sees any more to who reads them."""
+        self._free = []
 
     def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:
         made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
@@ -126,17 +147,29 @@ class Packer:
                     starts.append(leaf.offset)
         return tuple(starts)
 
-    def _take(self, sizes: list[int]) -> list[torch.Tensor]:
+    def _take(self, sizes: list[int]) -> _ParcelMemory:
         while self._free:
-            pieces = self._free.pop()
-            if [piece.nbytes for piece in pieces] == sizes:
-                return pieces
-        return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+            buffer = self._free.pop()
+            of_parent = buffer.memory is not None and buffer.memory.maker != os.getpid()
+            if [piece.nbytes for piece in buffer.pieces] == sizes and not of_parent:
+                return buffer
+        if self._shared_from is not None and sum(sizes) >= self._shared_from:
+            with contextlib.suppress(NoSpace):  # then the network carries them by its own means
+                memory = Reusable(sum(sizes))
+                return _ParcelMemory(memory.split(sizes), memory)
+        return _ParcelMemory([torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes], None)
 
 
-def _give_back(free: list[list[torch.Tensor]], pieces: list[torch.Tensor]) -> None:
+class _ParcelMemory(NamedTuple):
+    """The memory of a parcel."""
+
+    pieces: list[torch.Tensor]
+    memory: Reusable | None
+
+
+def _give_back(free: list[_ParcelMemory], buffer: _ParcelMemory) -> None:
     if len(free) < 2:
-        free.append(pieces)
+        free.append(buffer)
 
 
 def _copy(
@@ -177,12 +210,17 @@ def allow_views(reader: ReadsOnly) -> None:
         _readers.add(reader)
 
 
+def views_will_do(label: Label) -> bool:
+    """May these weights be views of memory that others read too? Only if somebody here reads them and never writes."""
+    with _readers_lock:
+        return any(each.only_reads(label.stamp.model_id) for each in _readers)
+
+
 @run_plainly
 def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
     """The weights that were sent, as views of the buffer, with their stamp."""
-    with _readers_lock:
-        views_will_do = any(each.only_reads(label.stamp.model_id) for each in _readers)
-    storages = [_as_tensor(piece, copy=not views_will_do).untyped_storage() for piece in pieces]
+    copy = not views_will_do(label)
+    storages = [_as_tensor(piece, copy=copy).untyped_storage() for piece in pieces]
     views = {}
     for leaf in _parsed(label.manifest).leaves:
         number = bisect.bisect(label.starts, leaf.offset) - 1

@@ -19,7 +19,9 @@ from ..api import WeightSyncScheme
 from ..lookup import Arguments, named_content
 from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
+from .fetching import forget_ended
 from .parcel import Announcement, Stamp, allow_views, stamp_of
+from .relay import Unpublished, leave_to
 
 _receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
 
@@ -91,6 +93,8 @@ class RemoteReceiver(WeightReceiver):
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
             model = self._resolve_model_ref()
+            if isinstance(weights, Unpublished):
+                weights = weights.publish()
             if isinstance(weights, Announcement):
                 self._use_arena(weights, model)
             else:
@@ -121,6 +125,7 @@ class RemoteReceiver(WeightReceiver):
         with self._applying:
             self._closed = True  # a call that is still on its way would attach again
             self.subscriptions.close()
+        forget_ended()
 
     def _use_arena(self, announcement: Announcement, model: Any) -> None:
         if self._closed:
@@ -128,6 +133,7 @@ class RemoteReceiver(WeightReceiver):
         if self._handle != announcement.handle:  # the first, or of a relay that took another's place
             self.subscriptions.switch(self._model_id, announcement.handle, self._worker_idx, model)
             self._handle = announcement.handle
+            leave_to(announcement)
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
 
     def _refuse_bound(self, model: Any) -> None:

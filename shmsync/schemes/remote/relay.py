@@ -16,6 +16,7 @@ from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError, WriterBusy
 from ...memory import leftovers
 from ..publishers import ALL, Publishers, write
+from .fetching import opened
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 
 
@@ -63,6 +64,13 @@ class Relay:
         """The newest version of a model here; 0: none yet."""
         return self._publishers.version(model_id)
 
+    def publishes(self, announced: Announcement) -> bool:
+        """Is that arena one of these?"""
+        model_id = announced.stamp.model_id
+        if not self._publishers.version(model_id):
+            return False
+        return bool(self._publishers.publisher(model_id, ALL).handle == announced.handle)
+
     def close(self) -> None:
         """End the arenas. Idempotent."""
         self._publishers.close()
@@ -73,6 +81,21 @@ def _stamp(weights: Any) -> Stamp:
     if stamp is None:
         raise ProtocolError("a relay publishes what a sender of shmsync sent, and these weights have no stamp")
     return stamp
+
+
+class Unpublished(NamedTuple):
+    """Weights for the only worker of a node: it publishes them there itself, and uses them, in one call.
+
+    WeightReceiver.apply_weights() takes it like any weights.
+    """
+
+    stamp: Stamp
+    options: RelayOptions
+    content: Any  # weights, or what they are fetched with
+
+    def publish(self) -> Announcement:
+        """Raises as publish_here() does, and as fetch()."""
+        return publish_here(self.options, opened(self.content))
 
 
 _hosted: dict[tuple[str, str], Relay] = {}  # by session and model, in a worker that is its node's relay
@@ -102,6 +125,17 @@ def close_here(session: str, *, ended: bool) -> None:
             _ended.add(session)
         relays = _take_out(lambda of, _: of == session)
     _close(relays)
+
+
+def leave_to(announced: Announcement) -> None:
+    """End what this process relays of a model: its node has another relay now, if that is not this process."""
+    with _hosted_lock:
+        key = announced.stamp.session, announced.stamp.model_id
+        relay = _hosted.get(key)
+        if relay is None or relay.publishes(announced):
+            return
+        del _hosted[key]
+    _close([relay])
 
 
 def _take_out(which: Callable[[str, str], bool]) -> list[Relay]:

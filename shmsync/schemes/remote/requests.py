@@ -9,6 +9,7 @@ that does not answer costs one message, not one for each send, and its late answ
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,7 +22,9 @@ from ... import _native
 from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import WriterBusy
 from .place import Place
+from .ticket import Unreached
 
+_log = logging.getLogger("shmsync")
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
 WORDING = Wording("its process may be starting, stopped, or busy with a call that came before")
 
@@ -58,7 +61,7 @@ class Call(ABC):
 
     @abstractmethod
     def result(self) -> Any:
-        """The answer, once it is finished. Raises Gone, Failed."""
+        """The answer, once it is finished. Raises Gone, Failed; Unreached when it could not fetch the weights."""
 
 
 class Answered(Call):
@@ -83,6 +86,7 @@ class Destination:
     place: Place | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
+    out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
     starting: _native.WriterLock  # held by the thread that starts a request
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -207,6 +211,9 @@ class Delivery:
             result = step.call.result()
             if record is True and step.name not in outcome.done:
                 outcome.done.append(step.name)
+        except Unreached as error:
+            self._send_by_other_means(step, str(error))
+            return
         except Gone as gone:
             result = gone
             step.destination.place = None  # if it comes back, it may be elsewhere
@@ -223,6 +230,16 @@ class Delivery:
             outcome.failed[step.name] = result.failure
         if step.then is not None:
             step.then(result)
+
+    def _send_by_other_means(self, step: Step, why: str) -> None:
+        if step.destination.call is step.call:
+            step.destination.call = None
+        step.call = None
+        if step.destination.out_of_reach is None:
+            step.destination.out_of_reach = why
+            who = f"worker {step.name}" if isinstance(step.name, int) else step.name
+            _log.warning("%s cannot fetch weights from here (%s); they go by the network's own means", who, why)
+        self._look(step)
 
 
 def _order(name: Any) -> tuple[bool, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import socket
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,15 @@ from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
 from .background import Clerk
-from .carrier import CLOSING, Carrier
+from .carrier import CLOSING, Carrier, HostedRelay
+from .fetching import opened
+from .parcel import Announcement, Parcel, Stamp
 from .place import here
-from .relay import RelayOptions, close_here, publish_here
+from .relay import RelayOptions, Unpublished, close_here, publish_here
 from .requests import Call, Failed, Gone
 from .scheme import RemoteScheme, Roster
+from .shipment import APART, Shipment, Shipping
+from .ticket import Unreached
 from .transport import RemoteTransport
 
 _keys = itertools.count()
@@ -75,6 +80,8 @@ class RPCCall(Call):
             if "On WorkerInfo(" in str(error):  # how torch marks what the other side raised
                 raise Failed(Failure(None, None, str(error).splitlines()[0], str(error))) from error
             raise Gone(self._explain(error)) from error
+        if isinstance(answer, Unreached):
+            raise answer
         if isinstance(answer, Failure):
             raise Failed(answer)
         return answer
@@ -85,17 +92,23 @@ class RPCCall(Call):
 
 def apply_there(method: Any, rref: Any, weights: Any) -> Failure | None:
     """On the worker: update_policy_weights_(). What it returns stays there."""
-    return run_there(_discard, method, rref, weights)
+    return run_there(_apply, method, rref, weights)
 
 
-def _discard(method: Any, *args: Any) -> None:
-    method(*args)
+def _apply(method: Any, rref: Any, weights: Any) -> None:
+    method(rref, opened(weights))
+
+
+def _relay(options: RelayOptions, weights: Any) -> Announcement:
+    return publish_here(options, opened(weights))
 
 
 def run_there(function: Any, *args: Any) -> Any:
     """On the worker: call it. An exception is returned, with its traceback: torch keeps neither its type nor that."""
     try:
         return function(*args)
+    except Unreached as error:  # it is sent by other means
+        return error
     except Exception as error:
         return Failure.of(error)
 
@@ -114,12 +127,36 @@ def has_agent() -> bool:
     return bool(rpc.api._is_current_rpc_agent_set())
 
 
+def _host() -> str:
+    """The address that this machine's own name stands for, by which agents find each other too; else the loopback."""
+    clerk = Clerk()  # a name server may be slow, and the caller has a deadline
+    asked = clerk.give(lambda: socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)[0][4][0])
+    found = asked.done_by(time.monotonic() + 0.05)
+    clerk.close()
+    if not found or asked.exception() is not None:
+        return "127.0.0.1"
+    return str(asked.result())
+
+
 class RPCCarrier(Carrier):
     """Remote procedure calls. The relay of a node is the first of its workers that lives."""
 
     # RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
     # kernel clears new pages each time, which takes longer than the transfer.
     piece_bytes = 8 << 20
+    shared_from = APART
+
+    def __init__(self) -> None:
+        self._shipping = Shipping(_host, here)
+
+    @override
+    def payload(self, parcel: Parcel) -> Shipment:
+        """Workers fetch them: RPC would receive them into fresh memory, which takes longer than a transfer."""
+        return self._shipping.ship(parcel, self.deadline, lambda start: start(parcel))
+
+    @override
+    def close(self) -> None:
+        self._shipping.close()
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -140,7 +177,17 @@ class RPCCarrier(Carrier):
 
     @override
     def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
-        return RPCCall(relay.host.info, run_there, (publish_here, options, payload))
+        return payload.start(
+            relay, lambda content: RPCCall(relay.host.info, run_there, (_relay, options, content))
+        )  # fmt: skip
+
+    @override
+    def lone_relay(self, worker: RPCTransport) -> HostedRelay:
+        return HostedRelay(worker)
+
+    @override
+    def lone_call(self, worker: RPCTransport, payload: Shipment, options: RelayOptions, stamp: Stamp) -> Call:
+        return worker.start_shipment(payload, partial(Unpublished, stamp, options))
 
     @override
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
@@ -184,10 +231,26 @@ class RPCTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
+        if isinstance(payload, Shipment):
+            return self.start_shipment(payload)
+        return self._ask(payload)
+
+    def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = lambda content: content) -> Call:
+        """Send what `packed` makes of it."""
+        if self._returns_a_future:
+            return shipment.own(lambda content: self._ask(packed(content)))
+        return shipment.start(self, lambda content: self._ask(packed(content)))
+
+    @property
+    def _returns_a_future(self) -> bool:
+        """Does the agent there wait for what the method returns?"""
+        return hasattr(self.collector_class.update_policy_weights_, "_wrapped_async_rpc_function")
+
+    def _ask(self, content: Any) -> Call:
         method = self.collector_class.update_policy_weights_
-        if hasattr(method, "_wrapped_async_rpc_function"):  # it returns a future, which the agent there waits for
-            return RPCCall(self.info, method, (self.rref, payload))
-        return RPCCall(self.info, apply_there, (method, self.rref, payload))
+        if self._returns_a_future:
+            return RPCCall(self.info, method, (self.rref, content))
+        return RPCCall(self.info, apply_there, (method, self.rref, content))
 
     @override
     def check_connection(self) -> bool:

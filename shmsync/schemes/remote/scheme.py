@@ -134,7 +134,7 @@ class RemoteSender(WeightSender):
     def _start(self) -> None:
         scheme = self._scheme
         self._carrier = scheme.create_carrier()
-        self._packer = Packer(self._carrier.piece_bytes)
+        self._packer = Packer(self._carrier.piece_bytes, shared_from=self._carrier.shared_from)
         self._roster: Roster | None = None
         self._fan_out: FanOut | None = None
         self._owed = Owed()
@@ -206,6 +206,7 @@ class RemoteSender(WeightSender):
         for transport in self._transports.values():
             transport.close()
         self._carrier.close()
+        self._packer.forget()
 
     @override
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:

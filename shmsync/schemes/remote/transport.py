@@ -35,7 +35,7 @@ class RemoteTransport(Destination, ABC):
         self.timeout = _DEFAULT if timeout is None else check_timeout(timeout)
         self._alone = Alone(f"this {type(self).__name__}")
         self._carrier = carrier
-        self._packer = Packer(carrier.piece_bytes)
+        self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
         self._sent = 0
         self._pending: tuple[Delivery, str] | None = None
         self.key: Any = None  # by which its sender's Roster knows the worker
@@ -134,3 +134,4 @@ class RemoteTransport(Destination, ABC):
 
     def close(self) -> None:
         """Give back what the transport holds. Idempotent."""
+        self._carrier.close()

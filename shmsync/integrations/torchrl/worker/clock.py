@@ -15,20 +15,24 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch._dynamo.decorators import skip
+
+from .... import _native
 
 _KEY = "policy_version"
 
 
 class VersionClock:
-    """The policy version of one leaf collector. Does nothing without a tracker (TorchRL's PolicyVersion)."""
+    """The policy version of one leaf collector. Does nothing without a tracker (TorchRL's PolicyVersion).
+
+    `flight` is set by the native half of the policy's cover: `under_way` when a forward begins. A frame without an
+    update before it costs no more than to set that back.
+    """
 
     def __init__(self) -> None:
+        self.flight = _native.Flight()  # under_way: a forward has begun whose frame is not stamped; due: see moved()
         self._tracker: Any = None
         self._lock = threading.Lock()
         self._owed = 0  # updates that the tracker does not show yet
-        self._in_flight = False  # a forward has begun whose frame is not stamped
-        self._stamped: Any = None
 
     def follow(self, collector: Any) -> None:
         """Drive the transform of this leaf collector, if it tracks versions."""
@@ -37,56 +41,45 @@ class VersionClock:
         if tracker is self._tracker or (tracker is not None and not hasattr(tracker, "increment_version")):
             return
         self._tracker = tracker
-        self._in_flight = False
+        self.flight.under_way = False
         if tracker is not None:
             self._settle()
-            self._stamped = tracker.version
+            self.flight.due = True
             self._step = tracker._step
             tracker._step = self._stamp  # in this worker's own transform
 
     def moved(self, updates: int) -> None:
-        """Note that the weights are that many updates newer. Any thread may call it."""
+        """Note that the weights are that many updates newer. Any thread may call it that has the model's turn."""
         with self._lock:
             self._owed += updates
-            if self._tracker is not None and not self._in_flight:
+            if self._tracker is None:
+                return
+            self.flight.due = True  # roots that were stamped before are old now
+            if not self.flight.under_way:
                 self._settle()
 
-    @skip  # Dynamo compiles the policy, not this
+    @torch._dynamo.disable
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
-        """Called by the collecting thread, before the policy's forward on these inputs."""
+        """Called by the collecting thread before the policy's forward on these inputs, if it is due."""
+        self.flight.due = False
         if self._tracker is None:
             return
         with self._lock:
             self._settle()
-            self._in_flight = True
-            version = self._tracker.version
-        if version != self._stamped:
-            self._correct_roots(inputs[:1])
-            self._stamped = version
-
-    @torch._dynamo.disable
-    def _correct_roots(self, inputs: tuple[Any, ...]) -> None:
-        for td in (*inputs, getattr(self._collector(), "_carrier", None)):
+        for td in (*inputs[:1], getattr(self._collector(), "_carrier", None)):
             if isinstance(td, TensorDictBase) and _KEY in td.keys():  # noqa: SIM118  # it iterates over its batch
                 self._step(None, td)
 
     def _stamp(self, tensordict: Any, next_tensordict: Any) -> Any:
-        with self._lock:
-            version = self._tracker.version
-            result = self._step(tensordict, next_tensordict)
-            if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
-                self._stamped = version
-                self._in_flight = False
-                self._settle()
-            return result
+        result = self._step(tensordict, next_tensordict)
+        if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
+            self.flight.under_way = False
+            if self._owed:  # after the flag: moved() looks at it after it has added to this
+                with self._lock:
+                    self._settle()
+        return result
 
-    @skip
     def _settle(self) -> None:
-        if self._owed:
-            self._increment()
-
-    @torch._dynamo.disable
-    def _increment(self) -> None:
         for _ in range(self._owed):
             self._tracker.increment_version()
         self._owed = 0

@@ -21,7 +21,8 @@ from ....memory.segment import Handle
 from .clock import VersionClock
 from .line import Line
 from .listener import LineListener
-from .safe_point import LoadPoint, SafePoint, StatePoint, Turn, make_private
+from .safe_point import LoadPoint, SafePoint, StatePoint, make_private
+from .turn import Turn
 
 
 class Receiver:

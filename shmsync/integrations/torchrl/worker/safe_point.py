@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip
 
 from ....engine.binding import Binding
 from ....engine.calls import GuardedCall, calls_of
@@ -18,63 +15,33 @@ from ....engine.guard import CALL, Guard, StandIn
 from ....engine.subscriber import Subscriber
 from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
-
-
-class Turn:
-    """A re-entrant lock for one model in a worker: those who call the model and those who move its weights take turns.
-
-    The listening thread does not wait for its turn. It leaves its work in `rang`, and the thread that has the turn does
-    that work when its turn ends.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self.rang: Callable[[], Any] | None = None
-
-    @skip
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def try_enter(self) -> bool:
-        """Enter if nobody else has the turn."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        self._depth += 1
-        return True
-
-    @skip
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        outermost = self._depth == 0
-        self._lock.release()
-        if outermost and self.rang is not None:
-            self.rang()
+from .turn import Turn
 
 
 class SafePoint(Cover):
     """Covers a policy's calls: each is one read section of the arena that the policy is bound to now.
 
     It also takes the turn, which keeps out the thread that moves an idle policy. When the policy is bound to another
-    arena it stays, so that a call that is just entering finds the new one.
+    arena it stays, so that a call that is just entering finds the new one. All of that is native, like other covers.
     """
 
     def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
         super().__init__(module)
+        self._looked = True  # gradients are the collector's choice, which nobody need be warned of
         self.turn = turn
-        self._clock = clock
+        self.clock = clock
         try:
             calls = calls_of(module, True)
         except ProtocolError:  # a method that nobody may guard; collectors call the policy itself
             calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
         self._installed = [Guard(each.module, each.method, self) for each in calls]
         own = [guard for guard in self._installed if guard.module is module]
-        self._forwards = {id(guard.entered) for guard in own if guard.method in ("forward", CALL)}
+        forwards = [id(guard.entered) for guard in own if guard.method in ("forward", CALL)]
+        self._around(turn, clock.flight, forwards)
 
     def use(self, subscriber: Subscriber) -> None:
         """Make sections of this subscriber's arena from now on. Call it in a turn."""
-        self.enter([subscriber], plain=False, clones=True)
+        self.enter([subscriber], plain=True, clones=True)
 
     @property
     def subscriber(self) -> Subscriber | None:
@@ -87,16 +54,9 @@ class SafePoint(Cover):
         for guard in self._installed:
             guard.remove()
 
-    @skip  # Dynamo compiles the policy's own frames below, not this one
-    def _repeat(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Called by the native half for each call that is not nested."""
-        with self.turn:
-            if not self.paths:  # removed meanwhile
-                return inner(*args, **kwargs)
-            with self.paths[0].read():
-                if id(inner) in self._forwards:
-                    self._clock.forward_begins(args)
-                return self._run_inside(inner, args, kwargs)
+    def _begin(self, args: tuple[Any, ...]) -> None:
+        """Called by the native half before a forward, in its section, when the clock is due."""
+        self.clock.forward_begins(args)
 
 
 class StatePoint(StandIn):
@@ -132,6 +92,7 @@ class LoadPoint(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the parameters private, and load them, in a turn."""
         with self._policy.turn:
+            self._policy.clock.flight.due = True  # a collector's state has a version too
             if self._policy.subscriber is not None:
                 make_private(self._policy.subscriber, {self.module})
             return self.inner(*args, **kwargs)

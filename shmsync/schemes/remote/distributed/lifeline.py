@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from ....memory.process import Peers, pid_of
-from ..place import Place, here
+from ..place import Place, Site, here
 
 _PAUSE = 1.0  # seconds between two attempts to connect
 _CUT_OFF = 30.0  # seconds; a machine that has crashed says nothing at all
@@ -99,6 +99,11 @@ class Lifeline:
         elif address is not None and (place.boot_id == here().boot_id or not _is_loopback(address)):
             self._address = address
             self._connect()
+
+    @property
+    def site(self) -> Site:
+        """Where the process runs."""
+        return Site.of(self._place)
 
     @property
     def dead(self) -> bool:

@@ -14,9 +14,11 @@ from typing_extensions import override
 from ....memory.manifest import fingerprint
 from ..background import GRACE
 from ..parcel import Announcement, Stamp
-from ..place import Place
+from ..place import Place, Site, here
 from ..relay import RelayOptions
 from ..requests import Call, Failed, Gone
+from ..shipment import Shipment
+from ..ticket import Ticket, Unreached
 from . import mailbox
 from .courier import Courier, StoreCall, courier_of
 from .lifeline import Lifeline
@@ -36,6 +38,7 @@ class MailCall(StoreCall):
         watch: gives what tells of the worker's death, once that is known.
         expected: gives the word that the worker should answer with.
         before: is done in the store before the message is put there.
+        ticket: by which the rank may read the buffer where it lies, if it shares memory with this process.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class MailCall(StoreCall):
         *,
         expected: Callable[[], bytes] = lambda: UPDATED,
         before: Callable[[], None] = lambda: None,
+        ticket: Ticket | None = None,
     ) -> None:
         super().__init__(courier)
         self.payload = payload
@@ -59,6 +63,7 @@ class MailCall(StoreCall):
         self._buffer = buffer
         self._expected = expected
         self._before = before
+        self._ticket = ticket
         self._posted = False
         self._announced = False
         self._looks = 0
@@ -84,7 +89,11 @@ class MailCall(StoreCall):
 
     def _post(self) -> None:
         self._before()
-        if self._buffer is not None and self._buffer.numel():
+        lifeline = self._watch()
+        if self._ticket is not None and lifeline is not None and lifeline.site == Site.of(here()):
+            self._message["ticket"] = mailbox.to_text(self._ticket)
+            del self._message["bytes"]
+        elif self._buffer is not None and self._buffer.numel():
             _unanswered[self._serial] = self
             try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
                 self._work = torch.distributed.isend(self._buffer, self._mailbox.rank, tag=tag_of(self._serial))
@@ -123,7 +132,10 @@ class MailCall(StoreCall):
             raise Gone(self._gone or "")
         _, word, content = self._answer
         if word == mailbox.FAILED and "failure" in content:
-            raise Failed(mailbox.from_text(content["failure"]))
+            failure = mailbox.from_text(content["failure"])
+            if isinstance(unreached := failure.exception(), Unreached):
+                raise unreached
+            raise Failed(failure)
         if word != self._expected():
             raise Failed(f"it answered {word.decode(errors='replace')!r}")
         return mailbox.from_text(content["result"]) if "result" in content else None
@@ -189,11 +201,20 @@ class Outbox:
         self.expected = UPDATED  # the word that the worker should answer with
         self.latest: MailCall | None = None  # an interrupt may lose it before anybody else has it
 
-    def post(self, payload: Any, relay: RelayOptions | None = None) -> Call:
-        """Send a parcel or an announcement. `relay`: the rank publishes it for its node, and answers where.
+    def post(self, payload: Any, relay: RelayOptions | None = None, *, lone: bool = False, near: bool = False) -> Call:
+        """Send a parcel, a shipment or an announcement.
+
+        Args:
+            payload: what to send.
+            relay: the rank publishes it for its node, and answers where.
+            lone: it has the node for itself, and uses what it has published.
+            near: it may read the parcel where it lies, if it shares memory with this process.
 
         Raises ProtocolError without a process group.
         """
+        ticket = None
+        if isinstance(payload, Shipment):
+            payload, ticket = payload.parcel, payload.ticket if near else None
         stamp: Stamp = payload.stamp if isinstance(payload, Announcement) else payload.label.stamp
         message: dict[str, Any] = {"stamp": stamp, "from": my_rank()}
         if isinstance(payload, Announcement):
@@ -206,9 +227,11 @@ class Outbox:
             message["extra"] = mailbox.to_text(label.extra)
         if relay is not None:
             message["relay"] = list(relay)
+        if lone:
+            message["lone"] = True
         if payload.buffer.numel():
             need_group()
-        return self._begin(message, payload, payload.buffer, partial(self._put_layout, layout, label.manifest))
+        return self._begin(message, payload, payload.buffer, partial(self._put_layout, layout, label.manifest), ticket)
 
     def _begin(
         self,
@@ -216,6 +239,7 @@ class Outbox:
         payload: Any,
         buffer: torch.Tensor | None,
         before: Callable[[], None] = lambda: None,
+        ticket: Ticket | None = None,
     ) -> Call:
         call = MailCall(
             self._courier,
@@ -226,6 +250,7 @@ class Outbox:
             buffer,
             expected=lambda: self.expected,
             before=before,
+            ticket=ticket,
         )
         self.latest = call
         return call.begin()

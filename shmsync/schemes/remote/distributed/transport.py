@@ -12,9 +12,11 @@ from typing_extensions import override
 from ....engine.strategy import WeightStrategy
 from ....engine.timing import deadline_after
 from ..carrier import Carrier
-from ..place import Site
+from ..parcel import Parcel, Stamp
+from ..place import Site, here
 from ..relay import RelayOptions
 from ..requests import Call, Delivery
+from ..shipment import APART, Shipment, Shipping
 from ..transport import RemoteTransport, checked_word
 from .courier import wait_for
 from .initial import initial_receiver, initial_sender
@@ -31,6 +33,20 @@ class DistributedCarrier(Carrier):
 
     A rank takes one message at a time, so there is no HostedRelay: messages for the relay and for the rank take turns.
     """
+
+    shared_from = APART
+
+    def __init__(self) -> None:
+        self._shipping = Shipping(lambda: "127.0.0.1", here)  # for ranks that share memory with this process
+
+    @override
+    def payload(self, parcel: Parcel) -> Shipment:
+        """Ranks on this node read them where they lie; to others the process group moves them."""
+        return self._shipping.ship(parcel, self.deadline, lambda start: start(parcel))
+
+    @override
+    def close(self) -> None:
+        self._shipping.close()
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -49,6 +65,14 @@ class DistributedCarrier(Carrier):
     @override
     def relay_call(self, relay: DistributedTransport, payload: Any, options: RelayOptions) -> Call:
         return relay.sender_end.post(payload, relay=options)
+
+    @override
+    def lone_relay(self, worker: DistributedTransport) -> DistributedTransport:
+        return worker
+
+    @override
+    def lone_call(self, worker: DistributedTransport, payload: Any, options: RelayOptions, stamp: Stamp) -> Call:
+        return worker.sender_end.post(payload, relay=options, lone=True)
 
     @override
     def close_relay(self, relay: DistributedTransport, session: str, *, ended: bool) -> None:
@@ -117,7 +141,7 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return self.sender_end.post(payload)
+        return self.sender_end.post(payload, near=self.out_of_reach is None)
 
     def send_initial_weights(self, weights: Any) -> None:
         """Send without the store, for a worker that is in receive_initial_weights(), which asks rank 0 for them.
@@ -217,6 +241,7 @@ class DistributedTransport(RemoteTransport):
     @override
     def close(self) -> None:
         """Watch the other side no more. Idempotent."""
+        super().close()
         for end in (self.outbox, self.inbox):
             if end is not None:
                 end.close()

@@ -18,6 +18,7 @@ from ....engine.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
 from ..alone import Alone, Hold
 from ..background import GRACE
+from ..fetching import fetch
 from ..parcel import Announcement, Label, Stamp, unpack
 from ..place import here
 from ..relay import RelayOptions, close_here, publish_here
@@ -112,6 +113,8 @@ class Inbox:
         try:
             if "bytes" in message:
                 self._fill(message)
+            elif "ticket" in message:
+                message["weights"] = _fetched(message["ticket"])
         except (WriterDied, torch.distributed.DistError):
             raise
         except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
@@ -121,7 +124,11 @@ class Inbox:
             close_here(message["close"], ended=message["ended"])
             self._put_answer(message["serial"], mailbox.UPDATED, {})
         elif "relay" in message:
-            self._put_answer(message["serial"], *self._publish(message))
+            word, content = self._publish(message)
+            if "lone" in message and word == mailbox.UPDATED:  # it goes on to the receiver, who answers
+                self._message = {**message, "announcement": content["result"]}
+            else:
+                self._put_answer(message["serial"], word, content)
         else:
             self._message = message
         return self._ready() is not None
@@ -143,6 +150,8 @@ class Inbox:
         """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
         if "announcement" in message:
             return mailbox.from_text(message["announcement"])
+        if "weights" in message:
+            return message["weights"]
         assert self._manifest is not None
         extra = mailbox.from_text(message["extra"]) if "extra" in message else {}
         return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
@@ -205,6 +214,14 @@ class Inbox:
         self._courier.close()
         if self._beacon is not None:
             self._beacon.close()
+
+
+def _fetched(ticket: str) -> Any:
+    """The weights. Raises what is no death of the sender: it may have given them up, and lives."""
+    try:
+        return fetch(mailbox.from_text(ticket))
+    except WriterDied as error:
+        raise ProtocolError(str(error)) from error
 
 
 class Receipt(StoreCall):

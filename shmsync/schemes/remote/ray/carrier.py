@@ -10,13 +10,16 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from ....engine.outcome import Failure
 from ....errors import AckTimeout, ProtocolError
 from ..background import GRACE, Clerk, Task
-from ..carrier import CLOSING, Carrier
-from ..parcel import Parcel
-from ..place import Place, Site
-from ..relay import Relay, RelayOptions
-from ..requests import SLICE, Call, Destination, Gone
+from ..carrier import CLOSING, Carrier, LoneWorker
+from ..fetching import fetched
+from ..parcel import Parcel, Stamp
+from ..place import Place, Site, here
+from ..relay import Relay, RelayOptions, Unpublished, close_here
+from ..requests import SLICE, Call, Destination, Failed, Gone
+from ..shipment import APART, Shipment, Shipping
 from .requests import RayCall, look, require_ray, require_running
 
 TensorTransport = Literal["object_store", "nixl"]
@@ -54,9 +57,27 @@ class RayCarrier(Carrier):
         check_tensor_transport(tensor_transport)
         self._tensor_transport = tensor_transport
         self._clerk = Clerk()  # asks Ray
+        self._shipping = Shipping(_host, place_to_fetch)
+        if tensor_transport == "object_store":
+            self.shared_from = APART
 
     @override
-    def payload(self, parcel: Parcel) -> Any:
+    def payload(self, parcel: Parcel) -> Shipment:
+        """Actors fetch them: a small call is all that Ray moves. Small ones, and nixl's, go into the object store."""
+        require_running()
+        if parcel.memory is None:
+            reference = self.stored(parcel)
+            return Shipment(parcel, None, lambda start: start(reference))
+        stored: list[Task] = []  # for those who cannot fetch them
+
+        def own(start: Callable[[Any], Call]) -> Call:
+            if not stored:
+                stored.append(self._clerk.give(partial(_put, parcel, self._tensor_transport)))
+            return StartedCall(self._clerk.give(lambda: start(_result(stored[0]))))
+
+        return self._shipping.ship(parcel, self.deadline, own)
+
+    def stored(self, parcel: Parcel) -> Any:
         """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
         require_running()
         # On the clerk's thread: the object store is in a process of Ray's, which may be stopped, or full.
@@ -98,20 +119,38 @@ class RayCarrier(Carrier):
 
     @override
     def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
-        if relay.actor is not None:
-            return RayCall(relay.actor.publish.remote(payload), payload)
-        return StartedCall(self._clerk.give(lambda: relay.started().publish.remote(payload)), payload)
+        def start(content: Any) -> Call:
+            content = fetched(content)
+            if relay.actor is not None:
+                return RayCall(relay.actor.publish.remote(content), content)
+            return StartedCall(self._clerk.give(lambda: RayCall(relay.started().publish.remote(content), content)))
+
+        return payload.start(relay, start)
 
     @override
-    def close_relay(self, relay: ActorRelay, session: str, *, ended: bool) -> None:
+    def lone_relay(self, worker: Any) -> LoneWorker:
+        return LoneWorker(worker)
+
+    @override
+    def lone_call(self, worker: Any, payload: Shipment, options: RelayOptions, stamp: Stamp) -> Call:
+        call: Call = worker.start_shipment(payload, partial(Unpublished, stamp, options))
+        return call
+
+    @override
+    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, ended: bool) -> None:
         until = min(self.deadline, time.monotonic() + CLOSING)
-        closed = self._clerk.give(partial(_close_relay, relay, until if ended else 0.0))
+        if isinstance(relay, LoneWorker):
+            close = partial(_close_lone, relay.host, session, ended, until if ended else 0.0)
+        else:
+            close = partial(_close_relay, relay, until if ended else 0.0)
+        closed = self._clerk.give(close)
         if ended and closed.done_by(until + GRACE):
             closed.result()
 
     @override
     def close(self) -> None:
         self._clerk.close()
+        self._shipping.close()
 
 
 def _put(parcel: Parcel, tensor_transport: TensorTransport) -> Any:
@@ -129,6 +168,14 @@ def _put(parcel: Parcel, tensor_transport: TensorTransport) -> Any:
             "needs a Ray whose put() knows that, and the package nixl in the trainer and in every actor; or use "
             'tensor_transport="object_store". Nothing was sent'
         ) from error
+
+
+def _result(stored: Task) -> Any:
+    """The reference. On the clerk's thread, after it was stored; Failed says why it was not."""
+    try:
+        return stored.result()
+    except Exception as error:
+        raise Failed(Failure.of(error)) from error
 
 
 def _start_relay(node: str, options: RelayOptions) -> Any:
@@ -152,17 +199,31 @@ def _close_relay(relay: ActorRelay, until: float) -> None:
             # Else Ray ends the actor after that, when nobody has its handle any more.
 
 
+def _close_lone(worker: Any, session: str, ended: bool, until: float) -> None:
+    """End what a worker has published for itself; with a time until which to wait."""
+    import ray
+
+    if ray.is_initialized() and not worker.dead:
+        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+            closed = worker.actor.__ray_call__.remote(_close_there, session, ended)
+            if until:
+                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+
+
+def _close_there(_actor: Any, session: str, ended: bool) -> None:
+    close_here(session, ended=ended)
+
+
 class StartedCall(Call):
     """A call that the clerk starts, since Ray's head may have to take part.
 
     Args:
-        starting: gives what the call of the actor's method returns.
+        starting: gives the call.
     """
 
-    def __init__(self, starting: Task, payload: Any) -> None:
-        self.payload = payload
+    def __init__(self, starting: Task) -> None:
         self._starting = starting
-        self._call: RayCall | None = None
+        self._call: Call | None = None
 
     @override
     def finished(self) -> bool:
@@ -171,7 +232,7 @@ class StartedCall(Call):
                 return False
             if self._starting.exception() is not None:
                 return True
-            self._call = RayCall(self._starting.result(), self.payload)
+            self._call = self._starting.result()
         return self._call.finished()
 
     @override
@@ -188,6 +249,19 @@ def check_tensor_transport(tensor_transport: str) -> None:
 def on_node(node: str) -> Place:
     """What is known of a process under Ray: its node."""
     return Place(node, "", 0, 0, 0)
+
+
+def place_to_fetch() -> Place:
+    """Where the calling process runs: who is on the same node of Ray, as the same user, shares memory with it."""
+    import ray
+
+    return here(ray.get_runtime_context().get_node_id())
+
+
+def _host() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def place_of_caller(_actor: Any = None) -> Place:

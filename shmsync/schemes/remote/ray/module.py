@@ -51,6 +51,7 @@ class RayActorTransport(RayTransport):
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
         self.actor = actor_ref
+        self.forget_node()
 
     @override
     def _invoke(self, payload: Any) -> Any:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from ....engine.outcome import Failure
 from ....errors import ProtocolError
 from ..requests import Call, Failed, Gone
+from ..ticket import Unreached
 
 
 def require_ray(user: str) -> Any:
@@ -61,6 +62,10 @@ class RayCall(Call):
         try:
             return ray.get(self.reference)
         except RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            cause = getattr(cause, "client_exc", cause)  # of what was raised while an argument was unpickled
+            if isinstance(cause, Unreached):
+                raise cause from error
             raise Failed(failure_of(error)) from error
         except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
             raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -10,8 +12,10 @@ from ....engine.dtypes import Dtypes
 from ....engine.strategy import Form
 from ....engine.subscriber import Consistency
 from ...lookup import Arguments
-from ..requests import Call
+from ..fetching import fetched
+from ..requests import Call, Gone
 from ..scheme import RemoteScheme, Roster
+from ..shipment import Shipment
 from ..transport import RemoteTransport
 from .carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .requests import RayCall, invoke, require_ray
@@ -38,7 +42,9 @@ class RayTransport(RemoteTransport):
         require_ray(type(self).__name__)
         self.actor = remote_collector
         self.tensor_transport = tensor_transport
-        super().__init__(RayCarrier(tensor_transport), timeout)
+        self._ray = RayCarrier(tensor_transport)
+        self._found: Call | None = None
+        super().__init__(self._ray, timeout)
 
     @property
     @override
@@ -47,7 +53,32 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
+        if isinstance(payload, Shipment):
+            return self.start_shipment(payload)
         return RayCall(self._invoke(payload), payload)
+
+    def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = fetched) -> Call:
+        """Send what `packed` makes of it."""
+
+        def start(content: Any) -> Call:
+            message = packed(content)
+            return RayCall(self._invoke(message), message)
+
+        return shipment.own(start) if shipment.in_a_crowd(id(self), self._node()) else shipment.start(self, start)
+
+    def forget_node(self) -> None:
+        """Of another actor it is not known on which node it is."""
+        self._found = None
+
+    def _node(self) -> str | None:
+        """Of Ray, on which the actor runs, once that is known."""
+        if self._found is None and hasattr(self.actor, "_actor_id"):
+            self._found = self._ray.locate(self)
+        if self._found is None or not self._found.finished():
+            return None
+        with contextlib.suppress(Gone):
+            return str(self._found.result().node)
+        return None
 
     def _invoke(self, payload: Any) -> Any:
         return invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)

@@ -222,7 +222,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         weights = super()._maybe_map_weights(policy_or_weights)
         parcel = self._packer.pack(weights, "policy", self._pushes + 1)
         self._pushes += 1
-        return self._carrier.payload(parcel)
+        return self._carrier.stored(parcel)
 
     def _skip_update(self, worker_id: int) -> bool:
         if self._transport(worker_id).reported:

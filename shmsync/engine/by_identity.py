@@ -1,0 +1,40 @@
+"""A dict from objects to values that keeps the objects by what they are, not by what they are equal to, and weakly.
+
+Modules may define their own equality, so a WeakKeyDictionary does not do. torch's own WeakIdKeyDictionary asks each key
+for an attribute at every look, which a module answers in microseconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ByIdentity(Generic[K, V]):
+    """Values by living object; an entry goes with its object."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[K], V]] = {}
+
+    def get(self, key: K) -> V | None:
+        """The value of this very object, or None."""
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else None
+
+    def __setitem__(self, key: K, value: V) -> None:
+        number, entries = id(key), self._entries
+
+        def gone(reference: weakref.ref[K]) -> None:
+            entry = entries.get(number)
+            if entry is not None and entry[0] is reference:  # else another object has its place in memory by now
+                del entries[number]
+
+        known = entries.get(number)
+        same = known is not None and known[0]() is key
+        entries[number] = (known[0] if known is not None and same else weakref.ref(key, gone), value)
+
+    def __len__(self) -> int:
+        return len(self._entries)

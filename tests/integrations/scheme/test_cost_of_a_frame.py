@@ -1,0 +1,110 @@
+"""A frame of a worker without an update costs one short function of ours: the stamp. The policy's call costs none."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torchrl.collectors import Collector
+
+import shmsync
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import environments
+from support.torchrl.policies import Tagged, seen
+
+OURS = str(Path(shmsync.__file__).parent)
+FRAMES = 20
+
+
+@pytest.fixture
+def worker():
+    """worker(track) is a trainer's scheme, its policy, and a collector as it is in a worker, with its receiver."""
+    ends = []
+
+    def make(track=True):
+        policy = Tagged()
+        own = copy.deepcopy(policy)
+        collector = Collector(
+            environments.Steps, own, frames_per_batch=FRAMES, total_frames=-1, track_policy_version=track
+        )
+        sender = ShmWeightSyncScheme(timeout=5.0)
+        sender.init_on_sender(model_id="policy", model=policy, devices=[None])
+        receiver = pickle.loads(pickle.dumps(sender))
+        sender.connect()
+        receiver.init_on_receiver(model=own, model_id="policy", worker_idx=0, context=collector)
+        receiver.connect(worker_idx=0)
+        ends.extend((collector, receiver, sender))
+        return sender, policy, collector, own
+
+    yield make
+    for each in ends:
+        each.shutdown()
+
+
+def own_calls(function):
+    """The Python functions of this package that it calls, with their numbers, and what it returns."""
+    found = Counter()
+
+    def called(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(called)
+    try:
+        result = function()
+    finally:
+        sys.setprofile(None)
+    return found, result
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_frame_calls_the_stamp_at_most(worker, track):
+    batches = iter(worker(track)[2])
+    next(batches)
+    found, batch = own_calls(lambda: next(batches))
+    assert batch.numel() == FRAMES
+    stamps = found.pop("_stamp", 0)
+    assert found.total() == 0 and (FRAMES <= stamps <= 2 * FRAMES if track else stamps == 0), found
+
+
+def test_an_update_costs_what_it_has_to_and_then_nothing_again(worker):
+    sender, policy, collector, _ = worker()
+    batches = iter(collector)
+    next(batches)
+    policy.set(1)
+    sender.send(policy)
+    batch = next(batches)
+    assert (batch["policy_version"] == 1).all() and (batch["next", "policy_version"] == 1).all()
+    assert (seen(batch) == 1).all()
+    found, _ = own_calls(lambda: next(batches))
+    found.pop("_stamp")
+    assert found.total() == 0, found
+
+
+def test_frames_after_a_state_was_loaded_have_its_version(worker):
+    _, _, collector, _ = worker()
+    batches = iter(collector)
+    next(batches)
+    state = collector.state_dict()
+    state["policy_version"] = 7
+    collector.load_state_dict(state)
+    batch = next(batches)
+    assert (batch["policy_version"] == 7).all() and (batch["next", "policy_version"] == 7).all()
+
+
+def test_a_policy_that_is_called_beside_the_frames_does_not_hold_the_version_back(worker):
+    sender, policy, collector, own = worker()
+    batches = iter(collector)
+    batch = next(batches)
+    with torch.no_grad():
+        own(batch[0].clone())  # no frame follows
+    for number in (1, 2):
+        policy.set(number)
+        sender.send(policy)
+    batch = next(batches)
+    assert (batch["policy_version"] == 2).all() and (batch["next", "policy_version"] == 2).all()

@@ -1,0 +1,157 @@
+"""Large weights for RPC workers and ranks: fetched from the trainer's memory, or over a connection of ours."""
+
+from __future__ import annotations
+
+import pytest
+
+import shmsync
+from support.processes import until
+from support.remote import fetching, members, parts
+from support.remote.fetching import MANY
+
+
+@pytest.fixture
+def fleet(start):
+    with parts.fleets(start) as new:
+        yield new
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+@pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids=["beside the trainer", "one elsewhere"])
+def test_every_worker_gets_large_weights_and_the_trainer_keeps_none(fleet, kind, nodes):
+    group = fleet(2, nodes=nodes, home="a").connect(kind).open(MANY)
+    for version in (1, 2, 3, 4):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+    until(lambda: group.trainer.call(fetching.kept_parcels) == 0)
+
+
+@pytest.mark.parametrize("node", ["a", "b"], ids=["beside the trainer", "elsewhere"])
+def test_a_worker_that_cannot_fetch_them_gets_them_by_rpc_itself(fleet, node):
+    group = fleet(2, nodes=["a", node], home="a").connect("rpc").open(MANY)
+    group.trainer.call(fetching.log)
+    group.workers[1].call(fetching.take_all_descriptors)
+    for version in (1, 2, 3):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+    (line,) = group.trainer.call(fetching.logged)  # once
+    assert "worker 1 cannot fetch weights from here" in line
+
+
+def test_a_rank_that_cannot_fetch_them_gets_them_by_the_process_group(fleet):
+    group = fleet(2, nodes=["a", "a"], home="a").connect("distributed").open(MANY)
+    group.send(1)
+    group.trainer.call(fetching.log)
+    group.trainer.call(fetching.block_the_port)
+    for version in (2, 3):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+    lines = group.trainer.call(fetching.logged)
+    assert sorted(line.partition(" cannot")[0] for line in lines) == ["worker 0", "worker 1"]  # once each
+
+
+@pytest.mark.parametrize("node", ["a", "b"], ids=["beside the trainer", "elsewhere"])
+def test_a_worker_that_is_killed_with_weights_under_way_is_named_and_frees_them(fleet, node):
+    group = fleet(2, nodes=["a", node], home="a").connect("rpc").open(MANY)
+    group.send(1)
+    group.workers[1].call(members.hold)
+    group.trainer.start(parts.send, 2)
+    group.workers[1].call(members.wait_held)
+    group.workers[1].kill()
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        group.trainer.result()
+    assert caught.value.missing == [1]
+    assert group.look(0) == [(2, 2)]
+    assert group.send(3) == 3
+    assert group.look(0) == [(3, 3)]
+    until(lambda: group.trainer.call(fetching.kept_parcels) == 0)
+
+
+@pytest.mark.parametrize("node", ["a", "b"], ids=["beside the trainer", "elsewhere"])
+def test_a_late_worker_gets_whole_weights_however_often_the_others_have_been_sent_to(fleet, node):
+    group = fleet(2, nodes=["a", node], home="a").connect("rpc").open(MANY)
+    group.send(1)
+    group.workers[1].stop()
+    for value in (2, 3, 4, 5):
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            group.send(value, timeout=3.0)
+        assert caught.value.missing == [1]
+        assert group.look(0) == [(value, value)]
+    group.workers[1].resume()
+    assert group.send(6) == 6
+    assert group.look() == [(6, 6)] * 2
+    applied = group.workers[1].call(members.attribute, "applied")
+    assert applied == [1, 2, 6]
+
+
+def test_a_rank_waits_no_longer_than_it_is_told_for_the_weights_of_a_stopped_trainer(fleet, start):
+    keeper = start()
+    group = fleet(1, nodes=["a"], home="a").connect("distributed", keeper=keeper)
+    (worker,) = group.workers
+    worker.call(members.make_member, MANY, loop=False)
+    group.trainer.call(parts.make_sender, "distributed", 1, MANY, timeout=members.FOR_EVER)
+    assert group.trainer.call(parts.send_async, 3) == 1
+    until(lambda: keeper.call(parts.store, "check", ["NODE_1_message"]))
+    group.trainer.stop()
+    assert not worker.call(members.receive, 0.5)
+    group.trainer.resume()
+    assert worker.call(members.receive, members.FOR_EVER)
+    assert group.trainer.call(parts.wait_async) == 1
+    assert group.look() == [(3, 1)]
+
+
+# ---- fan_out="node", and a node with one worker
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+@pytest.mark.parametrize("size", [500, MANY])
+def test_the_only_worker_of_a_node_is_asked_once(fleet, kind, size):
+    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(size, fan_out="node")
+    for version in (1, 2, 3):
+        assert group.send(10 * version) == version
+        assert group.look() == [(10 * version, version)] * 2
+    if kind == "rpc":
+        assert group.workers[1].call(fetching.came) == ["Unpublished"] * 3
+    assert group.workers[1].call(fetching.relays_here) == 1
+    permissions, inode, _ = group.workers[1].call(members.mapping)
+    assert permissions == "r--s" and members.can_write(group.workers[1].pid, inode)
+    group.trainer.call(parts.shut_down)
+    until(lambda: group.workers[1].call(fetching.relays_here) == 0)
+
+
+def test_a_second_worker_that_joins_a_node_shares_the_arena_of_the_first(fleet):
+    group = fleet(2, nodes=["b", "b"], home="a").connect("rpc").open(fan_out="node", workers=1)
+    assert group.send(1) == 1
+    assert group.look(0) == [(1, 1)]
+    group.trainer.call(parts.add_collector, 2, 500)
+    for version in (2, 3):
+        assert group.send(version) == version
+        assert group.look() == [(version, version)] * 2
+    assert len({group.workers[index].call(members.mapping)[1] for index in (0, 1)}) == 1
+    group.trainer.call(parts.remove_collector, 0)  # and the relay with it
+    for version in (4, 5):
+        assert group.send(version) == version
+        assert group.look(1) == [(version, version)]
+    until(lambda: group.workers[0].call(fetching.relays_here) == 0)
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_the_only_worker_of_a_node_that_was_killed_is_named_alone(fleet, kind):
+    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
+    group.send(1)
+    group.workers[1].kill()
+    with pytest.raises(shmsync.WorkerDied, match="worker 1 ") as caught:
+        group.send(2)
+    assert caught.value.missing == [1]
+    assert group.look(0) == [(2, 2)]
+    assert group.send(3) == 3
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_what_the_only_worker_cannot_publish_raises_in_the_trainer(fleet, kind):
+    group = fleet(1, nodes=["b"], home="a").connect(kind).open(fan_out="node")
+    group.send(1)
+    with pytest.raises(shmsync.ManifestMismatch):
+        group.trainer.call(parts.send_other_model, 7)
+    version = group.send(3)
+    assert group.look() == [(3, version)]

@@ -1,0 +1,64 @@
+"""What the processes of tests do and tell about weights that workers fetch, and about nodes with one worker."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+
+from shmsync.schemes.remote import relay
+from shmsync.schemes.remote.depot import Depot
+from shmsync.schemes.remote.parcel import Parcel
+from support.remote.members import members
+
+MANY = 500_000  # features of a model: 8 MB
+
+
+def log(state):
+    """Keep what shmsync logs from now on."""
+    state.logged = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            state.logged.append(record.getMessage())
+
+    logging.getLogger("shmsync").addHandler(Keep())
+
+
+def logged(state):
+    return state.logged
+
+
+def take_all_descriptors(state):
+    """Nothing can be opened in this process any more, and nobody be connected to."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    state.taken = []
+    try:
+        while True:
+            state.taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+
+
+def block_the_port(state):
+    """Nobody can connect to this process any more to fetch weights, nor go on with it."""
+    (depot,) = (each for each in gc.get_objects() if isinstance(each, Depot))
+    depot.close()
+
+
+def kept_parcels(state):
+    """How many there are in this process."""
+    gc.collect()
+    return sum(isinstance(each, Parcel) for each in gc.get_objects())
+
+
+def relays_here(state):
+    """How many relays this process hosts."""
+    return len(relay._hosted)
+
+
+def came(state):
+    """What calls have brought."""
+    return members["policy"].came

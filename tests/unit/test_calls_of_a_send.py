@@ -1,0 +1,140 @@
+"""What a send over shared memory costs in Python: calls, which no load can change, in the trainer and in a worker."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from shmsync.schemes import SharedMemWeightSyncScheme
+from shmsync.schemes.pipes.plain_copy import PlainCopy
+
+SENDS = 12  # the first few make what is kept
+
+
+def model(layers=3):
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+class Counted:
+    """The calls of functions of Python, by their code, in the thread that it is the profiler of."""
+
+    def __init__(self):
+        self.found = Counter()
+
+    def __call__(self, frame, event, argument):
+        if event == "call" and frame.f_code.co_name != "<genexpr>":
+            self.found[frame.f_code] += 1
+
+    def __enter__(self):
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *error):
+        sys.setprofile(None)
+
+
+class Worker(threading.Thread):
+    """Receives in a thread of its own, and counts the calls of each receive() that had news."""
+
+    def __init__(self, pipe, index, layers):
+        super().__init__(daemon=True)
+        self.counts, self.ready = [], threading.Event()
+        self._pipe, self._index, self._layers = pipe, index, layers
+        self._over = False
+
+    def run(self):
+        scheme = SharedMemWeightSyncScheme()
+        scheme.init_on_worker("policy", pipe=self._pipe, worker_idx=self._index, model=model(self._layers))
+        receiver = scheme.get_receiver()
+        self.ready.set()
+        try:
+            while not self._over:
+                with Counted() as counted:
+                    news = receiver.receive(0.05)
+                if news:
+                    self.counts.append(counted.found.total())
+        except shmsync.WriterDied:
+            pass
+        finally:
+            scheme.shutdown()
+
+    def end(self):
+        self._over = True
+        self.join(30)
+        assert not self.is_alive()
+
+
+@pytest.fixture
+def sending():
+    """sending(workers, ...) -> a sender, its threads and the trainer's module."""
+    made = []
+
+    def start(workers, layers=3, **options):
+        pipes = [multiprocessing.Pipe() for _ in range(workers)]
+        threads = [Worker(theirs, index, layers) for index, (_, theirs) in enumerate(pipes)]
+        scheme, module = SharedMemWeightSyncScheme(**options), model(layers)
+        made.append((scheme, threads, pipes))
+        for thread in threads:
+            thread.start()
+            assert thread.ready.wait(30)
+        scheme.init_on_sender("policy", pipes=[mine for mine, _ in pipes], model=module)
+        return scheme.get_sender(), threads, module
+
+    yield start
+    for scheme, threads, pipes in made:
+        for thread in threads:
+            thread.end()
+        scheme.shutdown()
+        for mine, theirs in pipes:
+            mine.close()
+            theirs.close()
+
+
+def sent(sender, module):
+    with Counted() as counted:
+        sender.send(module)
+    return counted.found
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 55), (4, 85)])
+def test_the_trainer_calls_few_functions(sending, workers, most):
+    sender, _, module = sending(workers)
+    counts = [sent(sender, module).total() for _ in range(SENDS)]
+    assert min(counts) <= most
+
+
+def test_a_worker_calls_few_functions(sending):
+    sender, (worker,), module = sending(1)
+    for _ in range(SENDS):
+        sender.send(module)
+    assert min(worker.counts) <= 50
+
+
+def test_a_tensor_takes_no_call_at_either_end(sending):
+    least = []
+    for layers in (3, 60):
+        sender, (worker,), module = sending(1, layers)
+        ours = []
+        for _ in range(20 * SENDS):  # a message that came in two pieces, or late, takes more
+            ours.append(sent(sender, module).total())
+            if least and (min(ours), min(worker.counts, default=0)) == least[0]:
+                break
+        least.append((min(ours), min(worker.counts)))
+    assert least[0] == least[1]
+
+
+def test_a_plain_tensordict_that_cannot_be_kept_is_looked_at_once(sending):
+    plain = TensorDict.from_module(model()).data.clone().unflatten_keys(".")
+    plain["0", "weight"] = torch.zeros(4, 4).t()  # has to be written leaf by leaf
+    sender, _, module = sending(1, policy_weights={"policy": plain})
+    looks = [sent(sender, module)[PlainCopy.of.__func__.__wrapped__.__code__] for _ in range(SENDS)]
+    assert looks[-1] == 1
+    assert torch.equal(plain["0", "weight"], module[0].weight)

@@ -1,0 +1,257 @@
+"""Weights that a worker fetches from a sender's depot: from shared memory, or over a connection. Both ends are here."""
+
+from __future__ import annotations
+
+import gc
+import math
+import socket
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from shmsync.errors import WriterDied
+from shmsync.schemes.remote.background import Clerk
+from shmsync.schemes.remote.depot import ASK, REPLY
+from shmsync.schemes.remote.fetching import fetch, forget_ended, opened
+from shmsync.schemes.remote.parcel import Packer, allow_views
+from shmsync.schemes.remote.place import Place, here
+from shmsync.schemes.remote.shipment import APART, Shipping
+from shmsync.schemes.remote.ticket import NONCE, PROOF, TAKE, Unreached, proof
+from support.processes import until
+
+COUNT = 100_000  # elements of a leaf
+
+
+def elsewhere() -> Place:
+    """As a worker on another node has it."""
+    return here("another node")
+
+
+class Reader:
+    """Reads the weights of "policy" alone."""
+
+    def only_reads(self, model_id):
+        return model_id == "policy"
+
+
+class Sender:
+    """Packs and ships. Its tickets say that whoever fetches is at `where`."""
+
+    def __init__(self, where=here):
+        self.packer = Packer(shared_from=APART)
+        self.shipping = Shipping(lambda: "127.0.0.1", here)
+        self.where = where
+
+    def ship(self, value, version=1, seconds=math.inf):
+        weights = {"a": torch.full((COUNT,), float(value)), "b": torch.full((3,), float(value))}
+        parcel = self.packer.pack(weights, "policy", version)
+        return self.shipping.ship(parcel, seconds, lambda start: start(None))
+
+    def ticket(self, shipment):
+        return shipment.ticket._replace(where=self.where)
+
+
+@pytest.fixture
+def sender():
+    made = Sender()
+    yield made
+    made.shipping.close()
+    gc.collect()
+    until(lambda: forget_ended() or True)
+
+
+@pytest.fixture
+def reader():
+    made = Reader()
+    allow_views(made)
+    return made
+
+
+def mapping_of(tensor):
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, permissions, _, _, _, *path = line.split(maxsplit=5)
+        first, last = (int(bound, 16) for bound in bounds.split("-"))
+        if first <= address < last:
+            return permissions, "".join(path)
+    raise LookupError(hex(address))
+
+
+def values(weights):
+    return {float(tensor.min()) for tensor in weights.values()} | {float(tensor.max()) for tensor in weights.values()}
+
+
+@pytest.mark.parametrize("where", [here, elsewhere], ids=["near", "far"])
+def test_weights_are_fetched_by_views_for_who_only_reads_and_as_a_copy_by_others(sender, where):
+    sender.where, reader = where, Reader()
+    allow_views(reader)
+    for version in (1, 2, 3):
+        shipment = sender.ship(version, version)
+        weights = opened(sender.ticket(shipment))
+        assert values(weights) == {float(version)} and weights.stamp.version == version
+        permissions, path = mapping_of(weights["a"])
+        assert ("shmsync-parcel" in path) == (where is here)
+        assert where is elsewhere or permissions == "r--s"
+    del reader
+    gc.collect()
+    weights = fetch(sender.ticket(shipment))
+    assert "shmsync-parcel" not in mapping_of(weights["a"])[1]
+    weights["a"].fill_(7)  # harms nobody
+    assert values(fetch(sender.ticket(shipment))) == {3.0}
+
+
+def test_the_memory_of_weights_that_somebody_still_reads_is_not_written_again(sender, reader):
+    first = sender.ship(1)
+    kept = fetch(sender.ticket(first))
+    del first
+    gc.collect()
+    for value in range(2, 8):
+        shipment = sender.ship(value)
+        assert values(fetch(sender.ticket(shipment))) == {float(value)}
+        assert values(kept) == {1.0}
+
+
+def test_memory_that_nobody_reads_any_more_is_used_again(sender, reader):
+    seen = set()
+    for value in range(8):
+        shipment = sender.ship(value)
+        seen.add(shipment.ticket.memory.inode)
+        assert values(fetch(sender.ticket(shipment))) == {float(value)}
+        gone = weakref.ref(shipment.parcel)
+        del shipment
+        until(lambda gone=gone: gone() is None)  # the depot has heard that it was read
+    assert len(seen) <= 2
+
+
+def test_a_buffer_that_was_received_into_takes_no_other_weights_while_views_of_it_live(sender, reader):
+    sender.where = elsewhere
+    first = sender.ship(1)
+    kept = fetch(sender.ticket(first))
+    del first
+    second, third = sender.ship(2), sender.ship(3)
+    assert values(fetch(sender.ticket(second))) == {2.0}
+    assert values(kept) == {1.0}
+    address = kept["a"].data_ptr()
+    del kept
+    gc.collect()
+    weights = fetch(sender.ticket(third))
+    assert weights["a"].data_ptr() == address
+
+
+def test_weights_that_were_given_up_are_an_error_that_says_so(sender):
+    ticket = sender.ticket(sender.ship(1))
+    gc.collect()
+    with pytest.raises(WriterDied, match="given these weights up"):
+        fetch(ticket)
+    shipment = sender.ship(2)
+    assert values(fetch(sender.ticket(shipment))) == {2.0}  # over the same connection
+
+
+def connect(ticket, key):
+    """A client that knows this key."""
+    client = socket.create_connection((ticket.depot.host, ticket.depot.port))
+    client.settimeout(60)
+    asked, ours = client.recv(NONCE, socket.MSG_WAITALL), bytes(NONCE)
+    client.sendall(proof(key, b"worker", asked + ours) + ours)
+    return client
+
+
+def test_who_does_not_know_the_key_gets_nothing(sender):
+    shipment = sender.ship(1)
+    ticket = sender.ticket(shipment)
+    with connect(ticket, bytes(PROOF)) as stranger:
+        stranger.sendall(ASK.pack(TAKE, ticket.number))
+        heard = b""
+        try:
+            while more := stranger.recv(1 << 16):
+                heard += more
+        except ConnectionResetError:
+            pass
+        assert heard == b""
+    with connect(ticket, ticket.depot.key) as friend:
+        friend.sendall(ASK.pack(TAKE, ticket.number))
+        friend.settimeout(None)
+        assert (
+            len(friend.recv(PROOF + REPLY.size + ticket.size, socket.MSG_WAITALL)) == PROOF + REPLY.size + ticket.size
+        )
+
+
+def test_a_client_that_reads_nothing_keeps_no_other_one(sender):
+    sender.where = elsewhere
+    shipment = sender.ship(1)
+    ticket = sender.ticket(shipment)
+    with connect(ticket, ticket.depot.key) as stuck:
+        for _ in range(64):  # 25 MB, which no socket holds
+            stuck.sendall(ASK.pack(TAKE, ticket.number))
+        assert values(fetch(ticket)) == {1.0}
+        gone = weakref.ref(shipment.parcel)
+        del shipment
+        gc.collect()
+        assert gone() is not None  # it may still read them
+    until(lambda: gone() is None)
+
+
+def test_who_answers_without_the_key_is_not_believed(sender):
+    ticket = sender.ticket(sender.ship(1))
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        impostor.listen()
+        port = impostor.getsockname()[1]
+        clerk = Clerk()
+
+        def answer():
+            connection, _ = impostor.accept()
+            connection.sendall(bytes(NONCE))
+            connection.recv(PROOF + NONCE, socket.MSG_WAITALL)
+            connection.sendall(bytes(PROOF))
+            return connection
+
+        answered = clerk.give(answer)
+        with pytest.raises(Unreached, match="does not know this session"):
+            fetch(ticket._replace(depot=ticket.depot._replace(port=port)))
+        assert answered.done_by(time.monotonic() + 60)
+        answered.result().close()
+        clerk.close()
+
+
+def test_a_sender_that_cannot_be_reached_is_told_apart_from_one_that_is_gone(sender):
+    shipment = sender.ship(1)
+    ticket = sender.ticket(shipment)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(Unreached, match="cannot be reached"):
+        fetch(ticket._replace(depot=ticket.depot._replace(port=port)))
+    assert values(fetch(ticket)) == {1.0}
+    sender.shipping.close()  # which ends its connections
+    gc.collect()
+    with pytest.raises((Unreached, WriterDied)):
+        fetch(ticket)
+
+
+def test_looking_for_ended_connections_waits_for_none_and_keeps_the_others(sender):
+    shipment = sender.ship(1)
+    ticket = sender.ticket(shipment)._replace(seconds=3600.0)
+    assert values(fetch(ticket)) == {1.0}
+    forget_ended()
+    forget_ended()
+    assert values(fetch(ticket)) == {1.0}
+
+
+def test_a_task_that_was_carried_out_keeps_nothing_that_it_was_made_of():
+    class Call:
+        def run(self):
+            return 1
+
+    clerk, call = Clerk(), Call()
+    call.task = clerk.give(call.run)  # a circle, as a call of RPC has it
+    assert call.task.done_by(time.monotonic() + 60) and call.task.result() == 1
+    gone = weakref.ref(call)
+    gc.disable()
+    try:
+        del call
+        until(lambda: gone() is None)
+    finally:
+        gc.enable()
+    clerk.close()

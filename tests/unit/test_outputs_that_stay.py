@@ -1,0 +1,122 @@
+"""What a bound module returns leaves its section as it is, and no Python looks at it, unless it may lie in the slab."""
+
+from __future__ import annotations
+
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import shmsync
+
+OURS = str(Path(shmsync.__file__).parent)
+Pair = namedtuple("Pair", ["first", "second"])
+
+FORMS = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, x + 1),
+    "list": lambda x: [x, [x, None]],
+    "dict": lambda x: {"x": x, "inner": {"y": x, "n": 3, "words": "text", "part": 0.5}},
+    "tensordict": lambda x: TensorDict({"x": x, "inner": {"y": x}}, batch_size=[]),
+    "tensordicts in a dict": lambda x: {"one": TensorDict({"x": x}, batch_size=[]), "two": (x,)},
+}
+
+
+class Returns(nn.Module):
+    """Returns what `form` makes of its result; with `shows`, of its own weights."""
+
+    def __init__(self, form, shows=False):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.form, self.shows = form, shows
+
+    def forward(self, x):
+        return self.form(self.linear.weight if self.shows else self.linear(x))
+
+
+def own_calls(function):
+    """The Python functions of this package that it calls."""
+    found = []
+
+    def called(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(called)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def tensors(out):
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, TensorDict):
+        out = dict(out.items())
+    inside = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
+    return [tensor for each in inside for tensor in tensors(each)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_call_runs_no_python_of_ours(form, publisher, subscriber):
+    trainer, worker = Returns(FORMS[form]), Returns(FORMS[form])
+    sub = subscriber(publisher(trainer))
+    sub.bind(worker)
+    x = torch.randn(3)
+    worker(x)
+    assert own_calls(lambda: worker(x)) == []
+    expected, found = tensors(trainer(x)), tensors(worker(x))
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("form", [*FORMS, "named tuple"])
+@torch.no_grad()
+def test_what_lies_in_the_slab_is_cloned(form, publisher, subscriber):
+    make = FORMS.get(form, lambda x: Pair(x, 1))
+    trainer, worker = Returns(make, shows=True), Returns(make, shows=True)
+    pub = publisher(trainer)
+    subscriber(pub).bind(worker)
+    found = tensors(worker(torch.randn(3)))
+    before = trainer.linear.weight.clone()
+    trainer.linear.weight.add_(1.0)
+    pub.publish()
+    worker(torch.randn(3))
+    assert found and all(torch.equal(each, before) or torch.equal(each, before + 1) for each in found)
+    assert torch.equal(found[0], before)
+
+
+@torch.no_grad()
+def test_a_tensordict_that_was_given_is_the_one_that_comes_back(publisher, subscriber):
+    trainer = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
+    worker = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
+    subscriber(publisher(trainer)).bind(worker)
+    given = TensorDict({"x": torch.randn(3), "inner": TensorDict({"z": torch.zeros(1)}, batch_size=[])}, batch_size=[])
+    expected = trainer(given.clone())["y"]
+    worker(given)
+    assert own_calls(lambda: worker(given)) == []
+    assert worker(given) is given and torch.equal(given["y"], expected)
+
+
+def deep(x, levels=20):
+    return x if levels == 0 else [deep(x, levels - 1)]
+
+
+@torch.no_grad()
+def test_however_deep_it_lies(publisher, subscriber):
+    trainer, worker = Returns(deep, shows=True), Returns(deep, shows=True)
+    pub = publisher(trainer)
+    subscriber(pub).bind(worker)
+    found = tensors(worker(torch.randn(3)))[0]
+    before = found.clone()
+    trainer.linear.weight.add_(1.0)
+    pub.publish()
+    worker(torch.randn(3))
+    assert torch.equal(found, before)
