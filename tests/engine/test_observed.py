@@ -327,7 +327,8 @@ def test_a_publisher_of_another_pid_namespace_is_unknown(start, name, told):
     reader.call(attach, trainer.call(open_arena, name=name), worker=0)
     with open(segment_path(name), "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes(8), 64)
-        os.pwrite(file.fileno(), zlib.crc32(os.pread(file.fileno(), 128, 0)).to_bytes(4, "little"), 128)
+        covered = os.pread(file.fileno(), 128, 0) + os.pread(file.fileno(), 120, 136)  # all but the CRC and `ready`
+        os.pwrite(file.fileno(), zlib.crc32(covered).to_bytes(4, "little"), 128)
     shown = told(name)
     assert (shown["owner"], shown["version"], shown["readers"][0]["condition"]) == ("unknown", 1, "unknown")
     assert "another container" in shown["why"]
