@@ -144,9 +144,13 @@ class Adoption:
         }
 
     def _unchanged(self) -> bool:
-        seen = self._seen
+        seen, self._seen = (
+            self._seen,
+            None,
+        )  # it takes over what has moved, so it may not be asked again if that is refused
         if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
             return False
+        self._seen = seen
         if self._copy is not None and self._copy.revalidate():
             return True
         # Buffers that were replaced by ones like them need no more than a new table.

@@ -121,3 +121,19 @@ def test_a_scheduler_made_after_adopting_sees_the_steps(publisher):
         optimizer.step()
         scheduler.step()
     assert (pub.version, scheduler.get_last_lr()) == (3, [0.25])
+
+
+def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(publisher, subscriber):
+    module = nn.Linear(4, 3)
+    pub = publisher(module)
+    pub.adopt(module)
+    sub = subscriber(pub)
+    bias = module.bias.data
+    module.weight.data = torch.full((3, 4), 7.0)  # not in the slab any more: it has to go in with the next version
+    module.bias.data = torch.zeros(5)
+    with pytest.raises(shmsync.ManifestMismatch, match="bias"):
+        pub.publish()
+    module.bias.data = bias
+    assert pub.publish() == 2
+    with sub.read() as section:
+        assert section.weights["weight"].unique().tolist() == [7.0]
