@@ -14,6 +14,7 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 import ray
 
 from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme, WorkerDied
+from shmsync.schemes.remote.shipment import Shipping
 from support import processes
 from support import ray_parts as parts
 from support.processes import until
@@ -126,7 +127,26 @@ def test_a_source_model_is_read_again_at_each_send(crew):
         assert parts.ask(crew, "look") == [(float(version), version)] * 2
 
 
-def test_each_send_makes_one_object_whatever_the_number_of_actors(crew):
+@pytest.fixture
+def by_the_store(monkeypatch):
+    """Weights go through Ray's object store, as where workers cannot reach the trainer."""
+    monkeypatch.setattr(Shipping, "_find_depot", lambda shipping: None)
+
+
+def test_weights_for_actors_of_this_node_are_not_put_into_the_store(crew):
+    sender = sender_to([*crew, None])
+    sender.send(parts.net(1.0))
+    ((before, _),) = parts.traffic().values()
+    for value in (2.0, 3.0, 4.0):
+        sender.send(parts.net(value))
+    ((after, _),) = parts.traffic().values()
+    assert (after - before) / NBYTES < 0.5
+    assert parts.ask(crew, "look") == [(4.0, 4)] * 2
+    for _, _, path in parts.ask(crew, "given"):
+        assert "shmsync-parcel" in path
+
+
+def test_each_send_makes_one_object_whatever_the_number_of_actors(crew, by_the_store):
     sender = sender_to([*crew, None])
     sender.send(parts.net(1.0))
     ((before, _),) = parts.traffic().values()
@@ -136,7 +156,7 @@ def test_each_send_makes_one_object_whatever_the_number_of_actors(crew):
     assert 3 <= (after - before) / NBYTES < 3.5  # the half: Ray's own small objects, and the layout of the weights
 
 
-def test_actors_get_views_of_the_object_store(crew):
+def test_actors_get_views_of_the_object_store(crew, by_the_store):
     sender_to(crew).send(parts.net(1.0))
     for _, _, path in parts.ask(crew, "given"):
         assert "plasma" in path
