@@ -60,8 +60,7 @@ class Work final : public Job {
         const std::uint32_t i = share.next.fetch_add(1, std::memory_order_relaxed);
         if (i >= share.end) break;
         copy_chunk(cuts_[i], cuts_[i + 1]);
-        // SYNC seq.begin: fence(acquire); pairs with begin(). The fence of still() counts for what its own thread
-        // loads.
+        // SYNC seq.begin: fence(acquire); pairs with begin(). That of still() counts for what its own thread loads.
         std::atomic_thread_fence(std::memory_order_acquire);
         // SYNC copy.done: release; pairs with await_others(). The caller's release of the version passes our stores on.
         if (left_.fetch_sub(1, std::memory_order_release) == 1) left_.notify_one();
