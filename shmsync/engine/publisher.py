@@ -155,7 +155,8 @@ class Publisher:
         acks = _acks(wait)
         self._side.check()
         with self._side.lock:
-            self._side.settle(deadline, after)
+            if self._side.later is not None or after is not None:
+                self._side.settle(deadline, after)
             try:
                 return self._side.publish(self._checked(weights), deadline, acks)
             finally:
@@ -378,7 +379,8 @@ def _publish_one(publication: Publication, version: int | None, deadline: float)
     publisher = publication.publisher
     side = publisher._side
     with side.lock:
-        side.settle(deadline)
+        if side.later is not None:
+            side.settle(deadline)
         try:
             plan = publisher._checked(publication.weights, publication.optional)
             return side.publish(plan, deadline, version=version)

@@ -74,7 +74,7 @@ class WriteSide:
         self.timeout = timeout  # the arena's default, in seconds
         place = arena.on_device
         self.writer = _native.Writer(arena.control, owner, place is not None)
-        self._later = None if place is None else DeviceWrites(place, arena.manifest, name, self.writer)
+        self.later = None if place is None else DeviceWrites(place, arena.manifest, name, self.writer)  # on a device
         self.peers = Peers()
         self.counts = Counts()
         self.lock = _native.WriterLock()
@@ -118,8 +118,8 @@ class WriteSide:
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
-        if self._later is not None:
-            return self._later.current
+        if self.later is not None:
+            return self.later.current
         return int(self.writer.version), int(self.writer.current_slot)
 
     def settle(self, deadline: float, after: object = None) -> None:
@@ -127,24 +127,24 @@ class WriteSide:
 
         Raises WriterBusy when it is not in time, DeviceFailed when it never will be. `after`: as in publish().
         """
-        if self._later is None:
+        if self.later is None:
             if after is not None:
                 raise ValueError(
                     f"after= orders copies on a device, but arena {self.name!r} lies in the host's memory; leave it out"
                 )
             return
         try:
-            if self._later.settle(deadline):
+            if self.later.settle(deadline):
                 self._stale.written()
         except DeviceFailed:
             self.undo()
             raise
         if after is not None:
-            self._later.follow(after)
+            self.later.follow(after)
 
     def published(self, nanoseconds: int) -> bool:
         """Wait at most so long until nothing is under way. Raises DeviceFailed."""
-        if self._later is None:
+        if self.later is None:
             return True
         try:
             self.settle(time.monotonic() + nanoseconds / 1e9)
@@ -177,18 +177,18 @@ class WriteSide:
         if self.arena.slots > 1:
             self.carry(plan.given)
         kept = self.take_in()  # until the copy is done: the plan may read from there
-        if self._later is None:
+        if self.later is None:
             plan.copy_to(self.address(), self.writer.slot)
         else:
-            self._later.write(plan, self.address(), self.writer.slot)
+            self.later.write(plan, self.address(), self.writer.slot)
         del kept
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
 
     def commit(self) -> int:
         """Publish what was written; the new version. On a device: when it is written."""
-        if self._later is not None:
-            return self._later.commit()
+        if self.later is not None:
+            return self.later.commit()
         version = int(self.writer.commit())
         self._stale.written()
         return version
@@ -259,17 +259,17 @@ class WriteSide:
         pieces = self._stale.begin(self.writer.slot, given)
         if pieces:
             moves = [(to + offset, source + offset, size) for offset, size in pieces]
-            if self._later is None:
+            if self.later is None:
                 _native.copy(moves)
             else:
-                self._later.carry(moves)
+                self.later.carry(moves)
             self.counts.bytes_copied += sum(size for _, size in pieces)
 
     def undo(self) -> None:
         """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
         self.counts.aborted += 1
-        if self._later is not None:
-            self._later.take_back()
+        if self.later is not None:
+            self.later.take_back()
         if self.arena.slots == 1 and self.writer.writing:
             self.writer.poison()
         else:
@@ -323,13 +323,13 @@ class WriteSide:
 
     def open_to_kernels(self) -> None:
         """What the calling thread asks a device for now comes after what was carried."""
-        if self._later is not None:
-            self._later.open_to()
+        if self.later is not None:
+            self.later.open_to()
 
     def end(self) -> None:
         """The arena ends: nothing more is published."""
-        if self._later is not None:
-            self._later.take_back()
+        if self.later is not None:
+            self.later.take_back()
         self.writer.close()
 
     @contextmanager

@@ -16,6 +16,14 @@ def one_ray():
 
 
 @pytest.fixture
+def by_the_store(monkeypatch):
+    """Weights go through Ray's object store, as where workers cannot reach the trainer."""
+    from shmsync.schemes.remote.shipment import Shipping
+
+    monkeypatch.setattr(Shipping, "_find_depot", lambda shipping: None)
+
+
+@pytest.fixture
 def ray_driver(one_ray, start):
     """A process that is a driver of this Ray: what an interrupt may hit at any moment."""
     import ray

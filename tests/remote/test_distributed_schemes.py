@@ -235,6 +235,7 @@ def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(fleet, start):
     group = fleet(1, keeper=keeper)
     (worker,) = group.workers
     worker.call(members.make_member, 4_000_000, loop=False)
+    group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # ranks on its own read them where they lie
     group.trainer.call(parts.make_sender, "distributed", 1, 4_000_000, timeout=FOR_EVER)
     worker.stop()
     group.trainer.start(parts.send, 1)
@@ -258,6 +259,7 @@ def test_receive_outlives_the_trainer(start, when, keeper):
         group = new(1).connect("distributed", keeper=another if keeper == "another" else None)
         (worker,) = group.workers
         worker.call(members.make_member, 2_000_000, loop=False)
+        group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # so that they go by gloo
         group.trainer.call(parts.make_sender, "distributed", 1, 2_000_000, timeout=FOR_EVER)
         worker.start(members.receive, FOR_EVER)
         group.send(1)

@@ -79,11 +79,11 @@ def test_a_stopped_process_of_ray(crew, which, fan_out, first):
 
 
 @pytest.mark.parametrize("kwargs", first([{}, {"worker_ids": [1]}]), ids=["all", "some"])
-def test_weights_that_the_store_does_not_take_name_those_who_miss_them(crew, kwargs):
+def test_weights_that_the_store_does_not_take_name_those_who_miss_them(crew, kwargs, by_the_store):
     with RayWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", remote_collectors=crew)
         sender = scheme.get_sender()
-        with stopped("the object store"), pytest.raises(AckTimeout, match="nothing was sent") as caught:
+        with stopped("the object store"), pytest.raises(AckTimeout) as caught:
             sender.send(parts.net(1.0), timeout=TIMEOUT, **kwargs)
         assert caught.value.missing == kwargs.get("worker_ids", [0, 1])
 

@@ -14,7 +14,6 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 import ray
 
 from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme, WorkerDied
-from shmsync.schemes.remote.shipment import Shipping
 from support import processes
 from support import ray_parts as parts
 from support.processes import until
@@ -125,12 +124,6 @@ def test_a_source_model_is_read_again_at_each_send(crew):
             model.bias.fill_(version)
         assert scheme.get_sender().send() == version
         assert parts.ask(crew, "look") == [(float(version), version)] * 2
-
-
-@pytest.fixture
-def by_the_store(monkeypatch):
-    """Weights go through Ray's object store, as where workers cannot reach the trainer."""
-    monkeypatch.setattr(Shipping, "_find_depot", lambda shipping: None)
 
 
 def test_weights_for_actors_of_this_node_are_not_put_into_the_store(crew):

@@ -52,7 +52,7 @@ def test_nixl_is_what_put_is_asked_for(crew, puts, how):
     assert len({*addresses}) == len(addresses)
 
 
-def test_the_object_store_is_asked_for_nothing(crew, puts):
+def test_the_object_store_is_asked_for_nothing(crew, puts, by_the_store):
     RayTransport(crew[0]).send_weights("policy", parts.net(3.0).state_dict())
     assert [options for _, options in puts] == [{}]
 
