@@ -4,7 +4,7 @@ import pytest
 
 from shmsync.engine.device_writes import DeviceWrites
 from shmsync.engine.reading import ReadPath
-from shmsync.memory import devices
+from shmsync.memory import attaching, devices
 from support.device_storm import storm
 from support.simulated import HOST, Simulated
 
@@ -18,6 +18,8 @@ def device():
     devices._of_kind.clear()
     devices._of_kind.update(before[0])
     devices._default[:] = before[1]
+    for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
+        kept.clear()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import devices
+from shmsync.memory import attaching, devices
 from support.simulated import Simulated
 
 SLOTS = [1, 2, 3]
@@ -26,6 +26,8 @@ def device():
     devices._of_kind.clear()
     devices._of_kind.update(before[0])
     devices._default[:] = before[1]
+    for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
+        kept.clear()
 
 
 @pytest.fixture
