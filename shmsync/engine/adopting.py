@@ -144,10 +144,8 @@ class Adoption:
         }
 
     def _unchanged(self) -> bool:
-        seen, self._seen = (
-            self._seen,
-            None,
-        )  # it takes over what has moved, so it may not be asked again if that is refused
+        # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
+        seen, self._seen = self._seen, None
         if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
             return False
         self._seen = seen

@@ -79,7 +79,9 @@ class CopyPlan:
                 converted.append((tensor, leaf))
         self._conversions = Conversions(arena, converted)
         rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self._conversions.staged()]
-        self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))  # what copy_bytes() writes
+        self.pieces: list[tuple[int, int]] = []  # what copy_bytes() writes, on a device
+        if arena.on_device is not None:
+            self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
         self._sources = _native.Sources(list(collected.guards or ()) if self._outline is None else [], rows)

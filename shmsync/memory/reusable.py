@@ -17,16 +17,15 @@ from collections.abc import Sequence
 import torch
 
 from .. import _native
-from ..errors import ArenaCorrupt, NoSpace, WriterDied
+from ..errors import NoSpace
 from .available import available_bytes
-from .process import me, pid_of
-from .sealed import SealedAt
+from .process import me
+from .sealed import TOKEN, SealedAt, opened_at
 from .slab import map_readonly
 from .system import close, refusals
 
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10  # seal, shrink, grow, future writes
-_TOKEN = 16  # bytes at the end, by which a reader knows it
 
 _kept: weakref.WeakSet[Reusable] = weakref.WeakSet()  # of this process
 
@@ -36,11 +35,11 @@ class Reusable:
 
     def __init__(self, size: int) -> None:
         """Make room for `size` bytes. Raises NoSpace."""
-        whole = size + _TOKEN
+        whole = size + TOKEN
         available = available_bytes()
         if whole > available:
             raise NoSpace(f"weights of {size:,} bytes do not fit into the {available:,} bytes that are available")
-        token = os.urandom(_TOKEN)
+        token = os.urandom(TOKEN)
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-parcel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
@@ -81,32 +80,8 @@ def map_reusable(place: SealedAt) -> torch.UntypedStorage:
 
     Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
     """
-    try:
-        fd = os.open(f"/proc/{pid_of(place.owner)}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
-        raise _gone(place) from error
-    except OSError:
-        with refusals("opening the weights of the sender"):
-            raise
-    try:
-        status = os.fstat(fd)
-        if status.st_ino != place.inode:  # the descriptor's number was used again
-            raise _gone(place)
-        try:
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        except OSError:  # a file that cannot be sealed
-            seals = 0
-        if seals & _SEALS != _SEALS or status.st_size != place.size or place.size < _TOKEN:
-            raise ArenaCorrupt(
-                f"the weights of pid {pid_of(place.owner)} have seals {seals:#x} and {status.st_size:,} bytes, but "
-                f"{_SEALS:#x} and {place.size:,} were announced; run the same version of shmsync on both sides"
-            )
-        if os.pread(fd, _TOKEN, place.size - _TOKEN) != place.token:
-            raise _gone(place)
-        with refusals("mapping the weights of the sender"):
-            storage = map_readonly(fd, place.size)
-    finally:
-        close(fd)
+    with opened_at(place, _SEALS) as fd, refusals("mapping the weights of the sender"):
+        storage = map_readonly(fd, place.size)
     address = storage.data_ptr()
     weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
     _native.watch_faults(address, place.size, "weights on their way from a sender")
@@ -119,10 +94,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)  # else a child would keep its parent's memory open to readers
-
-
-def _gone(place: SealedAt) -> WriterDied:
-    return WriterDied(
-        f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; they "
-        "come again with its next send"
-    )

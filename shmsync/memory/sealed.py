@@ -13,8 +13,8 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from .. import _native
@@ -26,7 +26,7 @@ from .system import close, refusals
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # seal, shrink, grow, write
 _ALIGNMENT = 64  # bytes
-_TOKEN = 16  # bytes at the end, by which a reader knows it
+TOKEN = 16  # bytes at the end, by which a reader knows it
 _AT_ONCE = 64 << 20  # bytes of one write, so that an interrupt is noticed
 _MADV_POPULATE_READ = 22  # since Linux 5.14
 
@@ -55,7 +55,7 @@ class Sealed:
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = begin + piece.nbytes
             self.spans.append((begin, end))
-        self._size, self._token = end + _TOKEN, os.urandom(_TOKEN)
+        self._size, self._token = end + TOKEN, os.urandom(TOKEN)
         available = available_bytes()
         if self._size > available:
             raise NoSpace(f"weights of {end:,} bytes do not fit into the {available:,} bytes that are available")
@@ -90,10 +90,11 @@ def reachable(owner: int) -> bool:
         return False
 
 
-def pieces_at(place: SealedAt, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """The pieces that lie there: views of one private mapping, which their reader may change for itself.
+@contextmanager
+def opened_at(place: SealedAt, seals: int) -> Iterator[int]:
+    """A descriptor of what lies there, when it is what was told, and has these seals at least.
 
-    Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
+    Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
     """
     try:
         fd = os.open(f"/proc/{pid_of(place.owner)}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -106,17 +107,28 @@ def pieces_at(place: SealedAt, spans: Sequence[tuple[int, int]]) -> list[memoryv
         status = os.fstat(fd)
         if status.st_ino != place.inode:  # the descriptor's number was used again
             raise _gone(place)
-        seals = 0
+        found = 0
         with suppress(OSError):  # a file that cannot be sealed
-            seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        if seals & _SEALS != _SEALS or status.st_size != place.size or place.size < _TOKEN:
+            found = fcntl.fcntl(fd, _F_GET_SEALS)
+        if found & seals != seals or status.st_size != place.size or place.size < TOKEN:
             raise ArenaCorrupt(
-                f"the weights of pid {pid_of(place.owner)} have seals {seals:#x} and {status.st_size:,} bytes, but "
-                f"{_SEALS:#x} and {place.size:,} were announced; run the same version of shmsync on both sides"
+                f"the weights of pid {pid_of(place.owner)} have seals {found:#x} and {status.st_size:,} bytes, but "
+                f"{seals:#x} and {place.size:,} were announced; run the same version of shmsync on both sides"
             )
-        end = place.size - _TOKEN
-        if os.pread(fd, _TOKEN, end) != place.token:
+        if os.pread(fd, TOKEN, place.size - TOKEN) != place.token:
             raise _gone(place)
+        yield fd
+    finally:
+        close(fd)
+
+
+def pieces_at(place: SealedAt, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """The pieces that lie there: views of one private mapping, which their reader may change for itself.
+
+    Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
+    """
+    with opened_at(place, _SEALS) as fd:
+        end = place.size - TOKEN
         before = 0
         for begin, until in spans:
             if not before <= begin <= until <= end:
@@ -124,8 +136,6 @@ def pieces_at(place: SealedAt, spans: Sequence[tuple[int, int]]) -> list[memoryv
             before = until
         with refusals("mapping the weights of the sender"):
             mapping = mmap.mmap(fd, place.size, access=mmap.ACCESS_COPY)
-    finally:
-        close(fd)
     with suppress(OSError, ValueError):  # older kernels bring the pages in one by one
         mapping.madvise(_MADV_POPULATE_READ)
     whole = memoryview(mapping)

@@ -4,22 +4,14 @@ import pytest
 
 from shmsync.engine.device_writes import DeviceWrites
 from shmsync.engine.reading import ReadPath
-from shmsync.memory import attaching, devices
 from support.device_storm import storm
-from support.simulated import HOST, Simulated
+from support.simulated import HOST, everywhere
 
 
 @pytest.fixture
 def device():
-    before = dict(devices._of_kind), list(devices._default)
-    device = Simulated(seed=11, longest=0.0003)
-    devices.register(device, default=True)
-    yield device
-    devices._of_kind.clear()
-    devices._of_kind.update(before[0])
-    devices._default[:] = before[1]
-    for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
-        kept.clear()
+    with everywhere(seed=11, longest=0.0003) as device:
+        yield device
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -37,38 +29,28 @@ def sections_let_go_at_once(patch, device):
     patch.setattr(ReadPath, "_reads_end", lambda path, call: call is None or device.call(HOST, call))
 
 
-def copies_do_not_follow_the_trainer(patch, device):
-    follow = device.follow
+def some_follow_nobody(patch, device, forgotten):
+    """`forgotten(later, first, own)`: is this order taken away? `own`: the stream of the publisher's copies."""
+    follow, begin = device.follow, DeviceWrites.__init__
 
-    def forgets(later, first):
-        if later is not device.own or first is HOST:
-            follow(later, first)
-
-    whole = DeviceWrites.__init__
-
-    def init(writes, place, *rest):
-        whole(writes, place, *rest)
+    def begin_and_tell(writes, place, *rest):
+        begin(writes, place, *rest)
         device.own = place.stream
 
-    patch.setattr(DeviceWrites, "__init__", init)
-    patch.setattr(device, "follow", forgets)
+    def follow_or_not(later, first):
+        if not forgotten(later, first, device.own):
+            follow(later, first)
+
+    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
+    patch.setattr(device, "follow", follow_or_not)
+
+
+def copies_do_not_follow_the_trainer(patch, device):
+    some_follow_nobody(patch, device, lambda later, first, own: later is own and first is not HOST)
 
 
 def the_trainer_does_not_follow_copies(patch, device):
-    follow = device.follow
-
-    def forgets(later, first):
-        if first is not device.own:
-            follow(later, first)
-
-    whole = DeviceWrites.__init__
-
-    def init(writes, place, *rest):
-        whole(writes, place, *rest)
-        device.own = place.stream
-
-    patch.setattr(DeviceWrites, "__init__", init)
-    patch.setattr(device, "follow", forgets)
+    some_follow_nobody(patch, device, lambda later, first, own: first is own)
 
 
 FAULTS = [

@@ -11,23 +11,16 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import attaching, devices
-from support.simulated import Simulated
+from shmsync.memory import devices
+from support.simulated import everywhere
 
 SLOTS = [1, 2, 3]
 
 
 @pytest.fixture
 def device():
-    before = dict(devices._of_kind), list(devices._default)
-    device = Simulated(seed=7, longest=0.0005)
-    devices.register(device, default=True)
-    yield device
-    devices._of_kind.clear()
-    devices._of_kind.update(before[0])
-    devices._default[:] = before[1]
-    for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
-        kept.clear()
+    with everywhere(seed=7, longest=0.0005) as device:
+        yield device
 
 
 @pytest.fixture

@@ -241,6 +241,22 @@ def _wait(event: Event) -> None:
     event.done.wait()
 
 
+@contextmanager
+def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
+    """All new arenas of this process lie on one, and afterwards where they did before."""
+    from shmsync.memory import attaching, devices
+
+    before = dict(devices._of_kind), list(devices._default)
+    device = Simulated(seed, longest)
+    devices.register(device, default=True)
+    yield device
+    devices._of_kind.clear()
+    devices._of_kind.update(before[0])
+    devices._default[:] = before[1]
+    for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
+        kept.clear()
+
+
 def install(devices: Any) -> Simulated:
     """Let all arenas of this process lie on one. `devices`: the module shmsync.memory.devices."""
     device = Simulated(seed=int(os.environ.get("SIMULATED_SEED", "0")) + os.getpid(), longest=0.0005, prompt=True)
