@@ -50,6 +50,12 @@ def pytest_configure(config):
     config.pluginmanager.register(Summary(config), "summary")
 
 
+def pytest_runtest_setup(item):
+    mark = item.get_closest_marker("host_memory")
+    if SIMULATED and mark is not None:
+        pytest.skip(f"only where weights lie in the host's memory: {mark.kwargs['reason']}")
+
+
 @pytest.hookimpl(trylast=True)  # when the folders have sorted out what there is
 def pytest_collection_modifyitems(config, items):
     chosen, left = choose(items, config.option.choice)

@@ -8,21 +8,9 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-class Commit final : public Later {
- public:
-  explicit Commit(PublicationWriter& writer) : writer_(writer) {}
-
- private:
-  void work() noexcept override { writer_.commit(); }
-
-  PublicationWriter& writer_;
-};
-
 extern "C" void shmsync_run_later(void* ticket) { run_later(ticket); }
 
 }  // namespace
-
-std::shared_ptr<Later> commit_later(PublicationWriter& writer) { return std::make_shared<Commit>(writer); }
 
 void bind_device(nb::module_& m) {
   nb::class_<HostCall>(m, "HostCall",

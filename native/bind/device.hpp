@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "control.hpp"
+#include "shmsync/device_commit.hpp"
 #include "shmsync/device_reads.hpp"
 #include "shmsync/later.hpp"
 
@@ -20,8 +21,5 @@ struct HostCall {
 struct RowReads {
   std::shared_ptr<DeviceReads> reads;
 };
-
-// The commit of what a writer has written. While it is pending nobody else may call the writer; it lives longer.
-std::shared_ptr<Later> commit_later(PublicationWriter& writer);
 
 }  // namespace shmsync::bind

@@ -106,20 +106,11 @@ void garbage_evicts_and_a_lost_row_is_left_alone() {
   CHECK(publish(plain) == 2);
 }
 
-class Commit final : public Later {
- public:
-  explicit Commit(PublicationWriter& writer) : writer_(writer) {}
-
- private:
-  void work() noexcept override { writer_.commit(); }
-  PublicationWriter& writer_;
-};
-
 void a_commit_is_made_once_or_cancelled() {
   Memory memory(2, 1);
   auto writer = memory.writer(true);
   CHECK(writer.begin() == Begin::ready);
-  auto commit = std::make_shared<Commit>(writer);
+  auto commit = commit_later(writer);
   void* const late = commit->ticket();
   CHECK(!commit->done() && !commit->wait(std::chrono::milliseconds(1)));
   CHECK(commit->cancel() && !commit->cancel());
@@ -127,7 +118,7 @@ void a_commit_is_made_once_or_cancelled() {
   CHECK(writer.version() == 0 && !commit->done());
   writer.abort();
   CHECK(writer.begin() == Begin::ready);
-  commit = std::make_shared<Commit>(writer);
+  commit = commit_later(writer);
   void *const once = commit->ticket(), *const twice = commit->ticket();
   run_later(once);
   run_later(twice);
@@ -180,7 +171,7 @@ void copies_and_reads_on_queues(std::uint32_t slot_count) {
       Begin begun = writer.begin();
       while (begun == Begin::busy) begun = writer.wait_begin(kSlice);
       copies.give([&slab, version, slot = writer.slot()] { slab[slot].fill(version); });
-      auto commit = std::make_shared<Commit>(writer);
+      auto commit = commit_later(writer);
       copies.give([ticket = commit->ticket()] { run_later(ticket); });
       while (!commit->wait(kSlice)) {
       }

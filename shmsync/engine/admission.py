@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from .. import _native
+from ..memory.arena import ADDRESSED
 from ..memory.plainly import plainly
-
-_ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
 
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
 _KNOWN = (
@@ -116,7 +115,7 @@ def _kind_problem(value: torch.Tensor) -> str | None:
 
 
 def _memory_problem(value: torch.Tensor) -> str | None:
-    if value.numel() == 0 or (value.device.type not in _ADDRESSED and type(value) in (torch.Tensor, nn.Parameter)):
+    if value.numel() == 0 or (value.device.type not in ADDRESSED and type(value) in (torch.Tensor, nn.Parameter)):
         return None
     try:
         storage = value.untyped_storage()

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
+from ..memory import devices
+from ..memory.arena import has_address
 from ..memory.manifest import Key, tie
 from .admission import problem_with
 
@@ -25,7 +27,7 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) ->
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
         for name, tensor in tensors.items()
-        if tensor.device.type == "cpu" and tensor.numel()
+        if has_address(tensor) and tensor.numel()
     )
     found = []
     open_until: list[tuple[int, str]] = []  # (end, name) of those that may reach into the next ones
@@ -67,12 +69,12 @@ def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], 
     kept = {id(tensor) for tensor in keep}
     for tensor in known:
         if id(tensor) not in kept and _address_in(tensor, ranges):
-            tensor.data = tensor.data.clone()
+            tensor.data = devices.clone(tensor.data)
     if ranges and _shown_by_others(keep, places[0]):
         for each in gc.get_objects():
             # isinstance() would ask proxies for their class.
             if issubclass(type(each), torch.Tensor) and id(each) not in kept and _address_in(each, ranges):
-                each.data = each.data.clone()
+                each.data = devices.clone(each.data)
 
 
 def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> bool:
@@ -89,7 +91,7 @@ def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> boo
 
 def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
     try:
-        address = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout is torch.strided else 0
+        address = tensor.data_ptr() if has_address(tensor) and tensor.layout is torch.strided else 0
     except RuntimeError:  # a wrapper without memory
         return False
     at = bisect_right(ranges, address, key=lambda span: span[0])

@@ -230,7 +230,7 @@ def bind_module(
     replaced = taken_over(module, tensors) if checked is None else []
     for tensor in tensors.values():
         if tensor.device.type == "meta":
-            materialise(tensor)
+            materialise(tensor, path.arena.device)
     for old in replaced:
         old.drop()
     binding = Binding(path, module, fitting)

@@ -1,8 +1,12 @@
-"""Leaves that cannot be copied as plain bytes: cast, gathered from strides, or fetched from another device.
+"""Leaves that cannot be copied as plain bytes of the host: cast, gathered from strides, or on a device.
 
 They are converted straight into the slot, one leaf after the other, so that publishing needs no second copy of the
 weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
 set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
+
+Into an arena on a device they come in three ways: the device copies what it has already as it is; what lies on a device
+is cast or gathered there, into the slot; and what lies in the host's memory is converted on its way into the staging
+memory, so that the device copies no more bytes than the slot has.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import torch
 
 from .. import _native
 from ..memory.arena import Arena
+from ..memory.devices import Device, assign, holding
 from ..memory.manifest import Leaf
 from ..memory.plainly import plainly
 from .matching import same_layout
@@ -59,7 +64,7 @@ class Conversions:
         if self._copies is not None:
             with plainly():
                 for copy, (source, _) in zip(self._copies, self._sources, strict=True):
-                    copy.copy_(source)
+                    assign(copy, source)
 
     def write(self, slot: int) -> None:
         """Convert what is not staged into this slot, but for what held() gives."""
@@ -67,8 +72,26 @@ class Conversions:
             views = self._arena.views(slot, writable=True)
             with plainly():
                 for source, leaf in self._sources:
-                    if not self._as_it_is(source, leaf):
-                        views[leaf.key].copy_(source)
+                    if not (self._as_it_is(source, leaf) or self._staged(source)):
+                        assign(views[leaf.key], source)
+
+    def from_host(self) -> list[Leaf]:
+        """Those that write_aside() writes: they lie in the host's memory, the slot does not."""
+        return [leaf for source, leaf in self._sources if self._staged(source)]
+
+    def write_aside(self, staging: torch.Tensor) -> None:
+        """Convert those of from_host() into staging memory that is laid out as a slot is."""
+        with plainly():
+            for source, leaf in self._sources:
+                if self._staged(source):
+                    room = staging[leaf.offset : leaf.offset + leaf.nbytes]
+                    room.view(leaf.dtype).view(leaf.shape).copy_(source)
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices on which sources lie."""
+        found = (holding(source) for source, _ in self._sources)
+        return list({device.name: device for device in found if device is not None}.values())
 
     def held(self) -> list[tuple[int, int, int]]:
         """What the arena's device can copy as it is: (place in the slot, address, bytes)."""
@@ -79,12 +102,11 @@ class Conversions:
         ]
 
     def _as_it_is(self, source: torch.Tensor, leaf: Leaf) -> bool:
-        return held_by(self._arena, source) and same_layout(source, leaf)
+        place = self._arena.on_device
+        return place is not None and place.device.holds(source) and same_layout(source, leaf)
 
-
-def held_by(arena: Arena, tensor: torch.Tensor) -> bool:
-    """Does the device on which the arena lies have the tensor in its own memory?"""
-    return arena.on_device is not None and arena.on_device.device.holds(tensor)
+    def _staged(self, source: torch.Tensor) -> bool:
+        return self._arena.on_device is not None and source.device.type == "cpu" and holding(source) is None
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:

@@ -16,13 +16,14 @@ from torch import nn
 
 from .. import _native
 from ..errors import ManifestMismatch
-from ..memory.arena import Arena, lies_in
+from ..memory.arena import Arena, has_address, lies_in
+from ..memory.devices import Device, holding
 from ..memory.manifest import Key, Leaf, merged
 from ..memory.plainly import plainly
 from .admission import extent
-from .converting import Conversions, held_by
+from .converting import Conversions
 from .looking import teach
-from .matching import describe_problems, direct, mismatches, same_bytes, untied
+from .matching import describe_problems, direct, mismatches, same_bytes, same_layout, untied
 from .outline import Seen
 from .sources import Collected
 
@@ -71,7 +72,7 @@ class CopyPlan:
             if _own_place(tensor, leaf, ranges, arena.slots, name):
                 self.in_place.append(leaf)
                 rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
-            elif direct(tensor, leaf) and not held_by(arena, tensor):
+            elif direct(tensor, leaf) and holding(tensor) is None:
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
                 converted_of[key] = len(converted)
@@ -79,7 +80,7 @@ class CopyPlan:
                 converted.append((tensor, leaf))
         self._conversions = Conversions(arena, converted)
         rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self._conversions.staged()]
-        self.pieces: list[tuple[int, int]] = []  # what copy_bytes() writes, on a device
+        self.pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
         if arena.on_device is not None:
             self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))
         # Tied leaves given as two tensors of equal values may differ the next time.
@@ -174,17 +175,32 @@ class CopyPlan:
         if not self._conversions.none:
             self._conversions.stage()
 
+    @property
+    def from_devices(self) -> bool:
+        """May it copy from devices?"""
+        return not self._conversions.none
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices that it copies from."""
+        return self._conversions.devices
+
     def convert(self, slot: int) -> list[tuple[int, int, int]]:
-        """For a slot on a device: write what has to be converted; what the device itself can copy, to be copied.
+        """For a slot on a device: write what has to be converted there; what that device itself can copy, to be copied.
 
         The latter as (place in the slot, address, bytes).
         """
         self._conversions.write(slot)
         return self._conversions.held()
 
-    def copy_bytes(self, address: int) -> None:
-        """Write the plain bytes, each at its place in a slot that starts at `address`."""
-        self._sources.copy_to(address)
+    def staged(self) -> list[tuple[int, int]]:
+        """For a slot on a device: (place in the slot, bytes) of what aside() writes, in order."""
+        return merged(sorted([*self.pieces, *((leaf.offset, leaf.nbytes) for leaf in self._conversions.from_host())]))
+
+    def aside(self, staging: torch.Tensor) -> None:
+        """For a slot on a device: write what lies in the host's memory, as the slot will have it, to staging memory."""
+        self._sources.copy_to(staging.data_ptr())
+        self._conversions.write_aside(staging)
 
     def copy_to(self, address: int, slot: int) -> None:
         """Write the given leaves into this slot, which starts at `address`; plain bytes in one native call."""
@@ -195,14 +211,14 @@ class CopyPlan:
 
 def _own_place(tensor: torch.Tensor, leaf: Leaf, ranges: list[tuple[int, int]], slots: int, name: str) -> bool:
     """Is the source this leaf itself (slots = 1)? Raises ManifestMismatch when it lies anywhere else in the slab."""
-    if tensor.device.type != "cpu":
+    if not has_address(tensor):
         return False
     address = tensor.data_ptr()
     behind = address + extent(tensor) * tensor.element_size()
     for begin, end in ranges:
         if address >= end or behind <= begin:
             continue
-        if slots == 1 and address - begin == leaf.offset and direct(tensor, leaf):
+        if slots == 1 and address - begin == leaf.offset and same_layout(tensor, leaf):
             return True
         raise ManifestMismatch(
             f"the source of {leaf.name} lies inside arena {name!r} itself, so publishing would read what it "

@@ -9,18 +9,49 @@ INV: one version is under way at a time. Until it is committed, or known never t
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from .. import _native
 from ..errors import DeviceFailed, WriterBusy
-from ..memory.devices import OnDevice, Piece
+from ..memory.devices import Device, OnDevice, Piece
 from ..memory.exiting import stay_if_exiting
 from ..memory.manifest import Manifest
 from .copy_plan import CopyPlan
 from .timing import slice_until
 
 _SLICE = 50_000_000  # ns
+
+
+def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: object = None) -> None:
+    """Wait until these devices have made what the calling thread's own streams, and `after`, have been asked for.
+
+    Raises ValueError for `after` without devices, TypeError where it is none of theirs; WriterBusy, DeviceFailed.
+    """
+    if after is not None:
+        if not devices:
+            raise ValueError(
+                f"after= orders copies on a device, but arena {name!r} lies in the host's memory, and so do the "
+                "weights; leave it out"
+            )
+        if len(devices) > 1:
+            raise ValueError(
+                "after= orders the copies of one device, but the weights lie on "
+                + " and ".join(device.name for device in devices)
+                + "; let their current streams wait for it instead"
+            )
+        devices[0].follow(devices[0].current(), devices[0].as_stream(after))
+    for device in devices:
+        while not device.wait(device.current(), slice_until(deadline) / 1e9):
+            stay_if_exiting()
+            device.check()
+            if time.monotonic() >= deadline:
+                raise WriterBusy(
+                    f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; "
+                    "give it more time with timeout="
+                )
+        device.check()
 
 
 class DeviceWrites:
@@ -50,6 +81,11 @@ class DeviceWrites:
         if self._commit is not None and not self._commit.done:
             return self._seen
         return int(self._writer.version), int(self._writer.current_slot)
+
+    @property
+    def under_way(self) -> bool:
+        """May a version still be committed, so that nobody else may use the writer?"""
+        return self._commit is not None
 
     def settle(self, deadline: float) -> bool:
         """Wait until the version that is under way is published. False: there is none.
@@ -99,12 +135,12 @@ class DeviceWrites:
         pieces = plan.convert(slot)
         if pieces:
             self._device.copy(self._stream, [(address + at, source, size) for at, source, size in pieces])
-        staged = plan.pieces
+        staged = plan.staged()
         if staged:
             if self._staging is None:
                 self._staging = self._device.staging(self._bytes)
             aside = self._staging.data_ptr()
-            plan.copy_bytes(aside)
+            plan.aside(self._staging)
             self._device.copy(self._stream, [(address + at, aside + at, size) for at, size in staged])
         if pieces:
             self._device.follow(mine, self._stream)

@@ -80,7 +80,14 @@ class Fitting:
         stand_ins = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
         others = {key: arena.views(0)[key] for key in self._beside}
         given = {**tensors, **stand_ins, **others}
-        problems = mismatches(given, arena, partial=partial, any_device=self._copies, source_is="module")
+        problems = mismatches(given, arena, partial=partial, any_device=True, source_is="module")
+        if not self._copies:
+            problems += [
+                f"{'.'.join(key)} is on {arena.device} in the arena but on {tensor.device} in the module; move the "
+                "module, or bind_copies() it"
+                for key, tensor in tensors.items()
+                if tensor.device.type != "meta" and tensor.device != arena.device and key in arena.manifest.by_key
+            ]
         # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
         problems += [
             f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
@@ -106,9 +113,9 @@ def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
             yield place.path, each
 
 
-def materialise(tensor: torch.Tensor) -> None:
+def materialise(tensor: torch.Tensor, device: torch.device) -> None:
     """Give a tensor of the meta device memory; the Python object stays. `.data` cannot change its device."""
-    memory = torch.empty_like(tensor, device="cpu")
+    memory = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
     torch.utils.swap_tensors(tensor, memory)

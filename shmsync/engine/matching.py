@@ -9,6 +9,7 @@ import torch
 
 from .. import _native
 from ..memory.arena import Arena
+from ..memory.devices import place_of
 from ..memory.manifest import Key, Leaf, tie
 from .admission import problem_with
 
@@ -50,8 +51,11 @@ def mismatches(
                 problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
             if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
                 problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}")
-            if not any_device and value.device.type != "cpu":
-                problems.append(f"{name} is on cpu in the arena but on {value.device} in the {source_is}")
+            if not any_device and value.numel() and (place := place_of(value)) != arena.place:
+                problems.append(
+                    f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "
+                    f"place, as in device={arena.place!r}, to have weights fetched"
+                )
     if not partial:
         given = {
             manifest.by_key[key].offset for key in tensors if key in manifest.by_key and manifest.by_key[key].nbytes
@@ -69,6 +73,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit; NaN equals NaN, unlike with torch.equal."""
     if a.numel() == 0:
         return True
+    if a.device != b.device:
+        b = b.to(a.device)
     a, b = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 

@@ -16,7 +16,7 @@ from .. import _native
 from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory import reader_table, segment
 from ..memory.arena import create
-from ..memory.devices import default
+from ..memory.devices import named
 from ..memory.exiting import exiting, watch_exit
 from ..memory.manifest import Key, Manifest
 from ..memory.plainly import plainly, run_plainly
@@ -28,11 +28,12 @@ from .copy_plan import CopyPlan
 from .dtypes import Dtypes, cast_leaves, check_dtypes
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
+from .places import place_for
 from .plans import Plans
 from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
-from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
+from .timing import check_count, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
 from .writing import NO_ACKS, Acks, WriteSide
 
@@ -49,7 +50,9 @@ class Publisher:
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
-        device: None (every tensor must be on the CPU) or "cpu" (tensors are fetched from where they are).
+        device: where the arena lies. None: where the weights are, and then all that is published later must be there
+            too. "cpu": in the host's memory. "cuda", "cuda:1": in that GPU's memory. With a name, tensors are brought
+            there from wherever they are.
         dtype: floating leaves are cast to it on publish. A mapping of glob patterns on dotted keys to dtypes casts
             those that match, to the dtype of the first pattern that does; the others keep theirs.
         include, exclude: glob patterns on dotted keys; which leaves the arena has. A pattern that matches nothing,
@@ -77,18 +80,20 @@ class Publisher:
     ) -> None:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
-        check_device(device)
         check_dtypes(dtype)
-        where = default()
+        if device is not None:
+            named(device)
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = check_timeout(timeout)
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
         with plainly():
-            manifest = _manifest_of(weights, self._filter, dtype)
-        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=where)
+            tensors, manifest = _manifest_of(weights, self._filter, dtype)
+            place = place_for(tensors, device)
+        del tensors
+        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
-        self._plans = Plans(self._arena, name, self._filter, any_device=device is not None)
+        self._plans = Plans(self._arena, name, self._filter, any_device=place.any_device)
         watch_exit()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
@@ -155,16 +160,17 @@ class Publisher:
         acks = _acks(wait)
         self._side.check()
         with self._side.lock:
-            if self._side.later is not None or after is not None:
-                self._side.settle(deadline, after)
+            self._side.ready(deadline)
             try:
-                return self._side.publish(self._checked(weights), deadline, acks)
+                plan = self._checked(weights)
+                if after is not None:
+                    self._side.await_sources(plan, deadline, after)
+                return self._side.publish(plan, deadline, acks)
             finally:
                 self._plans.let_go()
 
     def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
         """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
-        self._side.check()  # close() may have come between
         source = self._source if weights is None else weights
         if self._side.adopted is not None:
             self._side.adopted.look()
@@ -208,8 +214,7 @@ class Publisher:
         side = self._side
         optimizers = as_list(optimizer)
         with side.lock:
-            side.check()
-            side.settle(deadline_after(None, side.timeout))
+            side.ready(deadline_after(None, side.timeout))
             if side.adopted is None:
                 self._adopt(module, optimizers)
             elif side.adopted.module is not module or not optimizers:
@@ -327,7 +332,7 @@ class Publisher:
     def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
         """Raise what publishing these would raise before anything is written. `optional`: as in Publication."""
         with self._side.lock:
-            self._side.settle(deadline_after(None, self._side.timeout))
+            self._side.ready(deadline_after(None, self._side.timeout))
             try:
                 self._checked(weights, optional)
             finally:
@@ -379,8 +384,7 @@ def _publish_one(publication: Publication, version: int | None, deadline: float)
     publisher = publication.publisher
     side = publisher._side
     with side.lock:
-        if side.later is not None:
-            side.settle(deadline)
+        side.ready(deadline)
         try:
             plan = publisher._checked(publication.weights, publication.optional)
             return side.publish(plan, deadline, version=version)
@@ -403,9 +407,11 @@ def _publish_locked(publications: Sequence[Publication], version: int | None, de
 
 def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
     for each in publications:
-        each.publisher._side.settle(deadline)
+        each.publisher._side.ready(deadline)
     plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
-    for _, plan in plans:
+    for side, plan in plans:
+        if plan.from_devices:
+            side.await_sources(plan, deadline)
         plan.stage()
     try:
         for side, _ in plans:
@@ -431,7 +437,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     return versions
 
 
-def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
     everything = collect(weights, EVERYTHING, watch=False).tensors
     tensors = everything
     if filter.filters:
@@ -443,7 +449,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> Manifest:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    return Manifest.of(tensors, dtypes=cast_leaves(tensors, dtype), filtered=filter.filters)
+    return tensors, Manifest.of(tensors, dtypes=cast_leaves(tensors, dtype), filtered=filter.filters)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:

@@ -8,8 +8,6 @@ from collections import deque
 from dataclasses import dataclass
 from numbers import Integral, Real  # numpy's numbers are among them
 
-import torch
-
 from .. import _native
 
 
@@ -55,21 +53,6 @@ def check_count(name: str, value: int, high: int) -> int:
     if not 1 <= value <= high:
         raise ValueError(f"{wanted}, not {int(value):,} ({value!r})")
     return int(value)
-
-
-def check_device(device: torch.device | str | None) -> None:
-    """Raises TypeError and ValueError unless it is None or the CPU."""
-    wanted = "device is None (every tensor must be on the CPU) or 'cpu' (tensors are fetched from where they are)"
-    if device is None:
-        return
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"{wanted}, not {device!r}")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{wanted}, not {device!r}, which is no device") from error
-    if found.type != "cpu":
-        raise ValueError(f"{wanted}; arenas hold their weights in CPU memory in this version, not on {device!r}")
 
 
 def slice_until(deadline: float) -> int:

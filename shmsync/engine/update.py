@@ -33,8 +33,7 @@ class Update(_native.Scope):
         started = time.perf_counter()
         side.check()
         side.lock.acquire(self)
-        side.check()  # close() may have come between
-        side.settle(deadline_after(self._timeout, side.timeout))
+        side.ready(deadline_after(self._timeout, side.timeout))
         side.refuse_poisoned()
         if self._acks.wanted:
             side.refuse_own_section(self._acks)

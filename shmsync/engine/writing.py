@@ -32,7 +32,7 @@ from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
 from .copy_plan import CopyPlan
-from .device_writes import DeviceWrites
+from .device_writes import DeviceWrites, fetch_order
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
@@ -73,8 +73,8 @@ class WriteSide:
         self.name = name
         self.timeout = timeout  # the arena's default, in seconds
         place = arena.on_device
-        self.writer = _native.Writer(arena.control, owner, place is not None)
-        self.later = None if place is None else DeviceWrites(place, arena.manifest, name, self.writer)  # on a device
+        self._writer = _native.Writer(arena.control, owner, place is not None)
+        self.later = None if place is None else DeviceWrites(place, arena.manifest, name, self._writer)  # on a device
         self.peers = Peers()
         self.counts = Counts()
         self.lock = _native.WriterLock()
@@ -116,22 +116,34 @@ class WriteSide:
         return plan
 
     @property
+    def writer(self) -> _native.Writer:
+        """Who writes. On a device only behind ready(): until a version is committed, it is the device's."""
+        if self.later is not None and self.later.under_way:
+            raise ProtocolError(f"a version of arena {self.name!r} is under way, and nobody has waited for it")
+        return self._writer
+
+    def ready(self, deadline: float) -> None:
+        """The gate of every use of the writer: raise if this process may not write, or while a version is under way.
+
+        Call it first, with the lock. On a device it waits until that version is published. Raises as settle() does.
+        """
+        self.check()  # close() may have come between
+        if self.later is not None:
+            self.settle(deadline)
+
+    @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
         if self.later is not None:
             return self.later.current
-        return int(self.writer.version), int(self.writer.current_slot)
+        return int(self._writer.version), int(self._writer.current_slot)
 
-    def settle(self, deadline: float, after: object = None) -> None:
-        """On a device: wait until the version that is under way is published. Before every other use of the writer.
+    def settle(self, deadline: float) -> None:
+        """On a device: wait until the version that is under way is published.
 
-        Raises WriterBusy when it is not in time, DeviceFailed when it never will be. `after`: as in publish().
+        Raises WriterBusy when it is not in time, DeviceFailed when it never will be.
         """
         if self.later is None:
-            if after is not None:
-                raise ValueError(
-                    f"after= orders copies on a device, but arena {self.name!r} lies in the host's memory; leave it out"
-                )
             return
         try:
             if self.later.settle(deadline):
@@ -139,8 +151,18 @@ class WriteSide:
         except DeviceFailed:
             self.undo()
             raise
-        if after is not None:
-            self.later.follow(after)
+
+    def await_sources(self, plan: CopyPlan, deadline: float, after: object = None) -> None:
+        """See that what the plan copies from devices is made before it is copied. `after`: as in publish().
+
+        Into the host's memory the calling thread copies: it waits until they are made. Raises WriterBusy when they are
+        not in time, DeviceFailed, ValueError and TypeError for `after`.
+        """
+        if self.later is not None:
+            if after is not None:
+                self.later.follow(after)
+        else:
+            fetch_order(plan.devices, self.name, deadline, after)
 
     def published(self, nanoseconds: int) -> bool:
         """Wait at most so long until nothing is under way. Raises DeviceFailed."""
@@ -156,6 +178,8 @@ class WriteSide:
         """Carry out a checked plan. `version`: publish this one instead of the next."""
         if acks.wanted:
             self.refuse_own_section(acks)
+        if plan.from_devices:
+            self.await_sources(plan, deadline)
         plan.stage()
         started = time.perf_counter()
         try:
@@ -330,7 +354,7 @@ class WriteSide:
         """The arena ends: nothing more is published."""
         if self.later is not None:
             self.later.take_back()
-        self.writer.close()
+        self._writer.close()
 
     @contextmanager
     def closing(self) -> Iterator[None]:

@@ -23,7 +23,9 @@ from .slab import Slab
 from .system import refusals
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
+ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
 _CONTIGUOUS = ()  # strides that torch finds by itself
+_CPU = torch.device("cpu")
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
 
@@ -39,14 +41,19 @@ def readonly_ranges() -> list[tuple[int, int]]:
 
 
 def lies_in_a_slab(tensor: torch.Tensor) -> bool:
-    """Does a CPU tensor start in the read-only mapping of some arena of this process?"""
+    """Does a tensor start in the read-only mapping of some arena of this process?"""
     return lies_in(tensor, readonly_ranges())
 
 
 def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Does a tensor start in one of these ranges of CPU addresses?"""
-    address = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+    """Does a tensor start in one of these ranges of addresses?"""
+    address = tensor.data_ptr() if has_address(tensor) else 0
     return any(begin <= address < end for begin, end in ranges)
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    """Is its data_ptr() an address of this process? CUDA's devices and the host have no address in common."""
+    return tensor.device.type in ADDRESSED
 
 
 class Arena:
@@ -77,6 +84,16 @@ class Arena:
         self._fresh: Fresh | None = None
         with _mapped_lock:
             _mapped.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where torch says that the tensors over the slab are."""
+        return _CPU if self.on_device is None else self.on_device.device.torch_device
+
+    @property
+    def place(self) -> str:
+        """The name of where the slab lies: "cpu", "cuda:0"."""
+        return "cpu" if self.on_device is None else self.on_device.device.name
 
     @property
     def mapped(self) -> bool:

@@ -9,12 +9,13 @@ behind the reads of a section.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from .. import _native
-from ..errors import ArenaNotFound
+from ..errors import ArenaNotFound, ShmSyncError
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Hashable
@@ -25,11 +26,13 @@ class Device(Protocol):
 
     Attributes:
         kind: the number that the header of a segment has for such a device.
-        name: as in an error: "cuda:0".
+        name: as users name it and as in an error: "cuda:0".
+        torch_device: where torch says that the tensors over its memory are.
     """
 
     kind: int
     name: str
+    torch_device: torch.device
 
     def allocate(self, size: int) -> torch.UntypedStorage:
         """Memory of the device that other processes can open. Raises NoSpace."""
@@ -77,15 +80,35 @@ class Device(Protocol):
         """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""
 
 
+@runtime_checkable
+class HostVisible(Device, Protocol):
+    """A device whose tensors torch takes for the host's. It does itself what torch does for tensors of other devices.
+
+    Both are work of the calling thread's current stream. What goes to the host's memory is done when the call returns.
+    """
+
+    def assign(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """`to.copy_(source)`; one of them, or both, are in memory of such a device."""
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.clone()`, in memory of the same device."""
+
+
 _LAST_COPIES = 1.0  # seconds; those of a version that was given up
 _unfinished: list[torch.UntypedStorage] = []  # what a device may still write or read
 _of_kind: dict[int, Device] = {}
+_of_name: dict[str, Device] = {}
+_visible: list[HostVisible] = []  # those that have to be asked whether a tensor of torch's "cpu" is theirs
+_of_torch: dict[torch.device, Device | None] = {}  # as holding() found them
 _default: list[Device] = []
 
 
 def register(device: Device, *, default: bool = False) -> None:
     """Let arenas lie on this device. `default`: also those for which none was asked."""
     _of_kind[device.kind] = device
+    _of_name[device.name] = device
+    if isinstance(device, HostVisible):
+        _visible.append(device)
     if default:
         _default[:] = [device]
 
@@ -106,6 +129,75 @@ def of_kind(kind: int, name: str) -> Device | None:
             "import what brings the device, or publish with device='cpu'"
         )
     return device
+
+
+def named(device: torch.device | str) -> Device | None:
+    """The device of this name, None for the host's memory.
+
+    Raises TypeError and ValueError for what is no device that an arena can lie on, and what CUDA's own part raises.
+    """
+    wanted = "device is None (where the weights are), 'cpu', or a device on which arenas can lie, such as 'cuda:0'"
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"{wanted}, not {device!r}")
+    known = _of_name.get(str(device))
+    if known is not None:
+        return known
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{wanted}, not {device!r}, which is no device") from error
+    if found.type == "cuda":
+        index = found.index
+        if index is None:
+            index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        made: Device = import_module(f"{__package__}.cuda").device(index)
+        return made
+    if found.type != "cpu":
+        raise ValueError(
+            f"{wanted}; an arena cannot lie on {str(found)!r}. With device='cpu' its weights are fetched from there to "
+            "the host's memory"
+        )
+    return None
+
+
+def holding(tensor: torch.Tensor) -> Device | None:
+    """The device whose memory this plain tensor lies in. None: the host's, or one of which only torch knows."""
+    if tensor.device.type == "cpu":
+        return next((device for device in _visible if device.holds(tensor)), None) if _visible else None
+    if tensor.device not in _of_torch:
+        try:
+            _of_torch[tensor.device] = named(tensor.device)
+        except (ShmSyncError, ValueError, ImportError):
+            _of_torch[tensor.device] = None  # no arena can lie there, but torch copies from there
+    return _of_torch[tensor.device]
+
+
+def place_of(tensor: torch.Tensor) -> str:
+    """The name of the place where a tensor lies: "cpu", "cuda:0"."""
+    if tensor.device.type != "cpu" or not _visible:
+        return str(tensor.device)
+    device = holding(tensor)
+    return "cpu" if device is None else device.name
+
+
+def assign(to: torch.Tensor, source: torch.Tensor) -> None:
+    """`to.copy_(source)`, wherever they lie, as work of the calling thread's current stream. Call it inside plainly().
+
+    What changes its dtype on the way to the host is cast on its device.
+    """
+    for device in _visible:
+        if device.holds(to) or device.holds(source):
+            device.assign(to, source)
+            return
+    if to.dtype != source.dtype and to.device.type == "cpu" != source.device.type:
+        source = source.to(to.dtype)
+    to.copy_(source)
+
+
+def clone(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.clone()`, where the tensor lies, as work of the calling thread's current stream."""
+    device = next((device for device in _visible if device.holds(tensor)), None)
+    return tensor.clone() if device is None else device.clone(tensor)
 
 
 class OnDevice:

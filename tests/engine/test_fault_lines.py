@@ -13,6 +13,8 @@ from support.choice import first
 from support.processes import segment_path
 from support.weights import Net
 
+pytestmark = pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
+
 OURS = "shmsync: "
 PRELUDE = """
 import ctypes, faulthandler, os, signal, sys

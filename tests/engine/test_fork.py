@@ -64,6 +64,7 @@ def test_forked_child_leaves_the_pin_of_its_parent_alone():
         assert read(sub) == (2, 2, 2)
 
 
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 def test_adopted_parameters_are_read_only_in_a_forked_child():
     net = Net(0)
     with shmsync.Publisher(net) as pub, shmsync.Subscriber(pub.handle) as sub:
@@ -82,6 +83,7 @@ def test_adopted_parameters_are_read_only_in_a_forked_child():
         assert bytes_of(sub.snapshot().weights) != before
 
 
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 @pytest.mark.parametrize("slots", [1, 2])
 def test_weights_under_update_are_read_only_in_a_forked_child(slots):
     with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as sub:

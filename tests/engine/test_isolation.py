@@ -113,6 +113,7 @@ def test_adopted_parameters_show_up_under_update_only(pair):
         assert pub.version == 4
 
 
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("damage", [fill_weights, write_through_numpy, write_bound_parameter])
 def test_worker_that_writes_into_its_weights_dies(start, pair, damage, slots):
@@ -136,6 +137,7 @@ def test_worker_that_writes_into_its_weights_dies(start, pair, damage, slots):
             pass
 
 
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 def test_worker_cannot_make_its_weights_writable_or_shorter(pair):
     vandal, other = pair
     with shmsync.Publisher(stamped(1)) as pub:

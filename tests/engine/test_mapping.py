@@ -17,11 +17,12 @@ from support.holdings import (
     touch_all,
     update_all,
 )
-from support.processes import segment_path
+from support.processes import segment_path, until
 
 MB = 10**6
 
 
+@pytest.mark.host_memory(reason="it counts the descriptors of the slab's file")
 def test_many_tensors_take_few_descriptors(start):
     writer, reader = start(2)
     for worker in (writer, reader):
@@ -36,6 +37,7 @@ def test_many_tensors_take_few_descriptors(start):
     assert len(slab_inodes(writer.pid) | slab_inodes(reader.pid)) == 1
 
 
+@pytest.mark.host_memory(reason="it counts the pages of the host; staging memory lies there too")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slots", [1])
 def test_weights_are_in_memory_once(start, slots):
@@ -67,7 +69,7 @@ def test_nothing_is_left_after_close(start):
     before = worker.call(holdings)
     for _ in range(3):
         worker.call(live_whole_life)
-    assert worker.call(holdings) == before
+    until(lambda: worker.call(holdings) == before)  # the threads of a simulated device end a moment later
     assert before["slabs"] == 0
     assert before["segments"] == []
     assert not any("memfd:shmsync" in target for target in before["descriptors"])

@@ -239,6 +239,7 @@ def test_gc_says_first_what_it_would_remove(start, name, said):
         assert segment_path(name).exists()
 
 
+@pytest.mark.host_memory(reason="the memory of a device has no name")
 def test_the_memory_carries_the_name_of_its_arena(start):
     longest = "a" * 200
     trainer, worker = start(2)

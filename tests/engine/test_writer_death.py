@@ -128,6 +128,7 @@ def test_section_that_was_open_when_the_writer_died_half_way_is_torn(start, name
             sub.run(print)
 
 
+@pytest.mark.host_memory(reason="it follows the slab's file; the memory of a device is its driver's to free")
 def test_killed_publisher_leaves_no_memory(start, name, capsys):
     writer, reader = start(2)
     reader.call(attach, writer.call(open_arena, name=name))

@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import os
 import random
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -117,7 +118,7 @@ def holdings():
             target = os.readlink(f"/proc/self/fd/{fd}")
         except FileNotFoundError:  # the one that lists them
             continue
-        kind = target.partition(":")[0] if ":" in target else target
+        kind = target.partition(":")[0] if ":" in target else re.sub(r"torch_[\d_]+", "torch", target)
         descriptors[kind] = descriptors.get(kind, 0) + 1
     return {
         "descriptors": descriptors,

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -42,14 +42,14 @@ class Stream:
     """A thread that does what it is given, in order. It ends when nobody has the stream any more."""
 
     def __init__(self, device: Simulated, seed: int) -> None:
-        self._line: queue.Queue[Callable[[], None]] = queue.Queue(_DEPTH)
-        self._device = device
-        over = threading.Event()
-        weakref.finalize(self, over.set).atexit = False
-        arguments = self._line, over, device, random.Random(seed)
+        self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(_DEPTH)
+        weakref.finalize(self, self._line.put, None).atexit = False
+        arguments = self._line, self._room, device, random.Random(seed)
         threading.Thread(target=_serve, args=arguments, name="simulated stream", daemon=True).start()
 
     def give(self, work: Callable[[], None]) -> None:
+        self._room.acquire()
         self._line.put(work)
 
     def record(self) -> Event:
@@ -58,14 +58,11 @@ class Stream:
         return event
 
 
-def _serve(line: queue.Queue, over: threading.Event, device: Simulated, chance: random.Random) -> None:
-    while True:
-        try:
-            work = line.get(timeout=0.1)
-        except queue.Empty:
-            if over.is_set():
-                return
-            continue
+def _serve(
+    line: queue.SimpleQueue, room: threading.BoundedSemaphore, device: Simulated, chance: random.Random
+) -> None:
+    while (work := line.get()) is not None:
+        room.release()
         device.delay(chance)
         if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
             work()
@@ -84,18 +81,21 @@ class Simulated:
     Args:
         seed: decides all delays.
         longest: of a delay, in seconds. Most are none at all, some are as long.
+        index: of several devices of one process.
         prompt: a call is made before the thread that asked for it goes on, as tests of the host's memory expect of a
             publish. Delays, threads and order stay.
     """
 
-    kind = KIND
-    name = "the simulated device"
+    torch_device = torch.device("cpu")
 
-    def __init__(self, seed: int = 0, longest: float = 0.002, *, prompt: bool = False) -> None:
+    def __init__(self, seed: int = 0, longest: float = 0.002, *, prompt: bool = False, index: int = 0) -> None:
+        self.kind = KIND + index
+        self.name = f"simulated:{index}"
         self.failed: BaseException | None = None
         self.longest = longest
         self.prompt = prompt
         self.copies = 0
+        self.casts = 0  # tensors that changed their dtype on their way
         self.allocated = 0  # how often, so that it is known who publishes
         self._seeds = random.Random(seed)
         self._ranges: dict[int, tuple[int, int, int]] = {}  # by storage: begin, end, descriptor
@@ -105,9 +105,10 @@ class Simulated:
 
     def allocate(self, size: int) -> torch.UntypedStorage:
         fd = os.memfd_create("simulated device", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, size)
-        self.allocated += 1
-        return self._mapped(fd, size)
+        with _closed_if_it_fails(fd):
+            os.posix_fallocate(fd, 0, size)
+            self.allocated += 1
+            return self._mapped(fd, size)
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
         fd = self._ranges[storage._cdata][2]
@@ -121,13 +122,13 @@ class Simulated:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaNotFound(f"the memory that pid {pid} has exported is gone") from error
-        status = os.fstat(opened)
-        if status.st_ino != inode or status.st_size != size:
-            os.close(opened)
+        with _closed_if_it_fails(opened):
+            status = os.fstat(opened)
             if status.st_ino != inode:
                 raise ArenaNotFound(f"the memory that pid {pid} has exported is gone")
-            raise ArenaCorrupt(f"the memory of pid {pid} has {status.st_size:,} bytes, not {size:,}")
-        return self._mapped(opened, size)
+            if status.st_size != size:
+                raise ArenaCorrupt(f"the memory of pid {pid} has {status.st_size:,} bytes, not {size:,}")
+            return self._mapped(opened, size)
 
     def free(self, storage: torch.UntypedStorage) -> None:
         found = self._ranges.pop(storage._cdata, None)
@@ -195,6 +196,33 @@ class Simulated:
 
             raise DeviceFailed(f"{self.name} failed: {self.failed}")
 
+    # What torch does for tensors of other devices.
+
+    def assign(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        from shmsync.memory import devices
+
+        owner, giver = devices.holding(to), devices.holding(source)
+        if owner is not None and owner is not self:  # as torch: between two devices, on the stream of the target's
+            owner.assign(to, source)
+            return
+        mine = self.current()
+        if giver not in (None, self):  # what is to be copied there is made first
+            self.follow(mine, giver.current())
+        if to.dtype != source.dtype:
+            self.casts += 1
+        if giver is None:  # the caller may change it at once
+            source = source.clone()
+        self.kernel(lambda: to.copy_(source) and None, mine)
+        if giver not in (None, self):
+            giver.follow(giver.current(), mine)
+        if owner is None:
+            self.follow(HOST, mine)
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        there = self.tensor(torch.empty_like(tensor))
+        self.assign(there, tensor)
+        return there
+
     # For tests.
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
@@ -237,24 +265,45 @@ class Simulated:
         return storage
 
 
+@contextmanager
+def _closed_if_it_fails(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            os.close(fd)
+        raise
+
+
 def _wait(event: Event) -> None:
     event.done.wait()
 
 
 @contextmanager
-def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
-    """All new arenas of this process lie on one, and afterwards where they did before."""
+def installed(*made: Simulated, default: bool = False) -> Iterator[None]:
+    """Only these are known to this process, and afterwards what was before. `default`: all new arenas lie on one."""
     from shmsync.memory import attaching, devices
 
-    before = dict(devices._of_kind), list(devices._default)
-    device = Simulated(seed, longest)
-    devices.register(device, default=True)
-    yield device
-    devices._of_kind.clear()
-    devices._of_kind.update(before[0])
-    devices._default[:] = before[1]
+    known = devices._of_kind, devices._of_name, devices._visible, devices._default, devices._of_torch
+    before = [each.copy() for each in known]
+    for each in known:
+        each.clear()
+    for device in made:
+        devices.register(device, default=default)
+    yield
+    for each, earlier in zip(known, before, strict=True):
+        each.clear()
+        each.update(earlier) if isinstance(each, dict) else each.extend(earlier)
     for kept in (attaching._unfinished, devices._unfinished):  # of a device that failed: nothing is done there any more
         kept.clear()
+
+
+@contextmanager
+def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
+    """All new arenas of this process lie on one, and afterwards where they did before."""
+    device = Simulated(seed, longest)
+    with installed(device, default=True):
+        yield device
 
 
 def install(devices: Any) -> Simulated:

@@ -118,7 +118,7 @@ def test_names(publisher):
         {"slots": 0},
         {"slots": 128},
         {"max_readers": 0},
-        {"device": "cuda"},
+        {"device": "mps"},
         {"dtype": torch.int8},
         {"timeout": -1},
     ],

@@ -24,7 +24,7 @@ def send_bound_tensors_by_value() -> None:
 
 
 def _reduce(reduce: Callable[[Any], Any], tensor: torch.Tensor) -> Any:
-    if tensor.device.type == "cpu" and lies_in_a_slab(tensor):
+    if lies_in_a_slab(tensor):
         copy = tensor.detach().clone()
         tensor = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
     return reduce(tensor)
