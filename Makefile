@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-rest test-all zoo storm test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
+.PHONY: demo test test-device storm-device test-rest test-all zoo storm test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -20,6 +20,16 @@ PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml)
 # these in some test.
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
+
+# The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py).
+test-device: $(STAMP)
+	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering $(abspath tests/engine) $(ARGS)
+
+# Many publishes to kernels that run late, on that device; none may see another version than its section's.
+PUBLISHES ?= 100000
+storm-device: $(STAMP)
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.device_storm \
+	  --publishes $(PUBLISHES) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # The combinations that `make test` leaves out. There may be none for these TESTS and ARGS.
 test-rest: $(STAMP)

@@ -12,7 +12,7 @@ from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from ..memory.manifest import Key, tie
 from .aliases import overlapping
-from .matching import mismatches, same_bytes, untied
+from .matching import elsewhere, mismatches, same_bytes, untied
 from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
 from .stepping import state_tensors, stuck_states
@@ -38,7 +38,8 @@ def parts_of(
     second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
     tensors = without(collected.tensors, second)
     collected = collected._replace(tensors=tensors)
-    problems = mismatches(tensors, arena, partial=False, any_device=False, source_is="module")
+    problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="module")
+    problems = problems or elsewhere(tensors, arena)
     if arena.manifest.casts:
         problems += [
             f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module: that casts it"

@@ -12,11 +12,12 @@ from torch import nn
 from .. import _native
 from ..errors import ProtocolError
 from ..memory.arena import Arena, lies_in, readonly_ranges
+from ..memory.devices import assign, clone
 from ..memory.manifest import Key, Leaf
 from ..memory.plainly import plainly
 from .adoptable import Parts, misfit, parts_of
 from .aliases import make_private
-from .matching import direct
+from .matching import direct, same_layout
 from .sources import Filter, collect
 from .stepping import OptimizerWatch, StepGate, refuse_orphans, states_follow, stepped_by, stuck_states
 
@@ -140,7 +141,7 @@ class Adoption:
         return {
             key
             for key, tensor in placed.items()
-            if tensor.data_ptr() != self._views[key].data_ptr() or not direct(tensor, by_key[key])
+            if tensor.data_ptr() != self._views[key].data_ptr() or not same_layout(tensor, by_key[key])
         }
 
     def _unchanged(self) -> bool:
@@ -163,7 +164,8 @@ class Adoption:
     def _copy_table(self) -> _native.Sources | None:
         """Of the buffers; None if some have to be gathered first."""
         rows = [(private.buffer, private.leaf.offset, private.leaf.nbytes) for private in self._private]
-        if not all(direct(private.buffer, private.leaf) for private in self._private):
+        by_address = self._arena.on_device is None
+        if not by_address or not all(direct(private.buffer, private.leaf) for private in self._private):
             return None
         return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
 
@@ -212,7 +214,7 @@ class Adoption:
             moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
             for tensor, view in moving:
                 if copy:
-                    view.copy_(tensor)
+                    assign(view, tensor)
             moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
             for tensor, _ in moving:
                 left.append(tensor.data)
@@ -271,7 +273,7 @@ class Adoption:
             return int(self._copy.bytes)
         with plainly():
             for private in self._private:
-                private.view.copy_(private.buffer)
+                assign(private.view, private.buffer)
         return sum(private.view.nbytes for private in self._private)
 
     def give_back(self) -> None:
@@ -287,5 +289,5 @@ class Adoption:
             if view is not None and tensor.numel():
                 copy = copies.get(view.data_ptr())
                 if copy is None:
-                    copy = copies[view.data_ptr()] = view.clone()
+                    copy = copies[view.data_ptr()] = clone(view)
                 tensor.data = copy

@@ -16,7 +16,8 @@ from torch import nn
 
 from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
-from ..memory.arena import Arena
+from ..memory.arena import Arena, has_address
+from ..memory.devices import assign, clone
 from ..memory.manifest import Key
 from ..memory.plainly import modes_are_on, plainly, run_plainly
 from .by_identity import ByIdentity
@@ -24,6 +25,7 @@ from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 from .wrappers import modules_in
 
+_SLICE = 0.05  # seconds
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
 _bound_to: ByIdentity[nn.Module, list[weakref.ref[Binding]]] = ByIdentity()
 
@@ -146,18 +148,31 @@ class Binding:
                     self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
                     self._placed = True
         if self.copied:
-            made = self._arena.views(slot)
-            with plainly():
-                for key, buffer in self.copied:
-                    buffer.copy_(made[key])
+            self._copy(slot)
         torch.clear_autocast_cache()  # what was computed from the version before
         if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
             parametrize._cache.clear()
         return True
 
+    def _copy(self, slot: int) -> None:
+        """Renew the private copies, after what earlier sections have asked a device for with the old ones.
+
+        It is done when this returns: the next section may use another stream, which would not wait for it.
+        """
+        made = self._arena.views(slot)
+        place = self._arena.on_device
+        if place is not None:
+            mine = place.device.current()
+            place.device.follow(mine, place.stream)
+        with plainly():
+            for key, buffer in self.copied:
+                assign(buffer, made[key])
+        while place is not None and not place.device.wait(mine, _SLICE):
+            place.device.check()
+
     def copies(self) -> list[tuple[int, int]]:
-        """[begin, end) of the private copies in CPU memory."""
-        copied = [tensor for _, tensor in self.copied if tensor.device.type == "cpu" and tensor.numel()]
+        """[begin, end) of the private copies that have addresses."""
+        copied = [tensor for _, tensor in self.copied if has_address(tensor) and tensor.numel()]
         return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
 
     def _follow(self) -> None:
@@ -283,7 +298,7 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[B
 def make_private(tensor: torch.Tensor) -> None:
     """Give a tensor memory of its own, with the same values."""
     with plainly():
-        tensor.data = tensor.data.clone()
+        tensor.data = clone(tensor.data)
 
 
 def _node(module: nn.Module) -> tuple[object, ...]:

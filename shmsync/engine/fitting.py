@@ -13,7 +13,7 @@ from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena
 from ..memory.manifest import Key
 from .admission import is_wrapper
-from .matching import describe_problems, mismatches, tied_apart
+from .matching import describe_problems, elsewhere, mismatches, tied_apart
 from .second_names import second_names, without
 from .sources import EVERYTHING, collect, not_saved
 from .wrappers import modules_in, unwrapped, walk
@@ -82,12 +82,7 @@ class Fitting:
         given = {**tensors, **stand_ins, **others}
         problems = mismatches(given, arena, partial=partial, any_device=True, source_is="module")
         if not self._copies:
-            problems += [
-                f"{'.'.join(key)} is on {arena.device} in the arena but on {tensor.device} in the module; move the "
-                "module, or bind_copies() it"
-                for key, tensor in tensors.items()
-                if tensor.device.type != "meta" and tensor.device != arena.device and key in arena.manifest.by_key
-            ]
+            problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
         # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
         problems += [
             f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"

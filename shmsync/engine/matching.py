@@ -69,6 +69,15 @@ def mismatches(
     return problems
 
 
+def elsewhere(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[str]:
+    """A line for each tensor of a module that cannot be the arena's own memory, since torch has it elsewhere."""
+    return [
+        f"{'.'.join(key)} is on {arena.device} in the arena but on {tensor.device} in the module"
+        for key, tensor in tensors.items()
+        if key in arena.manifest.by_key and tensor.device.type != "meta" and tensor.device != arena.device
+    ]
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit; NaN equals NaN, unlike with torch.equal."""
     if a.numel() == 0:

@@ -325,6 +325,11 @@ class Publisher:
     # For the layers above the engine.
 
     @property
+    def place(self) -> str:
+        """The name of where the arena lies: "cpu", "cuda:0"."""
+        return self._arena.place
+
+    @property
     def manifest(self) -> Manifest:
         """The leaves of the arena."""
         return self._arena.manifest

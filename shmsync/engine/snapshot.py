@@ -8,9 +8,10 @@ import torch
 from tensordict import TensorDictBase
 
 from .. import _native
-from ..memory.arena import Arena, lies_in, readonly_ranges
+from ..memory.arena import Arena, lies_in, nested, readonly_ranges
+from ..memory.devices import assign, holding
 from ..memory.manifest import Key, Leaf
-from ..memory.plainly import copy_into, counts_changes, plainly
+from ..memory.plainly import counts_changes, plainly
 from .admission import problem_with
 from .matching import plain
 from .sources import EVERYTHING, Collected, collect
@@ -38,8 +39,15 @@ class Targets:
         self._counted: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None  # new memory
         self.made: TensorDictBase | None = None  # of new memory
-        if out is None:
+        if out is None and arena.on_device is None:
             self._whole, self.made = arena.fresh.make()
+            return
+        if out is None:
+            with plainly():
+                found = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
+            self._direct = []
+            self._others = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
+            self.made = nested(found)
             return
         if not isinstance(out, TensorDictBase):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
@@ -62,8 +70,9 @@ class Targets:
 
     def _take(self, collected: Collected, found: dict[Key, torch.Tensor], arena: Arena) -> None:
         pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
-        self._direct = [(target, leaf) for target, leaf in pairs if plain(target)]
-        self._others = [(target, leaf) for target, leaf in pairs if not plain(target)]
+        by_address = [arena.on_device is None and plain(target) and holding(target) is None for target, _ in pairs]
+        self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
+        self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
         self.count()
         if collected.guards is not None and not self._others:
             self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
@@ -84,7 +93,7 @@ class Targets:
             return
         if self.table is not None:
             self.table.copy_from(source)
-        else:
+        elif self._direct:
             _native.copy([(t.data_ptr(), source + leaf.offset, leaf.nbytes) for t, leaf in self._direct])
         if not (self._counted or self._others):
             return
@@ -93,7 +102,7 @@ class Targets:
             if self._others:
                 views = arena.views(slot)
                 for target, leaf in self._others:
-                    copy_into(target, views[leaf.key])
+                    assign(target, views[leaf.key])
 
 
 def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:

@@ -13,8 +13,9 @@ from torch import nn
 from .. import _native
 from ..errors import ManifestMismatch
 from ..memory.arena import lies_in, nested, readonly_ranges
+from ..memory.devices import assign, holding
 from ..memory.manifest import Key, tie
-from ..memory.plainly import copy_into, counts_changes, run_plainly
+from ..memory.plainly import counts_changes, run_plainly
 from . import extra_state
 from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
@@ -212,7 +213,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 rows.append((source, target.data_ptr(), target.nbytes))
                 written.append(target)
         else:
-            copy_into(target, source)
+            assign(target, source)
     if rows:
         _native.Sources([], rows).copy_to(0)  # each to an address of its own
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks
@@ -220,7 +221,8 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _copies_as_bytes(tensor: torch.Tensor) -> bool:
     # Other types may keep their values elsewhere; the changes of an inference tensor are not counted.
-    return type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
+    known = type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
+    return known and holding(tensor) is None
 
 
 def is_flat(weights: TensorDictBase) -> bool:

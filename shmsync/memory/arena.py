@@ -209,7 +209,7 @@ def _create(
     if device is None:
         memory = slab.create(slots, manifest.slot_bytes, session, name)
     else:
-        memory = slab.beside(device.allocate(slab.slab_bytes(slots, manifest.slot_bytes)))
+        memory = slab.beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
     try:
         on_device = None if device is None else OnDevice(device, memory.readonly)
         created = segment.create(

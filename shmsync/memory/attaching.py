@@ -51,13 +51,16 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
         on_device = None
     else:
         storage = device.open(header.slab_handle, size)
+        claimed = None
         try:
-            row = _claim(control, peers, owner, index, name)
+            row = claimed = _claim(control, peers, owner, index, name)
+            on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
         except BaseException:
+            if claimed is not None:
+                control.reap(claimed, owner, owner)
             device.free(storage)
             raise
         memory = slab.Slab(storage, None, -1, 0)
-        on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
     peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
     arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
     return Attached(arena, header.owner, row, owner)

@@ -16,6 +16,7 @@ import torch
 
 from .. import _native
 from ..errors import ArenaNotFound, ShmSyncError
+from .plainly import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Hashable
@@ -191,7 +192,7 @@ def assign(to: torch.Tensor, source: torch.Tensor) -> None:
             return
     if to.dtype != source.dtype and to.device.type == "cpu" != source.device.type:
         source = source.to(to.dtype)
-    to.copy_(source)
+    copy_into(to, source)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:

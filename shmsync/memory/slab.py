@@ -28,6 +28,7 @@ from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from . import placement
 from .available import available_bytes
+from .devices import Device
 from .process import Peers, pid_of
 from .system import close
 
@@ -97,10 +98,16 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         close(fd)
 
 
-def beside(storage: torch.UntypedStorage) -> Slab:
+def beside(device: Device, size: int) -> Slab:
     """A slab that lies on a device. Its descriptor is of an empty file, which is there as long as this program runs."""
     fd = os.memfd_create("shmsync-owner", os.MFD_CLOEXEC)
-    return Slab(storage, storage, fd, os.fstat(fd).st_ino, owns_fd=True)
+    try:
+        inode = os.fstat(fd).st_ino
+        storage = device.allocate(size)
+    except BaseException:
+        close(fd)
+        raise
+    return Slab(storage, storage, fd, inode, owns_fd=True)
 
 
 def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes, name: str) -> Slab:

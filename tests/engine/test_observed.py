@@ -23,6 +23,7 @@ from support.engine import (
     begin_update,
     close_publisher,
     create_and_stall,
+    device_is_idle,
     enter,
     leave,
     open_arena,
@@ -187,6 +188,7 @@ def test_nobody_notices_that_they_are_looked_at(start, name, said):
     """The processes that are looked at do not run for it, and no byte of the segment changes: no row is taken."""
     trainer, worker = start(2)
     worker.call(attach, trainer.call(open_arena, 2, name=name, max_readers=1), worker=0)
+    worker.call(device_is_idle)
     pids = (trainer.pid, worker.pid)
     until(lambda: all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S" for pid in pids))
     before = segment_path(name).read_bytes(), [spent(pid) for pid in pids]

@@ -1,18 +1,22 @@
 """A trainer and workers on the simulated device, each with a stream of its own, without pause.
 
 Every number of a version is its number; kernels look at them when they run, which is after their section.
+`make storm-device` runs a long one.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
 import threading
+import time
 from typing import NamedTuple
 
 import torch
 
 import shmsync
-from support.simulated import Simulated
+from support.simulated import Simulated, everywhere
 
 WORDS = 64
 
@@ -71,3 +75,31 @@ def storm(device: Simulated, publishes: int, *, slots: int, readers: int = 3, se
             for thread in threads:
                 thread.join()
     return Counted(publishes + 1, *(sum(each) for each in zip(*counts, strict=True)))
+
+
+def main() -> int:
+    """Storms of many publishes, one for each number of slots; 1 if a kernel has seen another version."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--publishes", type=int, default=100_000, help="in all")
+    parser.add_argument("--slots", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--readers", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=0.0001, help="seconds of the longest delay")
+    asked = parser.parse_args()
+    wrong = 0
+    for slots in asked.slots:
+        started = time.monotonic()
+        with everywhere(asked.seed, asked.longest) as device:
+            each = -(-asked.publishes // len(asked.slots))
+            counted = storm(device, each, slots=slots, readers=asked.readers, seed=asked.seed)
+        wrong += counted.wrong
+        print(
+            f"{slots} slots, {asked.readers} readers: {counted.publishes:,} publishes, {counted.reads:,} reads by "
+            f"kernels, {counted.wrong} wrong, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -212,7 +212,7 @@ class Simulated:
             self.casts += 1
         if giver is None:  # the caller may change it at once
             source = source.clone()
-        self.kernel(lambda: to.copy_(source) and None, mine)
+        self.kernel(lambda: to.copy_(source), mine)
         if giver not in (None, self):
             giver.follow(giver.current(), mine)
         if owner is None:
@@ -247,6 +247,12 @@ class Simulated:
         """Work for a stream, by default the current one."""
         stream = self.current() if stream is None else stream
         work() if stream is HOST else stream.give(work)
+
+    def gate(self, stream: Any) -> threading.Event:
+        """What the stream is given from now on is done after this is set."""
+        event = Event()
+        stream.give(lambda: _wait(event))
+        return event.done
 
     def fail(self, error: str = "an illegal memory access was encountered") -> None:
         """From now on nothing is done any more."""

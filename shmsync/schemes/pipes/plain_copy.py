@@ -45,7 +45,7 @@ class PlainCopy:
         collected = collect(weights, EVERYTHING, to_write=True)
         targets = unflattened(collected.tensors)
         leaves = {tuple(leaf.name.split(".")): leaf for leaf in publisher.manifest.leaves}
-        if collected.guards is None or len(targets) != len(collected.tensors):
+        if publisher.place != "cpu" or collected.guards is None or len(targets) != len(collected.tensors):
             return None
         if not partial and len(leaves) < len(targets):
             return None
