@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..engine import extra_state
@@ -17,6 +18,7 @@ from ..engine.second_names import tied_along
 from ..engine.sources import EVERYTHING, Weights, collect, not_saved
 from ..engine.strategy import WeightStrategy
 from ..errors import ManifestMismatch
+from ..memory.devices import named
 from ..memory.manifest import Key
 
 ALL = 0  # the group of every worker, where no groups= were given
@@ -59,7 +61,11 @@ class Publishers:
         alias: bool,
         partial: bool = False,
         dtype: Dtypes = None,
+        device: torch.device | str | None = None,
     ) -> None:
+        if device is not None:
+            named(device)
+        self._device = device
         self.partial = partial
         self.dtype = dtype
         self._strategy = WeightStrategy()
@@ -181,7 +187,7 @@ class Publishers:
             source,
             slots=self._slots,
             max_readers=max(64, 2 * readers),
-            device=None if self._alias else "cpu",  # a trainer on a GPU sends too
+            device=self._device if self._device is not None or self._alias else "cpu",  # a trainer on a GPU sends too
             dtype=self._dtype_for(source),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,

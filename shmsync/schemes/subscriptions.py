@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..engine.calls import can_be_called
@@ -13,6 +14,8 @@ from ..engine.strategy import WeightStrategy
 from ..engine.subscriber import Consistency, Subscriber
 from ..errors import ProtocolError
 from ..memory.segment import Handle
+
+_CPU = torch.device("cpu")
 
 
 class Subscriptions:
@@ -114,15 +117,15 @@ class Subscriptions:
         self._finalizer()
 
 
-def is_elsewhere(model: nn.Module) -> bool:
-    """Has the model tensors on a device from which it cannot use the arena's memory itself?"""
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    return not devices <= {"cpu", "meta"}
+def is_elsewhere(model: nn.Module, device: torch.device = _CPU) -> bool:
+    """Has the model tensors on another device than the arena, whose memory it then cannot use itself?"""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
+    return not devices <= {device}
 
 
 def _bind(subscriber: Subscriber, model: nn.Module) -> None:
     """Let the model show the arena's memory; on another device it gets a copy of each version, made in one section."""
-    bind = subscriber.bind_copies if is_elsewhere(model) else subscriber.bind
+    bind = subscriber.bind_copies if is_elsewhere(model, subscriber.arena.device) else subscriber.bind
     bind(model, guard=can_be_called(model))
 
 

@@ -11,9 +11,11 @@ import torch
 
 from shmsync import Publisher, Subscriber
 from shmsync.errors import ManifestMismatch
+from shmsync.memory import devices
 from shmsync.schemes import SharedMemWeightSyncScheme, subscriptions
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import CallRig, CallScheme, PipeRig
+from support.simulated import Simulated, installed
 
 RIGS = {"shm": (PipeRig, SharedMemWeightSyncScheme, {}), "fan-out": (CallRig, CallScheme, {"fan_out": "node"})}
 SLOTS = [("pinned", 1), ("pinned", 2), ("pinned", 3), ("optimistic", 1), ("optimistic", 2)]
@@ -22,7 +24,31 @@ SLOTS = [("pinned", 1), ("pinned", 2), ("pinned", 3), ("optimistic", 1), ("optim
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Every module is treated as if it were on another device."""
-    monkeypatch.setattr(subscriptions, "is_elsewhere", lambda model: True)
+    monkeypatch.setattr(subscriptions, "is_elsewhere", lambda model, device: True)
+
+
+@pytest.mark.parametrize(("consistency", "slots"), SLOTS)
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_scheme_puts_its_arena_on_a_device(request, copies, consistency, slots):
+    with installed(Simulated(5, 0.0005)):
+        if copies:
+            request.getfixturevalue("elsewhere")
+        made = PipeRig(SharedMemWeightSyncScheme, consistency=consistency, slots=slots, device="simulated:0")
+        addresses = set()
+        for value in (1, 2, 3):
+            made.deliver(Stamped(value))
+            assert made.stamps() == [value, value]
+            addresses.add(made.nets[0].layer.weight.data_ptr())
+            assert all(devices.holding(net.layer.weight) is not None for net in made.nets)
+        assert len(addresses) == 1 or (slots > 1 and not copies)  # the addresses of slots=1 never move
+        made.close()
+        gc.collect()
+
+
+@pytest.mark.parametrize("device", ["mps", 3])
+def test_a_scheme_refuses_a_device_where_no_arena_can_lie(device):
+    with pytest.raises((TypeError, ValueError), match="device"):
+        SharedMemWeightSyncScheme(device=device)
 
 
 class OnGPU(torch.Tensor):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
@@ -47,9 +48,12 @@ class SharedMemTransport(PipeTransport):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
+        device: torch.device | str | None = None,
     ) -> None:
         timeout = timeout_or_default(timeout)
-        publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype)
+        publishers = Publishers(
+            slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype, device=device
+        )
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
@@ -106,6 +110,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
+        device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A worker's
+            module on another device gets a private copy of each version.
         partial, dtype: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the
             worker's module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values
             of the newest version.
@@ -126,6 +132,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype)
         self.policy_weights = {} if policy_weights is None else policy_weights
@@ -135,6 +142,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.groups = groups
         self.timeout = timeout_or_default(timeout)
         self.alias = alias
+        self.device = device
         self._transport = self.make_transport()
 
     def make_transport(self) -> SharedMemTransport:
@@ -149,6 +157,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             alias=self.alias,
             partial=self.partial,
             dtype=self.dtype,
+            device=self.device,
         )
 
     def create_carrier(self) -> SharedMemCarrier:
