@@ -131,7 +131,10 @@ class Simulated:
             return self._mapped(opened, size)
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        found = self._ranges.pop(storage._cdata, None)
+        self._drop(storage._cdata)
+
+    def _drop(self, key: int) -> None:
+        found = self._ranges.pop(key, None)
         if found is not None:
             os.close(found[2])
 
@@ -230,7 +233,7 @@ class Simulated:
         values = values.contiguous()
         storage = self.allocate(max(values.nbytes, 1))
         there = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape)
-        weakref.finalize(there, self.free, storage).atexit = False
+        weakref.finalize(storage, self._drop, storage._cdata).atexit = False  # it lives as long as tensors over it
         there.copy_(values)
         return there
 
