@@ -378,11 +378,18 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
     gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
     sees all of them before or all of them after.
 
-    Returns the versions. Raises as Publisher.publish() does; then nothing was published.
+    Returns the versions, which are visible then. Raises as Publisher.publish() does; then nothing was published, but by
+    WriterBusy and DeviceFailed for a version whose copies on a device are not done.
     """
     if len(publications) > 1:
-        return _publish_locked(publications, version, deadline, len(publications))
-    return [_publish_one(each, version, deadline) for each in publications]
+        versions = _publish_locked(publications, version, deadline, len(publications))
+    else:
+        versions = [_publish_one(each, version, deadline) for each in publications]
+    for each in publications:
+        if each.publisher._side.later is not None:  # who calls tells others of the versions
+            with each.publisher._side.lock:
+                each.publisher._side.ready(deadline)
+    return versions
 
 
 def _publish_one(publication: Publication, version: int | None, deadline: float) -> int:

@@ -95,7 +95,7 @@ class Subscriptions:
         subscriber = self._subscribers.get(model_id)
         if subscriber is None:
             subscriber = self.needed(model_id)
-        subscriber.refresh()
+        self.move_to(subscriber, version)
         if subscriber.version < version:
             raise ProtocolError(
                 f"{model_id!r} is at version {subscriber.version} in the arena that this worker knows, not at "
@@ -105,6 +105,15 @@ class Subscriptions:
         bound = self._bound.get(model_id)
         if bound is None or bound() is not model:
             self.bind(model_id, model)
+
+    def move_to(self, subscriber: Subscriber, version: int) -> None:
+        """Apply the newest version; on a device, when this one, which was announced already, has been copied there.
+
+        Raises what wait_version() raises.
+        """
+        if subscriber.arena.on_device is not None:
+            subscriber.wait_version(version, self._timeout)
+        subscriber.refresh()
 
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""

@@ -65,7 +65,10 @@ def _serve(
         room.release()
         device.delay(chance)
         if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
-            work()
+            try:
+                work()
+            except Exception as error:  # as a kernel that faults
+                device.failed = error
 
 
 class _Host:
@@ -215,7 +218,7 @@ class Simulated:
             self.casts += 1
         if giver is None:  # the caller may change it at once
             source = source.clone()
-        self.kernel(lambda: to.copy_(source), mine)
+        self.kernel(lambda: _copy(to, source), mine)
         if giver not in (None, self):
             giver.follow(giver.current(), mine)
         if owner is None:
@@ -272,6 +275,11 @@ class Simulated:
         begin = storage.data_ptr()
         self._ranges[storage._cdata] = begin, begin + size, fd
         return storage
+
+
+@torch.no_grad()  # each thread has gradients on by itself
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
 
 
 @contextmanager

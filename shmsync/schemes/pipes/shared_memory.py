@@ -85,7 +85,7 @@ class SharedMemTransport(PipeTransport):
         while (message := self.end.take(kinds, deadline)) is not None:
             if message.kind == messages.UPDATE:
                 subscriber = self.subscriptions.needed(message.model_id)
-                subscriber.refresh()
+                self.subscriptions.move_to(subscriber, message.content)
                 return message.model_id, subscriber.weights
             self.subscriptions.join(message.model_id, message.content, message.worker)
             self.send_ack(messages.REGISTERED)
