@@ -94,7 +94,7 @@ def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> Pub
 
 
 class PublisherCollector:
-    """What prometheus() returns: asked by a registry at each scrape."""
+    """What prometheus() returns for `pub`: asked by a registry at each scrape."""
 
     def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
         pub.readers()  # raises for one that is closed, or a parent's

@@ -38,13 +38,21 @@ START_TIMEOUT = 120.0  # seconds
 
 @dataclass(frozen=True)
 class CollectorStats:
-    """Counts since the collector was made."""
+    """Counts since the collector was made.
 
-    frames: int  # handed out
-    batches: int  # handed out
-    dropped: int  # batches that were collected again because they were too old
-    restarts: int  # workers that were started again
-    version: int  # of the newest weights that were sent
+    Attributes:
+        frames: handed out.
+        batches: handed out.
+        dropped: batches that were collected again because they were too old.
+        restarts: workers that were started again.
+        version: of the newest weights that were sent.
+    """
+
+    frames: int
+    batches: int
+    dropped: int
+    restarts: int
+    version: int
 
 
 class MultiprocessCollector:
@@ -234,7 +242,9 @@ class MultiprocessCollector:
         return {"frames": self._frames, "batches": self._batches_out, "policy": policy, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counts, random generators and the policy, which is also sent to the workers; episodes begin anew.
+        """Restore the state of state_dict(): counts, random generators and the policy, which the workers get too.
+
+        Episodes begin anew.
 
         Raises ValueError when it is of a collector with another number of workers.
         """

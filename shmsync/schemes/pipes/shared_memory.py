@@ -55,11 +55,11 @@ class SharedMemTransport(PipeTransport):
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
 
     def register_pipe(self, pipe: Any, worker_idx: int | None = None, process: Any = None) -> int:
-        """Reach a worker over this pipe; the index it has from now on."""
+        """Reach a worker over this pipe; the index it has from now on. `worker_idx` and `process` as register_worker()."""
         return self.carrier.register_pipe(pipe, worker_idx, process)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
-        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
+        """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
         self.carrier.register_weights(model_id, weights)
 
     @override
@@ -156,7 +156,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return self._transport.carrier
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
+        """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
         self._transport.register_weights(model_id, weights)
 
     @override

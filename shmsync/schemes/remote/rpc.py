@@ -237,7 +237,7 @@ class RPCTransport(RemoteTransport):
         return self._ask(payload)
 
     def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = lambda content: content) -> Call:
-        """Send what `packed` makes of it."""
+        """Send what `packed` makes of the shipment."""
         if self._returns_a_future:
             return shipment.own(lambda content: self._ask(packed(content)))
         return shipment.start(self, lambda content: self._ask(packed(content)))

@@ -58,7 +58,7 @@ class RayTransport(RemoteTransport):
         return RayCall(self._invoke(payload), payload)
 
     def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = fetched) -> Call:
-        """Send what `packed` makes of it."""
+        """Send what `packed` makes of the shipment."""
 
         def start(content: Any) -> Call:
             message = packed(content)
