@@ -103,11 +103,13 @@ class MultiprocessCollector:
             worker step at the same time. For environments that wait: for a simulator, a network, a device.
 
     Raises:
-        ValueError, TypeError: arguments. NoSpace: the batches, the observations or the weights need more memory than
-        is left. WorkerDied: a worker died while it started. The exception of a worker's environment or policy, with
-        the worker's traceback as its cause; one that is no Exception (SystemExit), or would end the loop
-        (StopIteration), is a RuntimeError that quotes it. ManifestMismatch: what an environment or a policy gave does
-        not fit its space.
+        ValueError: arguments that are out of range or contradict each other.
+        TypeError: arguments of another type.
+        NoSpace: the batches, the observations or the weights need more memory than is left.
+        WorkerDied: a worker died while it started.
+        ManifestMismatch: what an environment or a policy gave does not fit its space.
+        Exception: that of a worker's environment or policy, with the worker's traceback as its cause; one that is no
+            Exception (SystemExit), or would end the loop (StopIteration), is a RuntimeError that quotes it.
     """
 
     def __init__(

@@ -100,8 +100,9 @@ class WeightReceiver:
             sender.
 
         Raises:
-            ValueError: no model is registered, or the context that had it is gone. WriterDied: the sender is gone.
-            An exception while applying is raised here and, with its traceback, in the sender.
+            ValueError: no model is registered, or the context that had it is gone.
+            WriterDied: the sender is gone.
+            Exception: that of applying them, here and, with its traceback, in the sender.
         """
         self._scheme.check_open("receive")
         if self._transport is None:

@@ -182,12 +182,14 @@ class WeightSender:
 
         Raises:
             WriterBusy: another thread was sending all that time, or this one is inside a send; nothing was sent.
-            RuntimeError: a send_async() is pending. ValueError: a worker that is not registered, or no weights.
+            RuntimeError: a send_async() is pending.
+            ValueError: a worker that is not registered, or no weights.
             ProtocolError: this sender was unpickled and has no workers.
             ManifestMismatch: the weights do not fit; nobody was changed.
-            WorkerDied, AckTimeout: sent, but these workers have not applied it; the others have. The sender stays
-            usable, and the dead are left out from now on. An exception of a worker raises here, with its traceback
-            as the cause.
+            WorkerDied: sent, but these workers died before they had applied it; the others have. The sender stays
+                usable, and the dead are left out from now on.
+            AckTimeout: sent, but these workers have not applied it in time.
+            Exception: that of a worker, with its traceback as the cause.
         """
         deadline = self._deadline(timeout)
         with turn(self.turns(), deadline, "send"):

@@ -265,7 +265,11 @@ class RPCWeightSyncScheme(RemoteScheme):
     That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights().
 
     Args:
-        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its workers.
+        strategy: see RemoteScheme.
+        fan_out: see RemoteScheme. The relay of a node is one of its workers.
+        slots: see RemoteScheme.
+        consistency: see RemoteScheme.
+        timeout: see RemoteScheme.
 
     init_on_sender() takes `collector_infos` and `collector_rrefs` (lists, read again at each send), `collector_class`,
     and `model` (or `source_model`); each as an argument or by the context, which is held weakly. It raises ValueError
