@@ -21,7 +21,7 @@ Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
 
 
 class Snapshot(NamedTuple):
-    """A private, consistent copy."""
+    """A private, consistent copy of the weights, and their version."""
 
     weights: TensorDictBase
     version: int
@@ -35,6 +35,7 @@ class Targets:
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
         self.table: _native.Sources | None = None  # of an `out` that can be found again, see kept_out.py
+        self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._counted: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None  # new memory
@@ -44,10 +45,9 @@ class Targets:
             return
         if out is None:
             with plainly():
-                found = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
-            self._direct = []
-            self._others = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
-            self.made = nested(found)
+                fresh = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
+            self._others = [(fresh[leaf.key], leaf) for leaf in arena.manifest.leaves]
+            self.made = nested(fresh)
             return
         if not isinstance(out, TensorDictBase):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
