@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -292,9 +292,12 @@ class Publisher:
             before they answered. AckTimeout: these have not answered in time, or are not attached. ProtocolError: the
             arena has no checksums, or this thread is in a read section. ClosedError, WriterBusy (another thread asks).
         """
+        deadline = deadline_after(timeout, self._side.timeout)
+        return self.ask(None if workers is None else check_workers(workers), deadline)
+
+    def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
+        """As verify(), by this monotonic time; `meanwhile` is called again and again until all have answered."""
         side = self._side
-        deadline = deadline_after(timeout, side.timeout)
-        wanted = None if workers is None else check_workers(workers)
         side.check()
         refuse_without_checksums(self._arena.manifest, side.name)
         if self._arena.rows_held_by_this_thread():
@@ -302,7 +305,12 @@ class Publisher:
                 "verify() inside a read section of this thread would wait for it to leave; leave the section first",
                 version=self.version,
             )
-        return self._inquiry.ask(wanted, self.version, deadline, side.check)
+
+        def look() -> None:
+            side.check()
+            meanwhile()
+
+        return self._inquiry.ask(workers, self.version, deadline, look)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""

@@ -59,8 +59,10 @@ class Publishers:
         alias: bool,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         self.partial = partial
+        self._checksum = checksum
         self.dtype = dtype
         self._strategy = WeightStrategy()
         self._slots = slots
@@ -185,6 +187,7 @@ class Publishers:
             dtype=self._dtype_for(source),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,
+            checksum=self._checksum,
         )
         try:
             if self._alias:

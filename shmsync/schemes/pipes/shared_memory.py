@@ -47,9 +47,12 @@ class SharedMemTransport(PipeTransport):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
-        publishers = Publishers(slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype)
+        publishers = Publishers(
+            slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype, checksum=checksum
+        )
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
@@ -109,6 +112,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         partial, dtype: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the
             worker's module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values
             of the newest version.
+        checksum: of the arenas; see Publisher.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}
@@ -126,8 +130,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype)
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
         self.policy_weights = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
         self.slots = slots
@@ -149,6 +154,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             alias=self.alias,
             partial=self.partial,
             dtype=self.dtype,
+            checksum=self.checksum,
         )
 
     def create_carrier(self) -> SharedMemCarrier:
@@ -274,6 +280,11 @@ class SharedMemReceiver(PipeReceiver):
         """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
         if self._transport is not None:  # a copy has none
             self._transport.close()
+
+    @override
+    def _prove(self, question: Any) -> None:
+        for model in self._models_now():
+            self._transport.subscriptions.prove(self._model_id, question, model)
 
     @override
     def _ready(self) -> bool:

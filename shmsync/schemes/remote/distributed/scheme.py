@@ -25,7 +25,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
-        strategy, fan_out, slots, consistency, timeout, partial, dtype: see RemoteScheme. The relay of a node is one of
+        strategy, fan_out, slots, consistency, timeout, partial, dtype, checksum: see RemoteScheme. The relay of a node is one of
             its ranks.
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
@@ -50,6 +50,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -59,6 +60,7 @@ class DistributedWeightSyncScheme(RemoteScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
+            checksum=checksum,
         )
         if backend != "gloo":
             raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')

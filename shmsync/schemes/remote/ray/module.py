@@ -72,7 +72,7 @@ class RayModuleTransformScheme(ActorScheme):
 
     Args:
         strategy: the form in which weights travel, and which of the actor's methods gets them.
-        tensor_transport, fan_out, slots, consistency, timeout, partial, dtype: see RayWeightSyncScheme.
+        tensor_transport, fan_out, slots, consistency, timeout, partial, dtype, checksum: see RayWeightSyncScheme.
             fan_out="node" needs an actor that gives what it gets to a receiver's apply_weights(); TorchRL's does not.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
@@ -93,6 +93,7 @@ class RayModuleTransformScheme(ActorScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -103,6 +104,7 @@ class RayModuleTransformScheme(ActorScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
+            checksum=checksum,
         )
 
     @override
