@@ -23,7 +23,7 @@ from .by_identity import ByIdentity
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
 from .sources import EVERYTHING, collect, not_saved
-from .verifying import Held
+from .verifying import HeldTensors
 from .wrappers import modules_in
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
@@ -77,13 +77,13 @@ class Binding:
         """The ids of the tensors that it moves."""
         return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldTensors | None:
         """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
         root = self._root()
         if root is not None:
             found = collect(root, EVERYTHING, watch=False).tensors
-            return Held(
-                type(root).__name__, found, self._fitting.leaf_of, set(self._fitting.beside), set(not_saved(root))
+            return HeldTensors(
+                type(root).__name__, found, self._fitting.leaf_of, self._fitting.beside, frozenset(not_saved(root))
             )
         found = {
             (*path, name): tensor  # only parts of the module live on
@@ -94,7 +94,9 @@ class Binding:
         }
         gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
         return (
-            Held("parts of a module", found, self._fitting.leaf_of, set(self._fitting.beside) | gone) if found else None
+            HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
+            if found
+            else None
         )
 
     def names_below(self, module: nn.Module) -> set[str]:

@@ -93,7 +93,7 @@ class ChecksumWriter:
             for offset, size in self._places.items()
         }
         words = (ctypes.c_uint64 * len(self._places)).from_address(start + self._at)
-        words[:] = tuple(self._new.values())
+        words[:] = list(self._new.values())
 
     def committed(self) -> None:
         """What was written is published."""

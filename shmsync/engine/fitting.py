@@ -48,9 +48,9 @@ class Fitting:
         self._second: dict[Key, tuple[Key, int]] = {}  # a leaf that has another name too, and the id of its tensor
 
     @property
-    def beside(self) -> set[Key]:
+    def beside(self) -> frozenset[Key]:
         """Leaves of the arena that are no tensors of the module."""
-        return set(self._beside)
+        return frozenset(self._beside)
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""

@@ -1,7 +1,7 @@
 """Proof of delivery, in the publisher: asking every worker what it holds, and waiting for the answers.
 
-The question is a number in the publication line, the answer a word in the worker's row. Nobody is woken for it: a worker
-sees the question when it next enters a section.
+The question is a number in the publication line, the answer a word in the worker's row. Nobody is woken for it: a
+worker sees the question when it next enters a section.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import name_with_pid
 from .outcome import listed
-from .verifying import Finding, Proof
+from .verifying import Proof, Verdict
 
 _NAP = 0.0005
 _LAST = (1 << 32) - 1
@@ -81,7 +81,7 @@ class _Answers:
                 self._open.discard(row)
             elif question == self._question:
                 name = self._names.setdefault(row, reader_table.name_of(self._control, row))
-                self._done[name] = Finding.problem(found, self._arena.manifest)
+                self._done[name] = Verdict.problem(found, self._arena.manifest)
                 self._dead.pop(row, None)
                 self._open.discard(row)
             elif not self._peers.alive(row[1]):

@@ -25,7 +25,7 @@ from ..memory.process import Peers, pid_of
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
-from .verifying import Finding
+from .verifying import Verdict
 from .waiting import WaitPath
 
 T = TypeVar("T")
@@ -316,9 +316,9 @@ class ReadPath(WaitPath):
                 self._move()
             elif outcome != Enter.SAME:
                 return
-            found = Finding.of(self)
+            found = Verdict.of(self)
         except ManifestMismatch:  # what the entry raises in a moment
-            found = Finding.unusable()
+            found = Verdict.unusable()
         self._abandon()
         self._answer(question, found)
 
@@ -326,14 +326,14 @@ class ReadPath(WaitPath):
 
     def _answer_waiting(self, deadline: float) -> None:
         # Nothing is applied here: a version that is new is for the next section, and so is the question then.
-        if not self._asked or self._mine or deadline - time.monotonic() < Finding.seconds(self.arena.manifest):
+        if not self._asked or self._mine or deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
             return
         try:
             with self._exclusive(max(0.0, deadline - time.monotonic())):
                 question = self._asked
                 if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
                     fits = self._held_version == self._version
-                    found = Finding.of(self) if fits else 0
+                    found = Verdict.of(self) if fits else 0
                     self._abandon()
                     if fits:
                         self._answer(question, found)

@@ -30,17 +30,17 @@ class Proof(NamedTuple):
     workers: tuple[int | str, ...] = ()  # who has proved it
 
 
-class Held(NamedTuple):
+class HeldTensors(NamedTuple):
     """What one module holds."""
 
     module: str
     tensors: Mapping[Key, torch.Tensor]
     leaf_of: Callable[[Key], Key]
-    beside: set[Key] = set()  # leaves of the arena that are none of its tensors
-    private: set[Key] = set()  # its own tensors that are never sent: state_dict() lacks them
+    beside: frozenset[Key] = frozenset()  # leaves of the arena that are none of its tensors
+    private: frozenset[Key] = frozenset()  # its own tensors that are never sent: state_dict() lacks them
 
 
-class Path(Protocol):
+class Verifiable(Protocol):
     """What is verified: a subscriber in a section that is pinned."""
 
     arena: Arena
@@ -59,7 +59,7 @@ class Path(Protocol):
         """The version and the slot of the open section."""
 
 
-def verify_held(path: Path, modules: Iterable[nn.Module] = ()) -> Proof:
+def verify_held(path: Verifiable, modules: Iterable[nn.Module] = ()) -> Proof:
     """Compare, inside a pinned section. Raises NotDelivered, which names every leaf that differs."""
     version, slot = path.held
     looking = _Look(path.arena, version, slot)
@@ -75,17 +75,19 @@ def verify_held(path: Path, modules: Iterable[nn.Module] = ()) -> Proof:
     return Proof(version, len(path.arena.manifest.leaves), tuple(dict.fromkeys(looking.unsent)))
 
 
-def held_by(module: nn.Module, manifest: Manifest) -> Held:
+def held_by(module: nn.Module, manifest: Manifest) -> HeldTensors:
     """What a module holds that may not be bound."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"verify() takes torch.nn.Module objects, not a {type(module).__name__}")
     root = unwrapped(module)
     tensors = collect(root, EVERYTHING, watch=False).tensors
     second = second_names(tensors, manifest.by_key)
-    return Held(type(root).__name__, tensors, lambda key: second.get(key, key), private=set(not_saved(root)))
+    return HeldTensors(
+        type(root).__name__, tensors, lambda key: second.get(key, key), private=frozenset(not_saved(root))
+    )
 
 
-def refuse_succeeded(path: Path) -> None:
+def refuse_succeeded(path: Verifiable) -> None:
     """Raise NotDelivered when the publisher is gone and another one has its arena's name."""
     try:
         session = segment.session_of(path.name)
@@ -119,7 +121,7 @@ class _Look:
                 if checksum_of(self._views[leaf.key]) != self._sums[leaf.offset]:
                     self.wrong[f"the arena's {leaf.name}"] = leaf.name, "was written after it was published"
 
-    def at(self, held: Held) -> None:
+    def at(self, held: HeldTensors) -> None:
         """One module."""
         by_key = self._arena.manifest.by_key
         missing = by_key.keys() - held.beside
@@ -171,14 +173,14 @@ class _Look:
         return "has other values, in memory of its own"
 
 
-class Finding:
+class Verdict:
     """The answer to the publisher's question, as 32 bits: what, how many leaves, and the first of them."""
 
     _HOLDS, _DIFFERS, _UNUSABLE = 1, 2, 3
     _COUNTED, _NUMBERED = (1 << 10) - 1, (1 << 20) - 1
 
     @classmethod
-    def of(cls, path: Path) -> int:
+    def of(cls, path: Verifiable) -> int:
         """Of a subscriber, inside a pinned section."""
         try:
             verify_held(path)
@@ -222,4 +224,4 @@ def _not_delivered(looking: _Look, name: str) -> NotDelivered:
     )
 
 
-__all__ = ["Finding", "Held", "Proof", "held_by", "refuse_succeeded", "refuse_without_checksums", "verify_held"]
+__all__ = ["HeldTensors", "Proof", "Verdict", "held_by", "refuse_succeeded", "refuse_without_checksums", "verify_held"]

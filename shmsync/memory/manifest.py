@@ -1,7 +1,8 @@
 """The manifest: the ordered list of leaves of an arena, and where each stands in a slot.
 
 A leaf is a key path, a dtype, a shape and an offset. Tied tensors share one offset. The manifest is written as JSON
-into the control segment, with the place of the checksums where there are some; its fingerprint is part of the header, so that a mismatched reader refuses to attach.
+into the control segment, with the place of the checksums where there are some; its fingerprint is part of the header,
+so that a mismatched reader refuses to attach.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Proof of delivery over every transport: a question goes the way of the weights, and is answered as they are.
 
-With checksum=True a sender notes what it has sent to each worker: of each leaf shape, dtype and checksum. verify() sends
-that note as a question. The receiver compares it with the model that it would apply weights to at that moment.
+With checksum=True a sender notes what it has sent to each worker: of each leaf shape, dtype and checksum. verify()
+sends that note as a question. The receiver compares it with the model that it would apply weights to at that moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +24,9 @@ from ..memory.plainly import run_plainly
 _SHOWN = 8  # leaves that an error lists
 
 
-class Sum(NamedTuple):
-    """What is known of a leaf that was sent."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    checksum: int
-
-
-Question = dict[str, tuple[tuple[int, ...], str, int]]  # by dotted key
+Question = dict[
+    str, tuple[tuple[int, ...], str, int]
+]  # by dotted key: shape, dtype and checksum; plain for all pickles
 
 
 class Asked(dict[str, Any]):
@@ -55,7 +49,7 @@ class SentSums:
     def noted(self, leaves: Mapping[Any, Any], workers: Iterable[Any]) -> dict[Any, Question]:
         """What note() would keep, for take(), when it is known that they are sent."""
         new: Question = {
-            ".".join(key): tuple(Sum(tuple(each.shape), str(each.dtype), checksum_of(each)))
+            ".".join(key): (tuple(each.shape), str(each.dtype), checksum_of(each))
             for key, each in leaves.items()
             if isinstance(each, torch.Tensor)
         }

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine.timing import check_worker
+from . import proving
 from .lookup import Arguments, copied_end, find_model, named_content, referenced_model
-from .proving import Asked, prove
+from .proving import Asked
 
 
 class WeightReceiver:
@@ -124,16 +125,16 @@ class WeightReceiver:
         """
         weights = named_content(weights, self._model_id)
         if isinstance(weights, Asked):
-            self._prove(weights)
+            self.prove(weights)
         else:
             self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
 
-    def _prove(self, question: Mapping[str, Any]) -> None:
+    def prove(self, question: Mapping[str, Any]) -> None:
         """Answer the sender's verify(). Raises NotDelivered."""
         for model in self._models_now():
-            prove(model, question, self._model_id, partial=getattr(self._scheme, "partial", False))
+            proving.prove(model, question, self._model_id, partial=getattr(self._scheme, "partial", False))
 
     def _models_now(self) -> list[Any]:
         """The model that weights are applied to, and the one that has taken its place in the context, if one has."""

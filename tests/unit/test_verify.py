@@ -85,7 +85,7 @@ def test_what_was_delivered_is_proved(publisher, subscriber, source, slots, cons
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_only_what_a_partial_publish_gives_is_read_again(delivered, slots):
-    trainer, _, pub, sub = delivered(slots)
+    _, _, pub, sub = delivered(slots)
     for number in range(5):
         pub.publish({"head.bias": torch.full((2,), float(number))})
         assert sub.verify().version == pub.version
@@ -96,7 +96,7 @@ def test_only_what_a_partial_publish_gives_is_read_again(delivered, slots):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_updates_and_failed_updates(delivered, slots):
-    trainer, _, pub, sub = delivered(slots)
+    _, _, pub, sub = delivered(slots)
     with pub.update() as weights:
         weights["head", "bias"].fill_(7)
     assert sub.verify().version == pub.version
@@ -157,7 +157,7 @@ def swapped(worker):
 @pytest.mark.parametrize("how", [replaced_data, replaced_parameter, swapped])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_parameter_that_was_replaced(delivered, how, slots):
-    trainer, worker, pub, sub = delivered(slots)
+    _, worker, _, sub = delivered(slots)
     how(worker)
     refused(sub, "head.weight", match="Agent.head.weight")
 

@@ -114,7 +114,7 @@ class PipeCarrier(ABC):
                 asked = ((model_id, question), VERIFY)
                 payloads[id(question)] = dumps(Tagged(asked, tag, me().owner))
             link.end.send(payloads[id(question)], tag)
-        outcome = gather(links, dict.fromkeys(links, [tag]), deadline)
+        outcome = gather(links, {index: [tag] for index in links}, deadline)
         for index in outcome.dead:
             links[index].reported = True
         leaves = max((self.leaves(model_id, index) for index in links), default=0)

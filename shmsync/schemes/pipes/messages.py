@@ -9,8 +9,8 @@
                       ((model_ids, (number, version, deadline)), "resume")
                                                                          or until this says that they do not come; after
                                                                          the deadline, a monotonic time, nobody waits
-                      ((model_id, question), "verify_weights")           does the model hold what was sent? The question is a
-                                                                         note of each leaf, or the arena's session
+                      ((model_id, question), "verify_weights")           does the model hold what was sent? By a note of
+                                                                         each leaf, or by the session of its arena
     worker → sender   (None, "updated") and (None, "registered")
                       ((model_id, version), "updated")                   for a version in an arena
                       (None, "prepared")

@@ -114,7 +114,7 @@ class PipeReceiver(WeightReceiver):
             if message.kind == messages.REGISTER:
                 receiver._attach(message)
             elif message.kind == messages.VERIFY:
-                receiver._prove(message.content)
+                receiver.prove(message.content)
             else:
                 end.check_not_alone(message)
                 receiver._use_given(message)
@@ -232,7 +232,7 @@ class PipeReceiver(WeightReceiver):
 
     def _answer_question(self, message: Message) -> None:
         try:
-            self._prove(message.content)
+            self.prove(message.content)
         except Exception as error:
             _log.warning("%r is not what was sent: %s", self._model_id, error)
             self._end.answer_failure(message, error)

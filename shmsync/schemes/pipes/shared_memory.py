@@ -282,7 +282,7 @@ class SharedMemReceiver(PipeReceiver):
             self._transport.close()
 
     @override
-    def _prove(self, question: Any) -> None:
+    def prove(self, question: Any) -> None:
         for model in self._models_now():
             self._transport.subscriptions.prove(self._model_id, question, model)
 

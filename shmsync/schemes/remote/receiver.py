@@ -92,7 +92,7 @@ class RemoteReceiver(WeightReceiver):
             )
         if isinstance(weights, Asked):
             with self._applying:
-                self._prove(weights)
+                self.prove(weights)
             return
         with self._applying:
             known = self._stamp
@@ -143,10 +143,10 @@ class RemoteReceiver(WeightReceiver):
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
 
     @override
-    def _prove(self, question: Mapping[str, Any]) -> None:
+    def prove(self, question: Mapping[str, Any]) -> None:
         subscriber = self.subscriptions.get(self._model_id)
         with contextlib.nullcontext() if subscriber is None else subscriber.read():
-            super()._prove(question)
+            super().prove(question)
 
     def _refuse_bound(self, model: Any) -> None:
         if self._handle is not None and isinstance(model, nn.Module):
