@@ -40,20 +40,23 @@ def main():
     weights = {f"leaf{number}": torch.randn(words) for number in range(arguments.leaves)}
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     one = {"leaf0": weights["leaf0"]}
-    with shmsync.Publisher(weights) as plain, shmsync.Publisher(weights, checksum=True) as summed:
-        with shmsync.Subscriber(summed.handle) as sub:
-            rows = {
-                "publish()": (plain.publish, summed.publish),
-                "publish(one leaf)": (lambda: plain.publish(one), lambda: summed.publish(one)),
-                "update()": (lambda: update(plain), lambda: update(summed)),
-            }
-            print(f"{nbytes / 1e6:.1f} MB in {len(weights)} leaves")
-            for name, calls in rows.items():
-                without, with_sums = smallest(calls)
-                print(f"{name:18} {without * 1e6:10.1f} µs  with checksums {with_sums * 1e6:10.1f} µs")
-            (seconds,) = smallest([sub.verify])
-            assert sub.verify().version == summed.version
-            print(f"sub.verify()       {seconds * 1e6:10.1f} µs, {nbytes / seconds / 1e6:.0f} MB/s")
+    with (
+        shmsync.Publisher(weights) as plain,
+        shmsync.Publisher(weights, checksum=True) as summed,
+        shmsync.Subscriber(summed.handle) as sub,
+    ):
+        rows = {
+            "publish()": (plain.publish, summed.publish),
+            "publish(one leaf)": (lambda: plain.publish(one), lambda: summed.publish(one)),
+            "update()": (lambda: update(plain), lambda: update(summed)),
+        }
+        print(f"{nbytes / 1e6:.1f} MB in {len(weights)} leaves")
+        for name, calls in rows.items():
+            without, with_sums = smallest(calls)
+            print(f"{name:18} {without * 1e6:10.1f} µs  with checksums {with_sums * 1e6:10.1f} µs")
+        (seconds,) = smallest([sub.verify])
+        assert sub.verify().version == summed.version
+        print(f"sub.verify()       {seconds * 1e6:10.1f} µs, {nbytes / seconds / 1e6:.0f} MB/s")
 
 
 if __name__ == "__main__":

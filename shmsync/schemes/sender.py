@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine.timing import check_worker, deadline_after
 from ..engine.verifying import Proof
-from ..errors import ProtocolError
+from ..errors import NotDelivered, ProtocolError
 from .errands import Calls, Errands
 from .lookup import Arguments, chosen_workers, copied_end, model_at, process_of
 from .proving import Asked, SentSums, refuse_unnoted
@@ -245,15 +245,25 @@ class WeightSender:
     def _verify(self, workers: list[int], deadline: float) -> Proof:
         names = {id(transport): index for index, transport in self._transports.items()}
         transports = {names[id(each)]: each for each in self._iterate_transports(workers)}
-        leaves = 0
+        questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
+        wrong: dict[int, NotDelivered] = {}
         for index, transport in transports.items():
-            question = self._sums.of(index, self._model_id, index)
-            leaves = max(leaves, len(question))
             what = f"the question what it holds of {self._model_id!r}"
             calls = Calls(self._errands, {index: transport}, what, self._version)
-            calls.send(self._model_id, Asked(question), deadline)
-            calls.finish(deadline)
-        return Proof(self._version, leaves, workers=tuple(transports))
+            try:
+                calls.send(self._model_id, Asked(questions[index]), deadline)
+                calls.finish(deadline)
+            except NotDelivered as error:
+                wrong[index] = error
+        if wrong:
+            raise NotDelivered(
+                f"version {self._version} of {self._model_id!r} was sent, but "
+                + "; ".join(f"worker {index}: {error}" for index, error in wrong.items()),
+                version=self._version,
+                missing=wrong,
+                leaves=dict.fromkeys(leaf for error in wrong.values() for leaf in error.leaves),
+            )
+        return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
 
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
