@@ -37,7 +37,7 @@ from .stepping import as_list
 from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
 from .verifying import Proof
-from .writing import NO_ACKS, Acks, WriteSide
+from .writing import NO_ACKS, Acks, WriteSide, begin_all
 
 Wait = Literal["all"] | Sequence[int] | None
 
@@ -296,7 +296,10 @@ class Publisher:
         return self.ask(None if workers is None else check_workers(workers), deadline)
 
     def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
-        """As verify(), by this monotonic time; `meanwhile` is called again and again until all have answered."""
+        """As verify() of these workers (None: all), until the monotonic time `deadline`.
+
+        `meanwhile` is called again and again until all have answered.
+        """
         side = self._side
         side.check()
         refuse_without_checksums(self._arena.manifest, side.name)
@@ -454,10 +457,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     for _, plan in plans:
         plan.stage()
     try:
-        for side, _ in plans:
-            if version is not None:
-                side.skip_to(version)
-            side.begin(deadline)
+        begin_all([side for side, _ in plans], deadline, version)
     except BaseException:
         for side, _ in plans:
             side.writer.abort()  # nothing is written yet

@@ -22,12 +22,19 @@ _SHOWN = 8  # leaves that an error lists
 
 
 class Proof(NamedTuple):
-    """What verify() has found to be delivered."""
+    """What verify() has found to be delivered.
+
+    Args:
+        version: that the workers have.
+        leaves: how many leaves each of them has compared; tied ones count under each of their names.
+        unsent: leaves of the modules that are none of the arena's, and so of the worker alone.
+        workers: who has proved it, by index, or as "pid N".
+    """
 
     version: int
-    leaves: int  # that were compared in each worker; tied ones count under each of their names
-    unsent: tuple[str, ...] = ()  # leaves of the modules that are none of the arena's, and so of the worker alone
-    workers: tuple[int | str, ...] = ()  # who has proved it
+    leaves: int
+    unsent: tuple[str, ...] = ()
+    workers: tuple[int | str, ...] = ()
 
 
 class HeldTensors(NamedTuple):

@@ -132,7 +132,7 @@ class WeightReceiver:
             self._transport.send_ack("updated")
 
     def prove(self, question: Mapping[str, Any]) -> None:
-        """Answer the sender's verify(). Raises NotDelivered."""
+        """Answer the `question` of the sender's verify(). Raises NotDelivered when the model holds something else."""
         for model in self._models_now():
             proving.prove(model, question, self._model_id, partial=getattr(self._scheme, "partial", False))
 

@@ -21,6 +21,7 @@ from ..lookup import Arguments, named_content
 from ..proving import Asked
 from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
+from ..timed_queue import TimedQueue
 from .fetching import forget_ended
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 from .relay import Unpublished, leave_to
@@ -50,7 +51,7 @@ class RemoteReceiver(WeightReceiver):
 
     def _start(self) -> None:
         self._applying = threading.Lock()
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Condition may stay locked after an interrupt
+        self._news: TimedQueue[None] = TimedQueue()  # a Condition may stay locked after an interrupt
         self._closed = False
         self._handle: Any = None
         self.subscriptions = Subscriptions(consistency=self._consistency, timeout=self._timeout)
@@ -121,7 +122,7 @@ class RemoteReceiver(WeightReceiver):
         deadline = deadline_after(timeout, self._timeout)
         while True:
             with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))
+                self._news.get(min(deadline - time.monotonic(), 3600.0))
                 return True
             if time.monotonic() >= deadline:
                 return False
