@@ -225,7 +225,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
-        partial, dtype, checksum: see WeightSyncScheme.
+        partial: see WeightSyncScheme.
+        dtype: see WeightSyncScheme.
+        checksum: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs"}
