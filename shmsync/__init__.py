@@ -30,6 +30,7 @@ from .engine.publisher import Publisher
 from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
 from .engine.subscriber import Snapshot, Subscriber, attach
 from .engine.timing import Latency
+from .engine.verifying import Proof
 from .errors import (
     AckTimeout,
     ArenaCorrupt,
@@ -40,6 +41,7 @@ from .errors import (
     ForkedHandle,
     ManifestMismatch,
     NoSpace,
+    NotDelivered,
     Poisoned,
     ProtocolError,
     PublishTimeout,
@@ -70,8 +72,10 @@ __all__ = [
     "Latency",
     "ManifestMismatch",
     "NoSpace",
+    "NotDelivered",
     "Poisoned",
     "ProcessState",
+    "Proof",
     "ProtocolError",
     "PublishTimeout",
     "Publisher",

@@ -14,6 +14,7 @@
     ├── PublishTimeout     the awaited version was not published                                (TimeoutError)
     ├── WorkerDied         published, but these workers died before they applied it
     ├── AckTimeout         published, but these workers have not applied it in time             (TimeoutError)
+    ├── NotDelivered       verify(): these leaves, or workers, hold other weights than those that were published
     ├── ProtocolError      the call makes no sense here, for example a publish inside one's own read section
     ├── DeviceFailed       a device failed, perhaps in what it was asked for earlier
     ├── ClosedError        the handle, or the publisher, is closed
@@ -97,6 +98,30 @@ class WorkerDied(ShmSyncError):
 
 class AckTimeout(ShmSyncError, TimeoutError):
     """Published, but the named workers have not applied it in time."""
+
+
+class NotDelivered(ShmSyncError):
+    """What a worker holds is not what was published; `leaves` has the dotted keys that differ, as far as known."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        version: int | None = None,
+        missing: Iterable[int | str] = (),
+        leaves: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message, version=version, missing=missing)
+        self.leaves = tuple(leaves)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_not_delivered, (str(self), self.version, self.missing, self.leaves)
+
+
+def _rebuild_not_delivered(
+    message: str, version: int | None, missing: list[int | str], leaves: tuple[str, ...]
+) -> NotDelivered:
+    return NotDelivered(message, version=version, missing=missing, leaves=leaves)
 
 
 class ProtocolError(ShmSyncError):

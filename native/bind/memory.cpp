@@ -270,6 +270,22 @@ void bind_memory(nb::module_& m) {
           "(owner, pinned version or 0, acked, worker, pinned_at ns, reads, torn, retries) of one row. acked is that "
           "of worker, or 0; the other words may each be from another moment.")
       .def(
+          "ask",
+          [](Control& c, std::uint32_t question) {
+            // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked().
+            c.publication().asked.store(question, std::memory_order_release);
+          },
+          "question"_a, "For the publisher: ask every reader what it holds; 0 takes the question back.")
+      .def(
+          "answer",
+          [](const Control& c, std::uint32_t i) {
+            const auto table = c.readers();
+            if (i >= table.size()) throw nb::index_error("row out of range");
+            const std::uint64_t answer = table[i].answer.load(std::memory_order_relaxed);
+            return nb::make_tuple(static_cast<std::uint32_t>(answer >> 32), static_cast<std::uint32_t>(answer));
+          },
+          "row"_a, nb::sig("def answer(self, row: int) -> tuple[int, int]"), "(question, what was found) of one row.")
+      .def(
           "workers_at",
           [](const Control& c, std::uint64_t version) {
             std::vector<std::int32_t> workers;

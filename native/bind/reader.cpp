@@ -257,6 +257,12 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("_mine_and_pinned", [](const Reader& r) { return r.in_section() && r.side->pinned(); })
       .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side->held()); })
       .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
+      .def_prop_ro(
+          "_asked", [](const Reader& r) { return r.side->asked(); },
+          "The number of a question of the publisher that is not answered yet; 0: none.")
+      .def(
+          "_answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },
+          "question"_a, "found"_a)
       .def_prop_ro("_latest", [](const Reader& r) { return r.side->latest(); })
       .def_prop_ro("_last_words", [](const Reader& r) { return r.side->last_words(); })
       .def_prop_ro("_state", [](const Reader& r) { return r.side->state(); })

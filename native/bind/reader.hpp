@@ -1,8 +1,8 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), and _look_for_heir() for one that follows. Below code that
-// Dynamo compiles it calls _enter_slow() and _refresh_slow(), which keep it out.
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), and _look_for_heir() for one that follows.
+// Below code that Dynamo compiles it calls _enter_slow(), _refresh_slow() and _answer_slow(), which keep it out.
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -93,6 +93,10 @@ class Reader {
           const Entering mark(entering);
           call_method(self, "_look_for_heir");
         }
+        if (side->asked() != 0 && version.is_none() && timeout.is_none()) {
+          const Entering mark(entering);
+          call_method(self, nothing_compiles() ? "_answer_now" : "_answer_slow");
+        }
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
@@ -144,7 +148,7 @@ class Reader {
 
   bool refresh(nb::handle self) {
     check();
-    if ((side->unchanged() && !lost && !should_look()) || inside()) return false;
+    if ((side->unchanged() && !lost && !should_look() && side->asked() == 0) || inside()) return false;
     lock(self, nb::none());
     try {
       const Entering mark(entering);

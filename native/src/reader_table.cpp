@@ -23,6 +23,7 @@ void ReaderTable::clear(ReaderRow& row) {
   row.reads.store(0, std::memory_order_relaxed);
   row.torn.store(0, std::memory_order_relaxed);
   row.retries.store(0, std::memory_order_relaxed);
+  row.answer.store(0, std::memory_order_relaxed);
 }
 
 std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t worker) {

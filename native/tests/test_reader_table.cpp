@@ -40,6 +40,26 @@ void an_ack_outlives_its_reader_until_the_next_claim() {
   CHECK(next.worker == 4 && next.acked == 0);
 }
 
+// A question is seen once by each reader; an answer names its question, and no later owner has it.
+void a_question_is_answered_once() {
+  Memory memory(1, 2);
+  PublicationWriter writer = memory.writer();
+  publish(writer);
+  ReadSide first = memory.reader(), second = memory.reader();
+  CHECK(first.asked() == 0);
+  memory.line.asked.store(7);
+  CHECK(first.asked() == 7 && second.asked() == 7);
+  first.answer(7, 3);
+  CHECK(first.asked() == 0 && second.asked() == 7);
+  CHECK(memory.table[0].answer.load() == (std::uint64_t{7} << 32 | 3) && memory.table[1].answer.load() == 0);
+  memory.line.asked.store(8);
+  CHECK(first.asked() == 8);
+  CHECK(memory.table.reap(0, reader_id(0), kWriter));
+  first.answer(8, 1);  // the row is not its own any more
+  CHECK(memory.table.claim(reader_id(5), 1) == 0u);
+  CHECK(memory.table[0].answer.load() == 0);
+}
+
 // Owners come and go while another thread looks: it never takes one worker's ack for another's.
 void an_ack_is_never_taken_for_another_workers() {
   constexpr int kRounds = 20000;
@@ -129,6 +149,7 @@ void one_winner_per_row() {
 }  // namespace
 
 int main() {
+  a_question_is_answered_once();
   a_full_table_refuses();
   a_claim_shows_nothing_of_its_predecessor();
   an_ack_outlives_its_reader_until_the_next_claim();

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.strategy import WeightStrategy
+from ..engine.verifying import Proof
 from ..engine.wrappers import state_of
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..memory.exiting import watch_exit
@@ -226,6 +227,15 @@ class MultiprocessCollector:
                     missing=late,
                 ) from error
         return self._crew.sender.version
+
+    def verify(self, *, timeout: float | None = None) -> Proof:
+        """Let every worker prove that its policy holds what was last sent to it.
+
+        For a weight_sync_scheme that was made with checksum=True. Raises as WeightSender.verify().
+        """
+        self._go_on()
+        with self._crew.reasons(restarts=self._restart_workers):
+            return self._crew.sender.verify(timeout=timeout)
 
     def stats(self) -> CollectorStats:
         """Counts so far."""

@@ -23,6 +23,8 @@ from ..memory.plainly import modes_are_on, plainly, run_plainly
 from .by_identity import ByIdentity
 from .fitting import Fitting, materialise, placed_modules
 from .reading import ReadPath
+from .sources import EVERYTHING, collect, not_saved
+from .verifying import HeldTensors
 from .wrappers import modules_in
 
 _SLICE = 0.05  # seconds
@@ -76,6 +78,28 @@ class Binding:
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
         return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
+
+    def held(self) -> HeldTensors | None:
+        """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
+        root = self._root()
+        if root is not None:
+            found = collect(root, EVERYTHING, watch=False).tensors
+            return HeldTensors(
+                type(root).__name__, found, self._fitting.leaf_of, self._fitting.beside, frozenset(not_saved(root))
+            )
+        found = {
+            (*path, name): tensor  # only parts of the module live on
+            for path, ref in self._places
+            if (module := ref()) is not None
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and (*path, name) in self._tensors
+        }
+        gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
+        return (
+            HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
+            if found
+            else None
+        )
 
     def names_below(self, module: nn.Module) -> set[str]:
         """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""

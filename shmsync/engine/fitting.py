@@ -47,6 +47,11 @@ class Fitting:
         self._beside = beside
         self._second: dict[Key, tuple[Key, int]] = {}  # a leaf that has another name too, and the id of its tensor
 
+    @property
+    def beside(self) -> frozenset[Key]:
+        """Leaves of the arena that are no tensors of the module."""
+        return frozenset(self._beside)
+
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
         return not self._copies and (isinstance(tensor, nn.Parameter) or self._how_buffers == "view")

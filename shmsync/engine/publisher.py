@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -24,8 +24,10 @@ from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from .adopting import Adoption
+from .checksums import check_checksum, refuse_without_checksums
 from .copy_plan import CopyPlan
 from .dtypes import Dtypes, cast_leaves, check_dtypes
+from .inquiry import Inquiry
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
 from .places import place_for
@@ -35,6 +37,7 @@ from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
 from .timing import check_count, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
+from .verifying import Proof
 from .writing import NO_ACKS, Acks, WriteSide, begin_all
 
 Wait = Literal["all"] | Sequence[int] | None
@@ -58,6 +61,8 @@ class Publisher:
         include, exclude: glob patterns on dotted keys; which leaves the arena has. A pattern that matches nothing,
             here or in dtype=, is a ManifestMismatch.
         timeout: the arena's default, in seconds; math.inf waits for ever.
+        checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
+            publish() then reads what it has written once more, each update() everything. Needs shmsync[verify].
 
     Raises:
         ArenaExists, NoSpace, ManifestMismatch; ValueError and TypeError for arguments out of range.
@@ -77,6 +82,7 @@ class Publisher:
         include: Patterns = None,
         exclude: Patterns = None,
         timeout: float = 10.0,
+        checksum: bool = False,
     ) -> None:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
@@ -88,11 +94,13 @@ class Publisher:
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
         with plainly():
-            tensors, manifest = _manifest_of(weights, self._filter, dtype)
+            tensors, manifest = _manifest_of(weights, self._filter, dtype, checksum)
             place = place_for(tensors, device)
+            check_checksum(checksum, on_device=place.device is not None)
         del tensors
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
+        self._inquiry = Inquiry(self._arena)
         self._plans = Plans(self._arena, name, self._filter, any_device=place.any_device)
         watch_exit()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
@@ -271,6 +279,47 @@ class Publisher:
         side.check()
         wait_for_readers(self._arena.control, wanted, processes, deadline, self.version, side.check)
 
+    def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:
+        """Let every worker prove what it holds: that its bound modules compute with the published weights.
+
+        A worker answers at its next section, refresh() or slice of a wait_version(), where it reads all its weights
+        once. Publish on meanwhile as you like; an answer is about the newest version that its worker finds.
+
+        Args:
+            timeout: seconds for the whole call; None is the arena's default, math.inf waits for ever.
+            workers: None asks every subscriber that is attached now; indices ask these, attached or not.
+
+        Returns:
+            The version at the call, how many leaves each worker compared, and which workers did.
+
+        Raises:
+            NotDelivered: these workers hold other weights; sub.verify() there names every leaf. WorkerDied: these died
+            before they answered. AckTimeout: these have not answered in time, or are not attached. ProtocolError: the
+            arena has no checksums, or this thread is in a read section. ClosedError, WriterBusy (another thread asks).
+        """
+        deadline = deadline_after(timeout, self._side.timeout)
+        return self.ask(None if workers is None else check_workers(workers), deadline)
+
+    def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
+        """As verify() of these workers (None: all), until the monotonic time `deadline`.
+
+        `meanwhile` is called again and again until all have answered.
+        """
+        side = self._side
+        side.check()
+        refuse_without_checksums(self._arena.manifest, side.name)
+        if self._arena.rows_held_by_this_thread():
+            raise ProtocolError(
+                "verify() inside a read section of this thread would wait for it to leave; leave the section first",
+                version=self.version,
+            )
+
+        def look() -> None:
+            side.check()
+            meanwhile()
+
+        return self._inquiry.ask(workers, self.version, deadline, look)
+
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
         return self._side.stats()
@@ -446,7 +495,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     return versions
 
 
-def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[Key, Any], Manifest]:
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
     everything = collect(weights, EVERYTHING, watch=False).tensors
     tensors = everything
     if filter.filters:
@@ -458,7 +507,8 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes) -> tuple[dict[
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    return tensors, Manifest.of(tensors, dtypes=cast_leaves(tensors, dtype), filtered=filter.filters)
+    dtypes = cast_leaves(tensors, dtype)
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:

@@ -17,7 +17,7 @@ from torch.compiler import disable
 
 from .. import _native
 from .._native import Consistency, Enter, HostCall
-from ..errors import DeviceFailed, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ..errors import DeviceFailed, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ..memory.arena import Arena
 from ..memory.attaching import Attached, Release
 from ..memory.devices import Stream
@@ -25,6 +25,7 @@ from ..memory.process import Peers, pid_of
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
+from .verifying import Verdict
 from .waiting import WaitPath
 
 T = TypeVar("T")
@@ -104,6 +105,11 @@ class ReadPath(WaitPath):
     def lag(self) -> int:
         """Published versions not applied yet."""
         return max(0, self._latest - self._version)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The version and the slot of the open section."""
+        return self._held_version, self._held_slot
 
     def stats(self) -> SubscriberStats:
         """Counts since this subscriber was attached."""
@@ -287,6 +293,8 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._follow()
         before = self._moves
+        if self._asked:
+            self._answer_now()
         outcome = self._try_enter(False)
         if outcome == Enter.MOVED:
             self._move()
@@ -298,6 +306,39 @@ class ReadPath(WaitPath):
         return self._moves != before
 
     _refresh_slow = disable(_refresh_now)
+
+    def _answer_now(self) -> None:
+        """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
+        question = self._asked
+        try:
+            outcome = self._try_enter(True)
+            if outcome == Enter.MOVED:
+                self._move()
+            elif outcome != Enter.SAME:
+                return
+            found = Verdict.of(self)
+        except ManifestMismatch:  # what the entry raises in a moment
+            found = Verdict.unusable()
+        self._abandon()
+        self._answer(question, found)
+
+    _answer_slow = disable(_answer_now)
+
+    def _answer_waiting(self, deadline: float) -> None:
+        # Nothing is applied here: a version that is new is for the next section, and so is the question then.
+        if not self._asked or self._mine or deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
+            return
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                question = self._asked
+                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
+                    fits = self._held_version == self._version
+                    found = Verdict.of(self) if fits else 0
+                    self._abandon()
+                    if fits:
+                        self._answer(question, found)
+        except WriterBusy:  # another thread is in a section, and will answer at its next
+            pass
 
     @disable
     def _look_for_heir(self) -> None:

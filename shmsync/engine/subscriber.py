@@ -13,19 +13,22 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
+from .._native import Enter
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import Binding, bind_module, bound_elsewhere, taken_over
 from .calls import GuardNames, calls_of
+from .checksums import refuse_without_checksums
 from .covering import guard_calls, withdraw_guards
 from .fitting import Fitting, bindable
 from .following import Successor
 from .kept_out import KeptOut
-from .reading import ReadPath
+from .reading import Pinned, ReadPath
 from .snapshot import Snapshot
 from .timing import check_timeout, check_worker
+from .verifying import Proof, refuse_succeeded, verify_held
 
 Consistency = Literal["pinned", "optimistic", "live"]
 
@@ -200,6 +203,42 @@ class Subscriber(ReadPath):
         made = targets.made if out is None else out
         assert made is not None
         return Snapshot(made, version)
+
+    def verify(self, *modules: nn.Module) -> Proof:
+        """Compare what each bound module holds with the checksums of the newest version, which is applied first.
+
+        Every tensor is read as the module has it now, under its name: private copies and buffers too, whatever has
+        taken the place of what was bound. One of another dtype is compared with the published value cast to it.
+
+        Args:
+            *modules: what this process computes with, if that is not what was bound: a copy, a part of an agent.
+                They must have every leaf of the arena.
+
+        Returns:
+            The version, the number of leaves that were compared, and the modules' leaves that no checksum is for.
+
+        Raises:
+            NotDelivered: names every leaf that differs, where it is and what is there instead; also when another
+            publisher has this arena's name. ProtocolError: the arena has no checksums, or a section of this thread is
+            open that is not pinned. As read() does otherwise.
+        """
+        self._check()
+        with self._exclusive():
+            refuse_without_checksums(self.arena.manifest, self.name)
+            if self._mine:
+                if not self._mine_and_pinned:
+                    raise ProtocolError(
+                        "verify() inside a section that is not pinned could compare torn weights; leave it first",
+                        version=self._version,
+                    )
+                return verify_held(self, modules)
+            if self._gone and not self._follow():
+                refuse_succeeded(self)
+            try:
+                self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
+                return verify_held(self, modules)
+            finally:
+                self._abandon()
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.

@@ -141,6 +141,7 @@ class WaitPath(_native.Reader):
                 return latest
             gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
             self._look_up()
+            self._answer_waiting(deadline)
             late = time.monotonic() >= deadline
             if gone:
                 last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
@@ -157,6 +158,9 @@ class WaitPath(_native.Reader):
                     "slow or stuck?",
                     version=version,
                 )
+
+    def _answer_waiting(self, deadline: float) -> None:
+        """In each slice of a wait for a version: answer what the publisher asks, if it does."""
 
     def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
         back = "" if self._successor is None else ", and was not published anew in time"

@@ -31,6 +31,7 @@ from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
 from .adopting import Adoption
+from .checksums import ChecksumWriter
 from .copy_plan import CopyPlan
 from .device_writes import DeviceWrites, fetch_order
 from .stale import StaleLeaves
@@ -112,6 +113,7 @@ class WriteSide:
         self._me = owner
         self._died: dict[RowId, int | str] = {}  # reaped in this call
         self._stale = StaleLeaves(arena.manifest, arena.slots)
+        self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
 
     @property
@@ -229,6 +231,8 @@ class WriteSide:
         else:
             self.later.write(plan, self.address(), self.writer.slot)
         del kept
+        if self._sums is not None and self.adopted is None:
+            self._sums.begin(plan.given)
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
 
@@ -236,7 +240,12 @@ class WriteSide:
         """Publish what was written; the new version. On a device: when it is written."""
         if self.later is not None:
             return self.later.commit()
-        version = int(self.writer.commit())
+        if self._sums is None:
+            version = int(self.writer.commit())
+        else:  # under the same seqlock and gate as the weights
+            self._sums.write(self.writer.slot)
+            version = int(self.writer.commit())
+            self._sums.committed()
         self._stale.written()
         return version
 
@@ -339,6 +348,8 @@ class WriteSide:
         self.counts.aborted += 1
         if self.later is not None:
             self.later.take_back()
+        if self._sums is not None:
+            self._sums.undone()
         if self.arena.slots == 1 and self.writer.writing:
             self.writer.poison()
         else:

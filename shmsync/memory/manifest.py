@@ -1,7 +1,8 @@
 """The manifest: the ordered list of leaves of an arena, and where each stands in a slot.
 
 A leaf is a key path, a dtype, a shape and an offset. Tied tensors share one offset. The manifest is written as JSON
-into the control segment; its fingerprint is part of the header, so that a mismatched reader refuses to attach.
+into the control segment, with the place of the checksums where there are some; its fingerprint is part of the header,
+so that a mismatched reader refuses to attach.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from ..errors import ArenaCorrupt
 from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 
 Key = tuple[str, ...]
+
+CHECKSUM_BYTES = 8
 
 
 def round_up(size: int, alignment: int) -> int:
@@ -65,6 +68,7 @@ class Manifest:
 
     leaves: tuple[Leaf, ...]
     filtered: bool = False  # made with include= or exclude=: a module may have more than the arena
+    sums: int | None = None  # where in a slot the checksums stand, 8 bytes for each of `places`; None: it has none
     by_key: dict[Key, Leaf] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,11 @@ class Manifest:
         return max((leaf.offset + leaf.nbytes for leaf in self.leaves), default=0)
 
     @property
+    def written_bytes(self) -> int:
+        """Bytes of a slot that are ever written: leaves, and checksums."""
+        return self.used_bytes if self.sums is None else self.sums + CHECKSUM_BYTES * len(self.places)
+
+    @property
     def casts(self) -> bool:
         """Was it made with dtype=?"""
         return any(leaf.cast for leaf in self.leaves)
@@ -93,7 +102,7 @@ class Manifest:
     @property
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
-        return max(SLOT_ALIGNMENT, round_up(self.used_bytes, SLOT_ALIGNMENT))
+        return max(SLOT_ALIGNMENT, round_up(self.written_bytes, SLOT_ALIGNMENT))
 
     @classmethod
     def of(
@@ -102,6 +111,7 @@ class Manifest:
         *,
         dtypes: Mapping[Key, torch.dtype] | None = None,
         filtered: bool = False,
+        checksum: bool = False,
     ) -> Manifest:
         """Lay out the tensors in their order; `dtypes` has the leaves that are cast, and to what."""
         dtypes = dtypes or {}
@@ -119,14 +129,16 @@ class Manifest:
                 if identity:
                     placed[identity] = at
             leaves.append(Leaf(key, kept, shape, at, key in dtypes))
-        return cls(tuple(leaves), filtered=filtered)
+        return cls(tuple(leaves), filtered=filtered, sums=offset if checksum else None)
 
     def to_json(self) -> bytes:
         """UTF-8 JSON; the same leaves give the same bytes."""
         leaves = [
             [list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset, int(leaf.cast)] for leaf in self.leaves
         ]
-        document = {"leaves": leaves, "filtered": self.filtered}
+        document: dict[str, object] = {"leaves": leaves, "filtered": self.filtered}
+        if self.sums is not None:
+            document["sums"] = self.sums
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
     @classmethod
@@ -145,7 +157,13 @@ class Manifest:
                 if leaf.offset + leaf.nbytes > slot_bytes:
                     raise ValueError(f"{leaf} ends beyond a slot of {slot_bytes} bytes")
                 leaves.append(leaf)
-            return cls(tuple(leaves), filtered=bool(document["filtered"]))
+            manifest = cls(tuple(leaves), bool(document["filtered"]), document.get("sums"))
+            sums = manifest.sums
+            if sums is not None and (type(sums) is not int or sums % TENSOR_ALIGNMENT or sums < manifest.used_bytes):
+                raise ValueError(f"checksums at {sums!r} do not follow the {manifest.used_bytes} bytes of the leaves")
+            if manifest.written_bytes > slot_bytes:
+                raise ValueError(f"the checksums at {sums} end beyond a slot of {slot_bytes} bytes")
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {error}") from error
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..engine.verifying import Proof
+from ..errors import ProtocolError
 from .api import WeightSyncScheme
 from .receiver import WeightReceiver
 from .sender import WeightSender
@@ -66,6 +68,11 @@ class NoSender(WeightSender):
     def is_dead(self, worker_idx: int) -> bool:
         """False: it sends nothing, so it never finds out."""
         return False
+
+    @override
+    def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
+        """Raises ProtocolError: it sends nothing that could be proved."""
+        raise ProtocolError("this scheme sends nothing, so there is nothing to verify; use another scheme")
 
     @override
     def _chosen(self, worker_ids: Any) -> list[int]:

@@ -62,11 +62,13 @@ class Publishers:
         partial: bool = False,
         dtype: Dtypes = None,
         device: torch.device | str | None = None,
+        checksum: bool = False,
     ) -> None:
         if device is not None:
             named(device)
         self._device = device
         self.partial = partial
+        self._checksum = checksum
         self.dtype = dtype
         self._strategy = WeightStrategy()
         self._slots = slots
@@ -191,6 +193,7 @@ class Publishers:
             dtype=self._dtype_for(source),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,
+            checksum=self._checksum,
         )
         try:
             if self._alias:

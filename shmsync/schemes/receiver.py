@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from ..engine.timing import check_worker
-from .lookup import Arguments, copied_end, named_content, referenced_model
+from . import proving
+from .lookup import Arguments, copied_end, find_model, named_content, referenced_model
+from .proving import Asked
 
 
 class WeightReceiver:
@@ -24,6 +27,7 @@ class WeightReceiver:
         self._model_ref: Any = None
         self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
+        self._from_context = False  # is the context's model the one that is meant?
         self._version = 0
 
     @property
@@ -74,6 +78,7 @@ class WeightReceiver:
     def begin(self, arguments: Arguments) -> None:
         """Take in the arguments that init_on_worker() got. Called by the scheme."""
         self._set_context(arguments.context)
+        self._from_context = arguments.context is not None and "model" not in arguments.names
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:
@@ -120,9 +125,24 @@ class WeightReceiver:
         Raises ValueError for weights of another model, and what applying raises.
         """
         weights = named_content(weights, self._model_id)
-        self._strategy.apply_weights(self._resolve_model_ref(), weights)
+        if isinstance(weights, Asked):
+            self.prove(weights)
+        else:
+            self._strategy.apply_weights(self._resolve_model_ref(), weights)
         if hasattr(self._transport, "send_ack"):
             self._transport.send_ack("updated")
+
+    def prove(self, question: Mapping[str, Any]) -> None:
+        """Answer the `question` of the sender's verify(). Raises NotDelivered when the model holds something else."""
+        for model in self._models_now():
+            proving.prove(model, question, self._model_id, partial=getattr(self._scheme, "partial", False))
+
+    def _models_now(self) -> list[Any]:
+        """The model that weights are applied to, and the one that has taken its place in the context, if one has."""
+        model = self._resolve_model_ref()
+        context = None if self._context_ref is None or not self._from_context else self._context_ref()
+        now = None if context is None else find_model(context, self._model_id)
+        return [model] if now is None or now is model else [model, now]
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""

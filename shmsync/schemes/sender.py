@@ -10,9 +10,11 @@ from typing import Any
 from torch import nn
 
 from ..engine.timing import check_worker, deadline_after
-from ..errors import ProtocolError
+from ..engine.verifying import Proof
+from ..errors import NotDelivered, ProtocolError
 from .errands import Calls, Errands
 from .lookup import Arguments, chosen_workers, copied_end, model_at, process_of
+from .proving import Asked, SentSums, refuse_unnoted
 from .turns import Turns, turn
 
 
@@ -39,6 +41,7 @@ class WeightSender:
         self._transports: dict[int, Any] = {}
         self._version = 0
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
+        self._sums = SentSums()
         self._turns = Turns()
         self._errands = Errands()
         self._copied = False  # it came out of a pickle, without the workers of the original
@@ -229,6 +232,52 @@ class WeightSender:
             self._collect(workers, posted, deadline)
             return self.version
 
+    def verify(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> Proof:
+        """Let every worker prove that the model which it has at this moment holds what was last sent to it.
+
+        The scheme must have been made with checksum=True. A worker compares when it would apply weights: at its
+        receive(), or in the call that brings them.
+
+        Args:
+            worker_ids: as in send().
+            timeout: seconds for the whole call; None is the scheme's default.
+
+        Returns:
+            The version, the number of leaves that each worker compared, and who has proved it.
+
+        Raises:
+            NotDelivered: these workers hold something else; it names every leaf. WorkerDied, AckTimeout: these have
+            not answered. ProtocolError: there are no checksums, or nothing was sent. As send() does otherwise.
+        """
+        refuse_unnoted(self._scheme)
+        deadline = self._deadline(timeout)
+        with turn(self.turns(), deadline, "verify"):
+            self.check_ready("verify")
+            return self._verify(self._chosen(worker_ids), deadline)
+
+    def _verify(self, workers: list[int], deadline: float) -> Proof:
+        names = {id(transport): index for index, transport in self._transports.items()}
+        transports = {names[id(each)]: each for each in self._iterate_transports(workers)}
+        questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
+        wrong: dict[int, NotDelivered] = {}
+        for index, transport in transports.items():
+            what = f"the question what it holds of {self._model_id!r}"
+            calls = Calls(self._errands, {index: transport}, what, self._version)
+            try:
+                calls.send(self._model_id, Asked(questions[index]), deadline)
+                calls.finish(deadline)
+            except NotDelivered as error:
+                wrong[index] = error
+        if wrong:
+            raise NotDelivered(
+                f"version {self._version} of {self._model_id!r} was sent, but "
+                + "; ".join(f"worker {index}: {error}" for index, error in wrong.items()),
+                version=self._version,
+                missing=wrong,
+                leaves=dict.fromkeys(leaf for error in wrong.values() for leaf in error.leaves),
+            )
+        return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
+
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
@@ -244,6 +293,8 @@ class WeightSender:
             names.get(id(transport), position): transport
             for position, transport in enumerate(self._iterate_transports(workers))
         }
+        if self._scheme.checksum:
+            self._sums.note(prepared, transports)
         calls = Calls(self._errands, transports, f"version {self._version} of {self._model_id!r}", self._version)
         calls.send(self._model_id, prepared, deadline)
         return calls
@@ -320,5 +371,6 @@ class WeightSender:
             "_pending": None,
             "_transports": {},
             "_processes": {},
+            "_sums": SentSums(),
             "_copied": True,
         }

@@ -12,7 +12,7 @@ from torch import nn
 from ..engine.calls import can_be_called
 from ..engine.strategy import WeightStrategy
 from ..engine.subscriber import Consistency, Subscriber
-from ..errors import ProtocolError
+from ..errors import NotDelivered, ProtocolError
 from ..memory.segment import Handle
 
 _CPU = torch.device("cpu")
@@ -114,6 +114,21 @@ class Subscriptions:
         if subscriber.arena.on_device is not None:
             subscriber.wait_version(version, self._timeout)
         subscriber.refresh()
+
+    def prove(self, model_id: str, session: bytes, model: Any) -> None:
+        """Raise NotDelivered unless the model holds the newest version of the arena of this session."""
+        subscriber = self._subscribers.get(model_id)
+        if subscriber is None or subscriber.session != session:
+            what = "none" if subscriber is None else f"session {subscriber.session.hex()[:8]}"
+            raise NotDelivered(
+                f"this worker has attached to {what} of the arenas of {model_id!r}, but the sender's is session "
+                f"{session.hex()[:8]}; send again, or make the receiver anew"
+            )
+        bound = self._bound.get(model_id)
+        if bound is None or bound() is not model:
+            subscriber.verify(model)  # it was copied, or has taken the place of what was bound
+        else:
+            subscriber.verify()
 
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""

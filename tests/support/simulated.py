@@ -58,9 +58,7 @@ class Stream:
         return event
 
 
-def _serve(
-    line: queue.SimpleQueue, room: threading.BoundedSemaphore, device: Simulated, chance: random.Random
-) -> None:
+def _serve(line: queue.SimpleQueue, room: threading.BoundedSemaphore, device: Simulated, chance: random.Random) -> None:
     while (work := line.get()) is not None:
         room.release()
         device.delay(chance)

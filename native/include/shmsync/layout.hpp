@@ -24,7 +24,7 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 3;                     // any change to this file raises it
+inline constexpr std::uint32_t kAbi = 4;                     // any change to this file raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kHandleBytes = 96;
@@ -118,6 +118,7 @@ struct alignas(kLine) PublicationLine {  // writer: the publisher
   Word32 state;
   Word32 notify;   // futex: readers wait for it to change
   Word32 waiting;  // 1 while the writer may sleep on `reply`
+  Word32 asked;    // the number of its question what the workers hold; 0: it asks nothing
 };
 static_assert(sizeof(PublicationLine) == kLine);
 static_assert(offsetof(PublicationLine, notify) == 12);
@@ -137,7 +138,8 @@ struct alignas(kLine) ReaderRow {    // writer: the process in `owner`
   Word64 reads;
   Word64 torn;
   Word64 retries;
-  Word64 held;  // bit k: a device has still to do reads of slot k, whose section is over
+  Word64 held;    // bit k: a device has still to do reads of slot k, whose section is over
+  Word64 answer;  // question << 32 | what this reader found
 };
 static_assert(sizeof(ReaderRow) == kLine);
 static_assert(offsetof(ReaderRow, worker) == 28);

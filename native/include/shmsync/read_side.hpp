@@ -64,6 +64,13 @@ class ReadSide {
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
   // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
   bool unchanged() const { return (current() & ~kGate) == applied_; }
+  // The question of the publisher that this reader has not answered; 0: there is none.
+  // SYNC asked: acquire; pairs with ask(). A later load of `current` finds what was published before the question.
+  std::uint32_t asked() const {
+    const std::uint32_t question = line_.asked.load(std::memory_order_acquire);
+    return question == answered_ ? 0 : question;
+  }
+  void answer(std::uint32_t question, std::uint32_t found);
   // Slots = 1, writer dead: the version of the bytes, 0 when they are half written.
   std::uint64_t last_words() const {
     const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end
@@ -106,6 +113,7 @@ class ReadSide {
   std::uint64_t held_ = 0;
   std::uint64_t applied_ = 0;  // 0: nothing; a published `current` is never 0
   std::uint32_t seen_notify_ = 0;
+  std::uint32_t answered_ = 0;  // 0 too when nothing is asked
   bool wants_ = false;
   bool retired_ = false;
   std::uint64_t reads_ = 0;

@@ -16,9 +16,11 @@ from torchrl.weight_update import weight_sync_schemes as _torchrl
 
 from ... import _native
 from ...engine import extra_state
+from ...engine.checksums import check_checksum
 from ...engine.dtypes import Dtypes, check_dtypes
 from ...engine.strategy import WeightStrategy, is_flat
 from ...engine.timing import timeout_or_default
+from ...engine.verifying import Proof
 from ...errors import ClosedError, ProtocolError
 from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
@@ -49,6 +51,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
         dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
             mapping of glob patterns on dotted keys to dtypes casts those that match.
+        checksum: write a checksum of each leaf with each version, for verify(). Each update then reads what it has
+            written once more. Needs shmsync[verify].
 
     An update raises ManifestMismatch (a ValueError; nothing was published), a worker's own exception, WorkerDied, or
     AckTimeout and ReaderStalled (TimeoutErrors).
@@ -64,9 +68,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         timeout: float | None = None,
         alias: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         super().__init__(strategy)
         check_dtypes(dtype)
+        check_checksum(checksum)
         if alias and dtype is not None:
             raise ValueError(
                 f"alias=True shares the trainer's own parameters as they are, but dtype={dtype} would cast them; give "
@@ -83,6 +89,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.timeout = timeout_or_default(timeout)
         self.alias = alias
         self.dtype = dtype
+        self.checksum = checksum
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
         self._local = False
 
@@ -168,6 +175,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             timeout=self.timeout,
             alias=self.alias,
             dtype=self.dtype,
+            checksum=self.checksum,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(model_id or "policy", groups, self.timeout, _processes(self._context_ref))
@@ -206,6 +214,30 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             return self._apply_here(weights)
         sender = self._needed_sender()
         return sender.send(list(self._wanted(weights, worker_ids)), wait=self.sync, timeout=timeout)
+
+    def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
+        """Let every worker prove that its policy holds what was last sent to it.
+
+        Args:
+            worker_ids: as in send().
+            timeout: in seconds; None is the scheme's.
+
+        Raises:
+            NotDelivered: these workers hold something else. WorkerDied, AckTimeout: these have not answered.
+            ProtocolError: the scheme was made without checksum=True, or its collector has no workers. RuntimeError
+            before init_on_sender() and connect().
+        """
+        self._check_open()
+        if not (self.initialized_on_sender and self.synchronized_on_sender):
+            raise RuntimeError("Must be initialized and synchronized on sender before verifying: call connect()")
+        if not self.checksum or self._local:
+            raise ProtocolError(
+                "this ShmWeightSyncScheme keeps no checksums to verify against; make it with checksum=True, for a "
+                "collector that has worker processes"
+            )
+        assert self._first is not None
+        sender = self._needed_sender()
+        return sender.verify(sender.checked(worker_ids, self._first.devices), timeout=timeout)
 
     def _wanted(self, weights: Any, worker_ids: Any) -> Iterator[tuple[Any, set[int]]]:
         """Each of the weights to send, with the workers that get it."""

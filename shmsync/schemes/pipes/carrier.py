@@ -7,10 +7,14 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ...engine.outcome import Outcome
-from ...errors import WorkerDied
+from ...engine.pickling import dumps
+from ...engine.verifying import Proof
+from ...errors import ProtocolError, WorkerDied
+from ...memory.process import me
+from ..proving import judged
 from ..publishers import Plan, write
 from .exchange import gather
-from .messages import Tag
+from .messages import VERIFY, Tag, Tagged
 from .sender_end import Link
 
 
@@ -28,6 +32,7 @@ class PipeCarrier(ABC):
 
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
+        self._asked = 0  # questions so far
         self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.tellers
 
     # What the kinds do differently.
@@ -43,6 +48,14 @@ class PipeCarrier(ABC):
     @abstractmethod
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
         """Tell these workers of the newest version; which answers each of them owes."""
+
+    def question(self, model_id: str, index: int) -> Any:
+        """What to ask a worker that is to prove what it holds. Raises ProtocolError when nothing was sent to it."""
+        raise ProtocolError(f"a {type(self).__name__} notes nothing of what it sends, so nothing can be verified")
+
+    def leaves(self, model_id: str, index: int) -> int:
+        """How many leaves that is about."""
+        return len(self.question(model_id, index))
 
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on."""
@@ -88,6 +101,24 @@ class PipeCarrier(ABC):
         owed = self.announce(model_id, links)
         told = max((tag.version for tags in owed.values() for tag in tags), default=version)
         return Posted(model_id, told, links, owed)
+
+    def ask(self, model_id: str, links: dict[int, Link], deadline: float) -> Proof:
+        """Let these workers prove what they hold of this model; see WeightSender.verify()."""
+        questions = {index: self.question(model_id, index) for index in links}
+        self._asked += 1
+        tag = Tag(model_id, -self._asked)
+        payloads: dict[int, bytes] = {}
+        for index, link in links.items():
+            question = questions[index]
+            if id(question) not in payloads:
+                asked = ((model_id, question), VERIFY)
+                payloads[id(question)] = dumps(Tagged(asked, tag, me().owner))
+            link.end.send(payloads[id(question)], tag)
+        outcome = gather(links, {index: [tag] for index in links}, deadline)
+        for index in outcome.dead:
+            links[index].reported = True
+        leaves = max((self.leaves(model_id, index) for index in links), default=0)
+        return judged(outcome, model_id, self.version(model_id), leaves)
 
     def collect(self, posted: Posted, deadline: float) -> None:
         """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""

@@ -9,6 +9,8 @@
                       ((model_ids, (number, version, deadline)), "resume")
                                                                          or until this says that they do not come; after
                                                                          the deadline, a monotonic time, nobody waits
+                      ((model_id, question), "verify_weights")           does the model hold what was sent? By a note of
+                                                                         each leaf, or by the session of its arena
     worker → sender   (None, "updated") and (None, "registered")
                       ((model_id, version), "updated")                   for a version in an arena
                       (None, "prepared")
@@ -32,13 +34,14 @@ UPDATE = "update_weights"
 REGISTER = "register_shared_weights"
 PREPARE = "prepare_weights"
 RESUME = "resume"
+VERIFY = "verify_weights"
 UPDATED = "updated"
 REGISTERED = "registered"
 PREPARED = "prepared"
 FAILED = "failed"
 UNKNOWN = "no receiver"
 ANSWERS = (UPDATED, REGISTERED, PREPARED, FAILED)
-MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME)
+MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME, VERIFY)
 
 
 class Tag(NamedTuple):
@@ -136,6 +139,8 @@ def wrong_with(message: Any) -> str | None:
         named = isinstance(ids, tuple) and all(isinstance(each, str) for each in ids)
         if not (named and isinstance(meeting, tuple) and [type(each) for each in meeting] == [int, int, float]):
             return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
+    if word == VERIFY and not (isinstance(content[0], str) and isinstance(content[1], (dict, bytes))):
+        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, question)"
     if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
         return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
     return None

@@ -16,6 +16,7 @@ from ...engine.timing import deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
+from ..proving import SentSums
 from ..publishers import Plan
 from . import messages
 from .carrier import PipeCarrier, Posted
@@ -39,8 +40,9 @@ class _Open(NamedTuple):
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
-    def __init__(self, *, partial: bool = False) -> None:
+    def __init__(self, *, partial: bool = False, checksum: bool = False) -> None:
         super().__init__()
+        self._sums = SentSums() if checksum else None
         self._versions: dict[str, int] = {}
         self._lent: list[tuple[Link, Tag, Load]] = []  # messages that lead to what this process keeps, not answered
         self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
@@ -67,9 +69,13 @@ class MultiProcessCarrier(PipeCarrier):
         sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
         apart = any(link.end.reaches for link in links.values())
         message = Load(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
+        keys = [(model_id, index) for index in links]
+        sums = None if self._sums is None else self._sums.noted(leaves, keys)
 
         def accept() -> None:
             self._newest[model_id] = version, message
+            if self._sums is not None and sums is not None:
+                self._sums.take(sums)
             if self._partial:
                 self._take_late(model_id)
                 self._owed.setdefault(model_id, Owed()).add(given, links.values())
@@ -77,6 +83,14 @@ class MultiProcessCarrier(PipeCarrier):
             self._versions[model_id] = version
 
         return Plan([], accept, lambda: None)
+
+    @override
+    def question(self, model_id: str, index: int) -> Any:
+        return (
+            super().question(model_id, index)
+            if self._sums is None
+            else self._sums.of((model_id, index), model_id, index)
+        )
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
@@ -213,6 +227,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         partial: see WeightSyncScheme.
         dtype: see WeightSyncScheme.
+        checksum: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs"}
@@ -224,8 +239,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype)
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
         self.timeout = timeout_or_default(timeout)
 
     @override
@@ -248,7 +264,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def create_carrier(self) -> MultiProcessCarrier:
         """What a new sender sends with."""
-        return MultiProcessCarrier(partial=self.partial)
+        return MultiProcessCarrier(partial=self.partial, checksum=self.checksum)
 
 
 class MultiProcessReceiver(PipeReceiver):

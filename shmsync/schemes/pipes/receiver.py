@@ -113,6 +113,8 @@ class PipeReceiver(WeightReceiver):
                 )
             if message.kind == messages.REGISTER:
                 receiver._attach(message)
+            elif message.kind == messages.VERIFY:
+                receiver.prove(message.content)
             else:
                 end.check_not_alone(message)
                 receiver._use_given(message)
@@ -153,6 +155,8 @@ class PipeReceiver(WeightReceiver):
                     self._end.put_back(message)
                 elif message.kind == messages.REGISTER:
                     receiver._join(message)
+                elif message.kind == messages.VERIFY:
+                    receiver._answer_question(message)
                 else:
                     _apply_all({message.model_id: message}, {message.model_id: receiver})
 
@@ -225,6 +229,15 @@ class PipeReceiver(WeightReceiver):
             self._refused(message, error)
         else:
             self._end.answer(message, messages.REGISTERED)
+
+    def _answer_question(self, message: Message) -> None:
+        try:
+            self.prove(message.content)
+        except Exception as error:
+            _log.warning("%r is not what was sent: %s", self._model_id, error)
+            self._end.answer_failure(message, error)
+        else:
+            self._end.answer(message, messages.UPDATED)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from ...engine.timing import deadline_after
+from ...engine.verifying import Proof
 from ..lookup import chosen_workers
 from ..sender import WeightSender
 from ..turns import Turns, turn
@@ -111,6 +112,10 @@ class PipeSender(WeightSender):
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
         links = self.carrier.reach(self.model_id, workers)
         return self.carrier.post(self.model_id, self.sent_weights(weights), links, deadline)
+
+    @override
+    def _verify(self, workers: list[int], deadline: float) -> Proof:
+        return self.carrier.ask(self.model_id, self.carrier.reach(self.model_id, workers), deadline)
 
     @override
     def _collect(self, workers: list[int], posted: Posted, deadline: float) -> None:

@@ -13,7 +13,7 @@ from ...engine.pickling import dumps, small
 from ...engine.publisher import Publication, Publisher, publish_all
 from ...engine.strategy import WeightStrategy, refuse_bound
 from ...engine.timing import check_worker
-from ...errors import ClosedError
+from ...errors import ClosedError, ProtocolError
 from ..publishers import ALL, Plan, Publishers
 from . import messages
 from .carrier import PipeCarrier, Posted
@@ -111,6 +111,20 @@ class SharedMemCarrier(PipeCarrier):
     @override
     def version(self, model_id: str) -> int:
         return max(self.publishers.version(model_id), self._sent.get(model_id, 0))
+
+    @override
+    def question(self, model_id: str, index: int) -> bytes:
+        return self._proven(model_id, index).handle.session
+
+    @override
+    def leaves(self, model_id: str, index: int) -> int:
+        return len(self._proven(model_id, index).manifest.leaves)
+
+    def _proven(self, model_id: str, index: int) -> Publisher:
+        self._check_open()
+        if not self.publishers.version(model_id):
+            raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
+        return self.publishers.publisher(model_id, self.publishers.group_of(index))
 
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:

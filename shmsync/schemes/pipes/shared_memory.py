@@ -49,10 +49,18 @@ class SharedMemTransport(PipeTransport):
         partial: bool = False,
         dtype: Dtypes = None,
         device: torch.device | str | None = None,
+        checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
         publishers = Publishers(
-            slots=slots, groups=groups, timeout=timeout, alias=alias, partial=partial, dtype=dtype, device=device
+            slots=slots,
+            groups=groups,
+            timeout=timeout,
+            alias=alias,
+            partial=partial,
+            dtype=dtype,
+            device=device,
+            checksum=checksum,
         )
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
@@ -123,6 +131,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
             newest version.
         dtype: see WeightSyncScheme.
+        checksum: of the arenas; see Publisher.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}
@@ -141,8 +150,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         partial: bool = False,
         dtype: Dtypes = None,
         device: torch.device | str | None = None,
+        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype)
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
         self.policy_weights = {} if policy_weights is None else policy_weights
         self.auto_register = auto_register
         self.slots = slots
@@ -166,6 +176,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             partial=self.partial,
             dtype=self.dtype,
             device=self.device,
+            checksum=self.checksum,
         )
 
     def create_carrier(self) -> SharedMemCarrier:
@@ -291,6 +302,11 @@ class SharedMemReceiver(PipeReceiver):
         """Leave the arenas; a bound model raises ClosedError when it is called from now on."""
         if self._transport is not None:  # a copy has none
             self._transport.close()
+
+    @override
+    def prove(self, question: Any) -> None:
+        for model in self._models_now():
+            self._transport.subscriptions.prove(self._model_id, question, model)
 
     @override
     def _ready(self) -> bool:

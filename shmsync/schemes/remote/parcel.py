@@ -33,8 +33,9 @@ from ...memory.manifest import Key, Manifest
 from ...memory.plainly import run_plainly
 from ...memory.reusable import Reusable
 from ...memory.segment import Handle
+from ..proving import Asked
 
-Kind = Literal["tensordict", "flat", "nested"]
+Kind = Literal["tensordict", "flat", "nested", "question"]
 
 
 class Stamp(NamedTuple):
@@ -128,6 +129,13 @@ class Packer:
         weakref.finalize(parcel, _give_back, self._free, buffer).atexit = False
         return parcel
 
+    def ask(self, question: Mapping[str, Any], model_id: str, version: int) -> Parcel:
+        """A question, which unpickles as Asked. It travels as weights do, so there is a tensor in it."""
+        buffer = torch.zeros(8, dtype=torch.uint8, device="cpu")
+        text = Manifest.of({("question",): buffer}).to_json()
+        label = Label(Stamp(self.session, model_id, version), "question", text, {("question",): dict(question)})
+        return Parcel(label, [buffer])
+
     def forget(self) -> None:
         """Use no buffer again: nobody sees any more to who reads them."""
         self._free = []
@@ -217,8 +225,12 @@ def views_will_do(label: Label) -> bool:
 
 
 @run_plainly
-def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict:
+def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | WeightsDict | Asked:
     """The weights that were sent, as views of the buffer, with their stamp."""
+    if label.kind == "question":
+        asked = Asked(label.extra["question",])
+        asked.stamp = label.stamp
+        return asked
     copy = not views_will_do(label)
     storages = [_as_tensor(piece, copy=copy).untyped_storage() for piece in pieces]
     views = {}

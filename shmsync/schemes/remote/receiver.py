@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from ...engine.timing import deadline_after
 from ...errors import ClosedError, ProtocolError
 from ..api import WeightSyncScheme
 from ..lookup import Arguments, named_content
+from ..proving import Asked
 from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
 from ..timed_queue import TimedQueue
@@ -89,6 +91,10 @@ class RemoteReceiver(WeightReceiver):
                 f"process has receivers of {', '.join(map(repr, _known()))}. Give them to the right one, or make one "
                 f"with init_on_worker({stamp.model_id!r})"
             )
+        if isinstance(weights, Asked):
+            with self._applying:
+                self.prove(weights)
+            return
         with self._applying:
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
@@ -136,6 +142,12 @@ class RemoteReceiver(WeightReceiver):
             self._handle = announcement.handle
             leave_to(announcement)
         self.subscriptions.use(self._model_id, announcement.stamp.version, model)
+
+    @override
+    def prove(self, question: Mapping[str, Any]) -> None:
+        subscriber = self.subscriptions.get(self._model_id)
+        with contextlib.nullcontext() if subscriber is None else subscriber.read():
+            super().prove(question)
 
     def _refuse_bound(self, model: Any) -> None:
         if self._handle is not None and isinstance(model, nn.Module):

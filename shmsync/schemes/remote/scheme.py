@@ -14,10 +14,12 @@ from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
 from ...engine.timing import check_timeout, check_worker, deadline_after
+from ...engine.verifying import Proof
 from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
 from ..lookup import Arguments
 from ..owed import Leaves, Owed, private_leaves
+from ..proving import judged
 from ..sender import WeightSender
 from .carrier import Carrier
 from .fan_out import FanOut
@@ -56,8 +58,8 @@ class RemoteScheme(WeightSyncScheme):
             each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
         timeout: default of every call, in seconds; math.inf waits for ever, None is 60.
-        partial, dtype: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other nodes each
-            time.
+        partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other
+            nodes each time.
     """
 
     sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}
@@ -73,8 +75,9 @@ class RemoteScheme(WeightSyncScheme):
         timeout: float | None = _TIMEOUT,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype)
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
         if fan_out not in (None, "node"):
             raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
         self.fan_out = fan_out
@@ -238,13 +241,13 @@ class RemoteSender(WeightSender):
             fan_out.find_places(delivery, alive, everybody, deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
-            accept = partial(self._accept, version, given, alive)
+            accept = partial(self._accept, version, given, alive, prepared)
             whole = prepared if given is None else {**self._owed.whole, **given}
             fan_out.deliver(delivery, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
             return delivery
         parcel = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(parcel) if alive else None
-        self._accept(self._version + 1, given, alive)
+        self._accept(self._version + 1, given, alive, prepared)
         for index, transport in alive.items():
             due = None if given is None else self._owed.due(transport, given)
             if due is None:
@@ -255,12 +258,33 @@ class RemoteSender(WeightSender):
             delivery.ask(index, transport, start)
         return delivery
 
-    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport]) -> None:
+    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport], weights: Any) -> None:
         """These weights are that version."""
         self._version = version
+        if self._scheme.checksum:
+            self._sums.note(weights, workers.values())
         if given is not None:
             self._owed.add(given, workers.values())
             self._given = given, dict(workers)
+
+    @override
+    def _verify(self, workers: list[int], deadline: float) -> Proof:
+        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
+        self._carrier.deadline = deadline
+        delivery = Delivery(self._carrier.wait)
+        payloads: dict[int, Any] = {}
+        for index, transport in alive.items():
+            question = questions[index]
+            if id(question) not in payloads:
+                parcel = self._packer.ask(question, self._model_id, self._version)
+                payloads[id(question)] = self._carrier.payload(parcel)
+            delivery.ask(index, transport, partial(transport.post, payloads[id(question)]))
+        delivery.finish(deadline)
+        for index in delivery.outcome.dead:
+            self._transports[index].reported |= self._transports[index].dead
+        leaves = max(map(len, questions.values()), default=0)
+        return judged(delivery.outcome, self._model_id, self._version, leaves)
 
     @override
     def _collect(self, workers: list[int], posted: Delivery, deadline: float) -> None:

@@ -80,7 +80,7 @@ class Groups:
     Args:
         sources: the first weights by worker; workers with the same object share an arena.
         apart: give each worker an arena of its own in any case.
-        slots, timeout, dtype: of each Publisher.
+        slots, timeout, dtype, checksum: of each Publisher.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt).
 
     Nothing is made before open(), but the arenas' names are known: workers may look for them already.
@@ -95,7 +95,9 @@ class Groups:
         timeout: float,
         alias: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
+        self._checksum = checksum
         self._slots, self._timeout, self._alias, self._dtype = slots, timeout, alias, dtype
         self._readers = max(64, 2 * len(sources))
         planned: dict[int, tuple[str, list[int]]] = {}  # name, workers
@@ -183,6 +185,11 @@ class Groups:
             Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
         ]
 
+    def publishers_of(self, workers: Collection[int]) -> list[tuple[Publisher, list[int]]]:
+        """The publisher of each arena that some of these workers belong to, and which do."""
+        found = [(member.group.publisher, sorted(member.workers.intersection(workers))) for member in self._members]
+        return [(publisher, chosen) for publisher, chosen in found if chosen]
+
     def sweep(self) -> None:
         """End the arenas that no worker belongs to any more; one that has not moved yet keeps its weights."""
         current = {id(member.group) for member in self._members}
@@ -227,6 +234,7 @@ class Groups:
             device="cpu",
             dtype=self._dtype,
             timeout=self._timeout,
+            checksum=self._checksum,
         )
         self._groups.append(Group(publisher, told))
         return self._groups[-1]

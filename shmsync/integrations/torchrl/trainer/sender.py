@@ -10,6 +10,7 @@ from typing import Any
 from .... import _native
 from ....engine.outcome import Outcome, Wording, listed
 from ....engine.timing import check_worker, deadline_after
+from ....engine.verifying import Proof
 from ....errors import WorkerDied, WriterBusy
 from .groups import Assignment, Groups
 from .switchboard import Switchboard
@@ -58,13 +59,7 @@ class Sender:
         if not any(workers for _, workers in wanted):
             return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
-        thread, holder = threading.get_ident(), object()
-        outer = self._turns.get(thread)
-        if outer is not None and self._lock.held_by(outer):
-            raise WriterBusy(
-                f"{self._model_id!r} is being sent by this same thread: a signal handler, or something that send() "
-                "calls, sends again; nothing was published now, let the first send return"
-            )
+        thread, holder = self._thread(), object()
         try:
             self._turns[thread] = holder
             self._take_lock(holder, deadline)
@@ -95,6 +90,42 @@ class Sender:
         finally:
             self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
             self._turns.pop(thread, None)
+
+    def verify(self, workers: set[int], *, timeout: float | None = None) -> Proof:
+        """Let these workers prove what their policies hold. Raises as Publisher.verify() and send() do."""
+        deadline = deadline_after(timeout, self._timeout)
+        thread, holder = self._thread(), object()
+        try:
+            self._turns[thread] = holder
+            self._take_lock(holder, deadline)
+            self.lines.look(deadline)
+            proofs = []
+            for publisher, chosen in self.groups.publishers_of(workers - self._lost):
+                rung: list[None] = []
+
+                def ring(chosen: list[int] = chosen, rung: list[None] = rung) -> None:
+                    if not rung:
+                        rung.append(None)
+                        self.lines.ring(chosen)
+                    self.lines.ring_owed()
+
+                proofs.append(publisher.ask(chosen, deadline, ring))
+            proved = sorted(worker for proof in proofs for worker in proof.workers if isinstance(worker, int))
+            return Proof(self._version, max((proof.leaves for proof in proofs), default=0), workers=tuple(proved))
+        finally:
+            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+            self._turns.pop(thread, None)
+
+    def _thread(self) -> int:
+        """The calling thread. Raises WriterBusy when it is in the middle of a send."""
+        thread = threading.get_ident()
+        outer = self._turns.get(thread)
+        if outer is not None and self._lock.held_by(outer):
+            raise WriterBusy(
+                f"{self._model_id!r} is being sent by this same thread: a signal handler, or something that send() "
+                "calls, sends again; nothing was published now, let the first send return"
+            )
+        return thread
 
     def _take_lock(self, holder: object, deadline: float) -> None:
         while True:

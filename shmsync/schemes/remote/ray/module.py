@@ -81,6 +81,7 @@ class RayModuleTransformScheme(ActorScheme):
         timeout: see RayWeightSyncScheme.
         partial: see RayWeightSyncScheme.
         dtype: see RayWeightSyncScheme.
+        checksum: see RayWeightSyncScheme.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
     argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,
@@ -100,6 +101,7 @@ class RayModuleTransformScheme(ActorScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -110,6 +112,7 @@ class RayModuleTransformScheme(ActorScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
+            checksum=checksum,
         )
 
     @override

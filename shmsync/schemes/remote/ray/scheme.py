@@ -103,6 +103,7 @@ class ActorScheme(RemoteScheme):
         timeout: float | None = 60.0,
         partial: bool = False,
         dtype: Dtypes = None,
+        checksum: bool = False,
     ) -> None:
         super().__init__(
             strategy,
@@ -112,6 +113,7 @@ class ActorScheme(RemoteScheme):
             timeout=timeout,
             partial=partial,
             dtype=dtype,
+            checksum=checksum,
         )
         check_tensor_transport(tensor_transport)
         self.tensor_transport: TensorTransport = tensor_transport
@@ -141,6 +143,7 @@ class RayWeightSyncScheme(ActorScheme):
         timeout: see RemoteScheme.
         partial: see RemoteScheme.
         dtype: see RemoteScheme.
+        checksum: see RemoteScheme.
         tensor_transport: how Ray moves the weights, "object_store" or "nixl".
 
     init_on_sender() takes `remote_collectors` (a list of actors, read again at each send: actors may join and leave),

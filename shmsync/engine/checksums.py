@@ -1,0 +1,112 @@
+"""Checksums of leaves: XXH3 with 64 bits over a leaf's bytes, one for each leaf, behind the leaves of every slot.
+
+They are written before the commit, so a version and its checksums appear in one step, and a section that reads the one
+reads the other. Tied leaves share one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from ..memory.arena import Arena
+from ..memory.manifest import Manifest
+from ..memory.plainly import run_plainly
+
+BYTES_PER_SECOND = 1e9  # a checksum is never slower on the machines we know; says whether there is time for one
+
+
+def check_checksum(wanted: object, *, on_device: bool = False) -> None:
+    """Raise what speaks against `checksum=`: another type, no xxhash, an arena on a device."""
+    if not isinstance(wanted, bool):
+        raise TypeError(f"checksum is True or False, not {wanted!r}")
+    if not wanted:
+        return
+    if on_device:
+        raise ValueError("checksum=True is for arenas in the host's memory, not on a device; leave it out")
+    _library()
+
+
+def refuse_without_checksums(manifest: Manifest, name: str) -> None:
+    """Raise ProtocolError for an arena that has no checksums."""
+    if manifest.sums is None:
+        raise ProtocolError(f"arena {name!r} has no checksums to verify against; make its Publisher with checksum=True")
+    _library()
+
+
+def checksum(data: Any) -> int:
+    """Of the bytes of a buffer."""
+    return int(_library().xxh3_64_intdigest(data))
+
+
+@run_plainly
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Of a tensor's values, as they would lie in an arena: contiguous, in the host's memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return checksum(memory(plain.data_ptr(), plain.nbytes))
+
+
+def memory(address: int, size: int) -> memoryview:
+    """These bytes, for as long as somebody else keeps them mapped."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else memoryview(b"")
+
+
+def checksums_in(arena: Arena, slot: int) -> dict[int, int]:
+    """The checksums that a slot shows, by the offset of their leaf. Call it inside a section."""
+    manifest = arena.manifest
+    assert manifest.sums is not None
+    start = int(arena.slab.readonly.data_ptr()) + slot * manifest.slot_bytes
+    words = (ctypes.c_uint64 * len(manifest.places)).from_address(start + manifest.sums)
+    return dict(zip(manifest.places, words, strict=True))
+
+
+class ChecksumWriter:
+    """The publisher's side: which leaves of the slot to write are new, and what the others' checksums are."""
+
+    def __init__(self, arena: Arena) -> None:
+        manifest = arena.manifest
+        assert manifest.sums is not None
+        self._arena = arena
+        self._at = manifest.sums
+        self._places = manifest.places
+        self._known: dict[int, int] = {}  # of the published version
+        self._given: frozenset[int] | None = None
+        self._new: dict[int, int] = {}
+
+    def begin(self, given: frozenset[int] | None) -> None:
+        """Only the leaves at these offsets change; None: any may have changed."""
+        self._given = given
+
+    def write(self, slot: int) -> None:
+        """Read the leaves that have changed, and write every checksum into the slot. The caller commits."""
+        start = self._arena.slot_address(slot)
+        whole = memory(start, self._arena.manifest.slot_bytes)
+        digest = _library().xxh3_64_intdigest
+        given = self._given
+        self._new = {
+            offset: self._known[offset]
+            if given is not None and offset not in given and offset in self._known
+            else digest(whole[offset : offset + size])
+            for offset, size in self._places.items()
+        }
+        words = (ctypes.c_uint64 * len(self._places)).from_address(start + self._at)
+        words[:] = list(self._new.values())
+
+    def committed(self) -> None:
+        """What was written is published."""
+        self._known, self._given = self._new, None
+
+    def undone(self) -> None:
+        """What was begun was not published; the only slot may be half written."""
+        self._given = None
+
+
+def _library() -> Any:
+    try:
+        import xxhash
+    except ImportError:
+        raise ProtocolError("checksums need the package xxhash; pip install 'shmsync[verify]'") from None
+    return xxhash

@@ -1,0 +1,29 @@
+"""ShmWeightSyncScheme.verify() with TorchRL's own collectors."""
+
+from __future__ import annotations
+
+import pytest
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.torchrl import parts
+from support.torchrl.policies import Tagged
+
+
+@pytest.fixture
+def collector():
+    with parts.collectors() as make:
+        yield make
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_every_worker_proves_what_its_policy_holds(collector, kind):
+    policy, scheme = Tagged(), ShmWeightSyncScheme(checksum=True)
+    collecting = collector(policy, kind=kind, scheme=scheme)
+    batches = iter(collecting)
+    for tag in (1, 2):
+        policy.set(tag)
+        collecting.update_policy_weights_()
+        assert scheme.verify().workers == (0, 1)  # while they step, or wait
+        next(batches)
+        assert scheme.verify().workers == (0, 1)

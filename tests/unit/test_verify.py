@@ -1,0 +1,283 @@
+"""sub.verify(): what a bound module holds is compared with the checksums of the version, and every fault is named."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import pickle
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import shmsync
+from support.weights import step
+
+pytestmark = pytest.mark.skipif(shmsync.memory.devices.default() is not None, reason="checksums are for host memory")
+
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 2)
+        self.emb = nn.Embedding(8, 8)
+        self.out = nn.Linear(8, 8, bias=False)
+        self.out.weight = self.emb.weight  # tied
+
+    def forward(self, x):
+        return self.head(self.out(self.body(x)))
+
+
+def leaves(module):
+    return len(module.state_dict())
+
+
+@pytest.fixture
+def delivered(publisher, subscriber):
+    """delivered(...) -> a trainer's module, a worker's that is bound to it, and both ends, with checksums."""
+
+    def make(slots=1, consistency="pinned", factory=Agent, buffers="copy", **options):
+        trainer, worker = factory(), factory().eval()
+        pub = publisher(trainer, slots=slots, checksum=True, **options)
+        sub = subscriber(pub, consistency=consistency)
+        sub.bind(worker, buffers=buffers)
+        return trainer, worker, pub, sub
+
+    return make
+
+
+def changed(trainer, pub):
+    with torch.no_grad():
+        for tensor in trainer.state_dict().values():
+            tensor.add_(1)
+    return pub.publish()
+
+
+SOURCES = {
+    "module": lambda module: module,
+    "state_dict": lambda module: module.state_dict(),
+    "tensordict": TensorDict.from_module,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
+@pytest.mark.parametrize("buffers", ["copy", "view"])
+def test_what_was_delivered_is_proved(publisher, subscriber, source, slots, consistency, buffers):
+    trainer, worker = Agent(), Agent().eval()
+    pub = publisher(SOURCES[source](trainer), slots=slots, checksum=True)
+    sub = subscriber(pub, consistency=consistency)
+    sub.bind(worker, buffers=buffers)
+    for _ in range(4):
+        proof = sub.verify()
+        assert proof == (pub.version, leaves(trainer), (), ())
+        changed(trainer, pub)
+    with sub.read():
+        if consistency == "pinned":
+            assert sub.verify().version == pub.version
+        else:
+            with pytest.raises(shmsync.ProtocolError, match="not pinned"):
+                sub.verify()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_only_what_a_partial_publish_gives_is_read_again(delivered, slots):
+    _, _, pub, sub = delivered(slots)
+    for number in range(5):
+        pub.publish({"head.bias": torch.full((2,), float(number))})
+        assert sub.verify().version == pub.version
+    with pytest.raises(shmsync.ManifestMismatch):
+        pub.publish({"head.bias": torch.zeros(3)})
+    assert sub.verify().version == pub.version
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_updates_and_failed_updates(delivered, slots):
+    _, _, pub, sub = delivered(slots)
+    with pub.update() as weights:
+        weights["head", "bias"].fill_(7)
+    assert sub.verify().version == pub.version
+    pub.publish({"head.bias": torch.ones(2)})
+    with pytest.raises(ZeroDivisionError), pub.update() as weights:
+        weights["head", "weight"].fill_(7)
+        raise ZeroDivisionError
+    pub.publish()
+    with pub.update() as weights:
+        weights["emb", "weight"].fill_(7)
+    assert sub.verify().version == pub.version
+
+
+def test_adopted_weights(publisher, subscriber):
+    trainer, worker = Agent(), Agent().eval()
+    pub = publisher(trainer, checksum=True)
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    pub.adopt(trainer, optimizer)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    for _ in range(3):
+        trainer(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        assert sub.verify().version == pub.version
+    with torch.no_grad():
+        trainer.head.weight.add_(1)  # outside of update()
+    with pytest.raises(shmsync.NotDelivered, match=r"the arena's head.weight was written after it was published"):
+        sub.verify()
+
+
+def refused(sub, *leaves, match=None, modules=()):
+    with pytest.raises(shmsync.NotDelivered, match=match) as caught:
+        sub.verify(*modules)
+    assert set(caught.value.leaves) == set(leaves)
+    assert caught.value.version == sub.version
+    return str(caught.value)
+
+
+def test_a_submodule_that_was_replaced(delivered):
+    _, worker, _, sub = delivered()
+    worker.head = nn.Linear(8, 2)
+    text = refused(sub, "head.weight", "head.bias", match="Agent.head.weight has other values, in memory of its own")
+    assert "Agent.head.bias" in text
+
+
+def replaced_data(worker):
+    worker.head.weight.data = torch.randn(2, 8)
+
+
+def replaced_parameter(worker):
+    worker.head.weight = nn.Parameter(torch.randn(2, 8))
+
+
+def swapped(worker):
+    worker.head._parameters["weight"] = nn.Parameter(torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("how", [replaced_data, replaced_parameter, swapped])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_parameter_that_was_replaced(delivered, how, slots):
+    _, worker, _, sub = delivered(slots)
+    how(worker)
+    refused(sub, "head.weight", match="Agent.head.weight")
+
+
+def test_a_parameter_that_load_state_dict_has_assigned(delivered):
+    _, worker, _, sub = delivered()
+    part = nn.Linear(8, 2)
+    part.load_state_dict({key: torch.randn_like(value) for key, value in part.state_dict().items()}, assign=True)
+    worker._modules["head"]._parameters.update(part._parameters)
+    refused(sub, "head.weight", "head.bias")
+
+
+def test_a_dropped_tensor(delivered):
+    _, worker, _, sub = delivered()
+    del worker.head.bias
+    refused(sub, "head.bias", match="Agent.head.bias is not there")
+
+
+def test_leaves_that_nobody_sends_are_shown(delivered):
+    _, _, _, sub = delivered(exclude="head.*")
+    assert sub.verify().unsent == ("head.weight", "head.bias")
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_copy_that_computes_in_the_modules_place(delivered, slots):
+    trainer, worker, pub, sub = delivered(slots)
+    stale = copy.deepcopy(worker)
+    assert sub.verify(stale).leaves == leaves(trainer)  # it has this version
+    changed(trainer, pub)
+    assert sub.verify().version == 2
+    text = refused(sub, *trainer.state_dict(), modules=[stale])
+    assert ("has the value of another version" in text) == (slots > 1)
+
+
+def test_another_model(delivered):
+    _, _, _, sub = delivered()
+    other = Agent()
+    with pytest.raises(shmsync.NotDelivered, match="Agent.head.weight has other values"):
+        sub.verify(other)
+    with pytest.raises(shmsync.NotDelivered, match="Linear.head.weight is not there"):
+        sub.verify(nn.Linear(8, 2))
+    with pytest.raises(TypeError, match="takes torch.nn.Module"):
+        sub.verify("policy")
+
+
+def test_a_cast_that_is_fresh_and_one_that_is_stale(delivered):
+    trainer, worker, pub, sub = delivered(2, factory=lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    cached = copy.deepcopy(worker).to(torch.bfloat16)
+    assert sub.verify(cached).leaves == 4
+    changed(trainer, pub)
+    text = refused(sub, *trainer.state_dict(), modules=[cached])
+    assert "0.weight is not the published value cast to torch.bfloat16" in text
+
+
+def test_a_buffer_that_went_its_own_way(delivered):
+    trainer, worker, pub, sub = delivered()
+    worker.train()
+    worker(torch.randn(16, 4))
+    names = {"body.1.running_mean", "body.1.running_var", "body.1.num_batches_tracked"}
+    refused(sub, *names, match="Agent.body.1.running_mean has other values, in memory of its own")
+    changed(trainer, pub)  # which puts it back
+    assert sub.verify().version == 2
+
+
+def test_tied_weights_that_were_untied(delivered):
+    _, worker, _, sub = delivered()
+    worker.out.weight = nn.Parameter(torch.randn(8, 8))
+    refused(sub, "out.weight", match="Agent.out.weight has other values")
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_bytes_that_change_after_the_publish(delivered, slots):
+    _, _, pub, sub = delivered(slots)
+    with pub.update() as weights:
+        kept = weights["head", "weight"]
+    ctypes.memset(kept.data_ptr(), 1, 4)
+    refused(sub, "head.weight", match="the arena's head.weight was written after it was published")
+
+
+def test_a_worker_on_an_old_session(publisher, subscriber):
+    trainer = Agent()
+    old = shmsync.Publisher(trainer, checksum=True)
+    sub = subscriber(old)
+    old.close()
+    assert sub.verify().version == 1  # the last version of an arena that has ended, and has no heir
+    publisher(trainer, name=old.name, checksum=True)
+    with pytest.raises(shmsync.NotDelivered, match="session .* has taken its place"):
+        sub.verify()
+
+
+def test_a_follower_is_on_the_new_session(publisher, subscriber):
+    trainer = Agent()
+    old = shmsync.Publisher(trainer, checksum=True)
+    sub = subscriber(old, follow=True)
+    sub.bind(worker := Agent().eval())
+    old.close()
+    step(trainer)
+    pub = publisher(trainer, name=old.name, checksum=True)
+    assert sub.verify() == (1, leaves(worker), (), ())
+    assert sub.session == pub.handle.session
+
+
+def test_without_checksums(publisher, subscriber):
+    pub = publisher(Agent())
+    sub = subscriber(pub)
+    for verify in (sub.verify, pub.verify):
+        with pytest.raises(shmsync.ProtocolError, match=r"has no checksums .* checksum=True"):
+            verify()
+    with pytest.raises(TypeError, match="checksum is True or False, not 1"):
+        shmsync.Publisher(Agent(), checksum=1)
+
+
+def test_checksum_false_takes_no_byte(publisher):
+    assert b"sums" not in publisher(Agent()).manifest.to_json()
+
+
+def test_an_error_travels(delivered):
+    _, worker, _, sub = delivered()
+    worker.head = nn.Linear(8, 2)
+    with pytest.raises(shmsync.NotDelivered) as caught:
+        sub.verify()
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.leaves, again.version) == (str(caught.value), caught.value.leaves, 1)
