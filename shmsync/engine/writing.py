@@ -225,6 +225,8 @@ class WriteSide:
         writer = self.writer
         if self._died:
             self._died = {}
+        if self.later is not None:
+            self.later.ready()
         if writer.begin():
             return
         started = time.perf_counter()

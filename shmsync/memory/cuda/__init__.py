@@ -1,0 +1,9 @@
+"""NVIDIA GPUs as devices on which an arena lies. Nothing of CUDA is imported before a GPU is asked for.
+
+device() gives a GPU by its number in this process, holder() the one whose memory a handle is about.
+May be imported by memory and cli.
+"""
+
+from .visible import device, holder
+
+__all__ = ["device", "holder"]
