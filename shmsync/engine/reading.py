@@ -281,9 +281,9 @@ class ReadPath(WaitPath):
             device.call(ending, call)
             if captured and self.arena.slots > 1:
                 raise ProtocolError(
-                    f"a graph was captured in a read section of arena {self._name!r}, which has {self.arena.slots} slots: "
-                    "its replays would read one of them, whatever version lies there; publish with slots=1, whose "
-                    "addresses stay, and replay inside a section"
+                    f"a graph was captured in a read section of arena {self._name!r}, which has {self.arena.slots} "
+                    "slots: its replays would read one of them, whatever version lies there; publish with slots=1, "
+                    "whose addresses stay, and replay inside a section"
                 )
             return
         while not device.wait(ending, 0.05):

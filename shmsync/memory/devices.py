@@ -68,7 +68,7 @@ class Device(Protocol):
         """Copy between memory of this device, or from staging memory to it. The sources stay as they are until then."""
 
     def capturing(self, stream: Stream) -> bool:
-        """Is what this stream is given now recorded, to be done later and perhaps more than once, as in a CUDA graph?"""
+        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
 
     def call(self, stream: Stream, call: _native.HostCall) -> None:
         """Make this call when all that the stream has now is done. It is not made if the device fails before."""

@@ -45,20 +45,21 @@ class World:
         self.numbers = itertools.count(1)
 
 
+_kept = []  # all of them
+
+
 class _Memory:
     """Pages that stay, so that a copy after their end is an error that is seen, and no crash."""
 
-    kept: list = []
-
     def __init__(self, size):
-        self.kept.append(self)
+        _kept.append(self)
         self.size = size
         self.pages = mmap.mmap(-1, size)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
 
 
 class StandIn:
-    """The calls of one process, see Calls in shmsync/memory/cuda/calls.py.
+    """The calls of one process, see CudaCalls in shmsync/memory/cuda/calls.py.
 
     Args:
         world: the machine.
@@ -123,10 +124,11 @@ class StandIn:
         if name in TALK:
             return 0
         assert self.side.depth, f"{name} without the right GPU as the current one"
-        if name not in ("relax", "restore"):
+        if name not in ("relax", "restore", *GIVE_BACK):  # these also where relax() was refused
             assert getattr(self.modes, "relaxed", False), f"{name} would spoil a capture in another thread"
         counted = sum(each not in TALK for each, _ in self.log) - 1
-        hit = self.fail_at is not None and (counted == self.fail_at or (self.code >= 700 and counted > self.fail_at))
+        stays = 700 <= self.code < 720
+        hit = self.fail_at is not None and (counted == self.fail_at or (stays and counted > self.fail_at))
         if hit and name != "restore":
             if 700 <= self.code < 720:
                 self.failed = RuntimeError("an error that stays")

@@ -4,10 +4,13 @@ The last tests call the real bindings, where they are installed: without a drive
 takes its arguments as on a machine with one.
 """
 
+import ctypes
 import gc
 import importlib.util
+import subprocess
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +23,7 @@ from shmsync.memory import devices
 from shmsync.memory.cuda import causes, visible
 from shmsync.memory.cuda.calls import Bindings
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
-from shmsync.memory.cuda.handle import Handle, unpacked
+from shmsync.memory.cuda.handle import SlabHandle, unpacked
 from support.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, StandIn, World, torch_event, torch_stream
 
 needs_bindings = pytest.mark.skipif(
@@ -66,8 +69,9 @@ def test_two_processes_share_the_memory_and_nothing_else():
     theirs = worker.open(handle, 1000)
     tensor(mine).fill_(7)
     assert tensor(theirs).tolist() == [7] * 1000
-    with pytest.raises(AssertionError):
-        assert calls_of(worker).mappings.keys() != {theirs.data_ptr()}  # nothing before it is mapped
+    assert calls_of(worker).mappings.keys() == {theirs.data_ptr()}  # and nothing that lies before it
+    (memory,) = calls_of(worker).mappings.values()
+    assert memory.size == BLOCK
 
 
 def test_a_process_opens_what_it_has_itself_without_cuda():
@@ -169,15 +173,19 @@ def test_a_torch_that_copies_instead_of_sharing_is_noticed():
     assert calls_of(device).left() == {}
 
 
+def changed(handle, **fields):
+    return unpacked(handle)._replace(**fields).packed()
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "words"),
     [
         (lambda handle: b"\0" * 96, ArenaCorrupt, "begins with"),
         (lambda handle: handle[:50], ArenaCorrupt, "has 50 bytes"),
         (lambda handle: handle[:4] + b"\x09" + handle[5:], ArenaCorrupt, "version 9"),
-        (lambda handle: unpacked(handle)._replace(size=77).packed(), ArenaCorrupt, "has 77 bytes, but its arena needs 100"),
-        (lambda handle: unpacked(handle)._replace(uuid=b"x" * 16).packed(), ArenaCorrupt, "GPU-78787878-7878"),
-        (lambda handle: unpacked(handle)._replace(memory=b"y" * 64).packed(), ArenaNotFound, "attach to its new arena"),
+        (lambda handle: changed(handle, size=77), ArenaCorrupt, "has 77 bytes, but its arena needs 100"),
+        (lambda handle: changed(handle, uuid=b"x" * 16), ArenaCorrupt, "GPU-78787878-7878"),
+        (lambda handle: changed(handle, memory=b"y" * 64), ArenaNotFound, "attach to its new arena"),
     ],
 )
 def test_a_handle_that_is_not_right_is_refused(damage, error, words):
@@ -202,7 +210,7 @@ def test_the_memory_of_a_publisher_that_has_gone_is_not_found():
 
 
 def test_a_handle_fits_the_header():
-    assert len(Handle(5, b"u" * 16, b"m" * 64).packed()) == _native.HANDLE_BYTES
+    assert len(SlabHandle(5, b"u" * 16, b"m" * 64).packed()) == _native.HANDLE_BYTES
 
 
 # Streams.
@@ -301,7 +309,7 @@ def test_an_error_that_comes_late_is_found_by_check():
 def test_torch_is_not_blamed_for_an_error_of_ours():
     device = gpu()
     with pytest.raises(ArenaNotFound):
-        device.open(Handle(1, b"\x0a" * 16, b"?" * 64).packed(), 1)
+        device.open(SlabHandle(1, b"\x0a" * 16, b"?" * 64).packed(), 1)
     assert calls_of(device).last_error == 0
 
 
@@ -340,7 +348,7 @@ def test_a_gpu_that_is_not_visible_is_named(process):
     trainer = gpu(world, visible=(1,))
     mine = trainer.allocate(50)
     process(world, (0,))
-    with pytest.raises(ArenaNotFound, match=r"'weights' lies on GPU-0b0b0b0b.* sees GPU-0a0a0a0a.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ArenaNotFound, match=r"'weights' lies on GPU-0b0b.* sees GPU-0a0a.*CUDA_VISIBLE_DEVICES"):
         visible.holder(trainer.export(mine), "weights")
     with pytest.raises(DeviceFailed, match=r"cuda:1 is not there: this process sees 1 GPUs"):
         visible.device(1)
@@ -369,7 +377,7 @@ def test_a_gpu_of_the_parent_is_refused_in_a_forked_child(monkeypatch):
     uses = [
         lambda: device.allocate(1),
         lambda: device.export(storage),
-        lambda: device.open(Handle(1, b"\x0a" * 16, b"?" * 64).packed(), 1),
+        lambda: device.open(SlabHandle(1, b"\x0a" * 16, b"?" * 64).packed(), 1),
         lambda: device.staging(1),
         device.stream,
         device.current,
@@ -381,7 +389,8 @@ def test_a_gpu_of_the_parent_is_refused_in_a_forked_child(monkeypatch):
     for use in uses:
         with pytest.raises(ForkedHandle):
             use()
-    del storage, stream  # the memory is the parent's
+    uses.clear()
+    storage = stream = None  # the memory is the parent's
     gc.collect()
     assert len(calls_of(device).log) == before
 
@@ -442,14 +451,19 @@ def test_an_error_at_any_call_is_typed_and_leaks_nothing():
                 scenario(world, calls)
             except ShmSyncError as error:
                 failed = type(error)
-            name = [name for name, _ in calls.log if name not in TALK][number]
-            tried.add(name)
             gc.collect()
-            if name in GIVE_BACK:
-                continue
+            after = [name for name, _ in calls.log if name not in TALK][number:]
+            if not after:
+                continue  # an event was asked for fewer times than the first time
+            name = after[0]
+            tried.add(name)
+            if name in GIVE_BACK or (name == "relax" and GIVE_BACK & set(after[1:2])):
+                continue  # there is nobody to tell
             assert failed is not None, f"{name} failed with {code}, and nobody said so"
             assert calls.last_error == 0, f"{name} leaves its error to torch"
-            assert calls.left() == {}, f"after {name} failed with {code}"
+            probe = max(0, calls.names().count("cudaStreamCreateWithFlags") - 2)  # of check(); the device keeps it
+            assert calls.left()["streams"] <= probe, f"after {name} failed with {code}"
+            assert calls.left().keys() <= {"streams"}, f"after {name} failed with {code}"
     assert {"cudaMalloc", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaMemcpyAsync", "cudaEventRecord"} <= tried
 
 
@@ -461,8 +475,8 @@ def arena(process):
     """arena(weights, ...) -> its calls, a publisher on the stand-in, and a subscriber that finds it by its handle."""
     before, opened = list(devices._default), []
 
-    def make(weights, slots=2, calls=None, **options):
-        calls = calls or process(World())
+    def make(weights, slots=2, made=False, **options):
+        calls = calls_of(visible.device(0)) if made else process(World())
         device = visible.device(0)
         device.torch_device = torch.device("cpu")  # where its memory really lies
         devices._default[:] = [device]
@@ -498,11 +512,11 @@ def test_versions_go_through_the_calls(arena, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_comes_next(arena, slots):
-    calls, pub, _ = arena({"t": torch.full((1000,), 1.0)}, slots)
+def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_comes_next(process, arena, slots):
+    process(World())
     device = visible.device(0)
-    there = torch.empty(0, dtype=torch.float32).set_(device.allocate(4000), 0, (1000,))
-    sub = shmsync.Subscriber(pub.handle, worker=1)
+    there = torch.empty(0, dtype=torch.float32).set_(device.allocate(4000), 0, (1000,)).fill_(1)
+    calls, pub, sub = arena({"t": there}, slots, made=True)
     stream = device.stream()
     with calls.side.stream(stream.handle):
         for version in range(2, 30):
@@ -512,8 +526,7 @@ def test_weights_of_the_gpu_are_copied_after_the_current_stream_and_before_what_
             calls.kernel(lambda: there.fill_(-2))
             sub.wait_version(version)
             assert value(sub) == (version, float(version))
-    assert "cudaHostAlloc" in calls.names()  # for the first version, which lay in the host's memory
-    sub.close()
+    assert "cudaHostAlloc" not in calls.names()
 
 
 def test_a_slot_is_kept_until_the_kernels_of_its_section_are_done(arena):
@@ -606,11 +619,14 @@ def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process):
             calls.fail_at = sum(name not in TALK for name, _ in calls.log) + number
             calls.code = 801
             number += 1
+            pub = None
             try:
                 pub = shmsync.Publisher({"t": torch.ones(10)}, timeout=20.0)
             except ShmSyncError:
+                pass
+            if pub is None:
                 gc.collect()
-                assert calls.left().get("memory", 0) == 0
+                assert calls.left().get("memory", 0) == 0, calls.names()
                 continue
             reached = sum(name not in TALK for name, _ in calls.log) <= calls.fail_at
             calls.fail_at = None
@@ -622,7 +638,32 @@ def test_an_arena_whose_device_refuses_any_call_leaves_no_segment(process):
         devices._default[:] = before
 
 
-# The real bindings.
+# The real bindings, and the driver.
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory):
+    """A library with the driver's one function that is called directly. Calls to it hold the GIL."""
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).parent.parent / "support" / "libcuda.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True)
+    return ctypes.PyDLL(str(library))
+
+
+def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver):
+    runtime = SimpleNamespace(
+        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2), cudaError_t={0: 0, 400: 400}.__getitem__
+    )
+    calls = Bindings(runtime, driver)
+    with shmsync.Publisher({"t": torch.ones(1)}, slots=2) as pub:
+        writer = pub._side.writer
+        assert writer.begin()
+        call = writer.commit_later()
+        assert int(calls.launch(1, type(call).function, call.ticket())[0]) == 0
+        assert call.done
+        assert pub.version == 2
+    assert int(calls.launch(0, 1, 1)[0]) == 400
+
 
 _ARGUMENTS = {
     "cudaGetDeviceProperties": (0,),
@@ -678,7 +719,7 @@ def test_all_calls_are_tried_and_the_numbers_are_those_of_cuda(bindings):
 
     from shmsync.memory.cuda import calls
 
-    mine = {name for name in vars(calls.Calls) if not name.startswith("_")}
+    mine = {name for name in vars(calls.CudaCalls) if not name.startswith("_")}
     assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "launch", "restore"}
     assert runtime.cudaStreamNonBlocking == calls.STREAM_NON_BLOCKING
     assert runtime.cudaEventDisableTiming == calls.EVENT_NO_TIMING

@@ -5,6 +5,7 @@ launched through the driver itself, since the bindings put a function of their o
 thread that holds the GIL and waits for the device would then wait for ever.
 """
 
+# ruff: noqa: D102  what functions of CUDA do is in its documentation
 from __future__ import annotations
 
 import ctypes
@@ -20,7 +21,7 @@ HANDLE_SIZE = 64
 Answer = tuple[Any, ...]
 
 
-class Calls(Protocol):
+class CudaCalls(Protocol):
     """What is called of CUDA. Codes and what stands for streams, events and modes convert to int."""
 
     def cudaGetDeviceProperties(self, device: int) -> Answer: ...
@@ -84,36 +85,36 @@ class Bindings:
         return found
 
     def ipc_handle(self, address: int) -> Answer:
-        """As in Calls."""
+        """As in CudaCalls."""
         code, handle = self._runtime.cudaIpcGetMemHandle(address)
         # Its bytes are an attribute in the bindings for CUDA 12, and nowhere in those for CUDA 13.
         return (code, b"" if handle is None else ctypes.string_at(int(handle.getPtr()), HANDLE_SIZE))
 
     def ipc_open(self, handle: bytes) -> Answer:
-        """As in Calls."""
+        """As in CudaCalls."""
         given = self._runtime.cudaIpcMemHandle_t()
         ctypes.memmove(int(given.getPtr()), handle, HANDLE_SIZE)
         code, address = self._runtime.cudaIpcOpenMemHandle(given, IPC_LAZY_PEER_ACCESS)
         return (code, 0 if address is None else int(address))
 
     def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
-        """As in Calls."""
+        """As in CudaCalls."""
         answer: Answer = self._runtime.cudaMemcpyAsync(
             to, source, size, self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream
         )
         return answer
 
     def relax(self) -> Answer:
-        """As in Calls."""
+        """As in CudaCalls."""
         return self.restore(self._relaxed)
 
     def restore(self, mode: Any) -> Answer:
-        """As in Calls."""
+        """As in CudaCalls."""
         answer: Answer = self._runtime.cudaThreadExchangeStreamCaptureMode(mode)
         return answer
 
     def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """As in Calls. The numbers of the driver's errors are those of the runtime's."""
+        """As in CudaCalls. The numbers of the driver's errors are those of the runtime's."""
         code = self._launch(stream, function, ticket)
         try:
             return (self._runtime.cudaError_t(code),)

@@ -20,7 +20,7 @@ _SHARING = (
     "docs/gpu.md lists where sharing does not work"
 )
 
-# Of codes that mean the same wherever they come from.
+# What to do about codes that mean the same wherever they come from.
 _CURES = {
     1: "this is an error in shmsync, or memory that has been freed; please report it",
     3: _DRIVER,

@@ -10,7 +10,7 @@ import ctypes
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace
 from ..available import available_bytes
 from ..plainly import plainly
 from .blocks import Block, Blocks
-from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, Calls
+from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
-from .handle import Handle, named, unpacked
+from .handle import SlabHandle, named, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
 from .torch_side import TorchSide
 
@@ -32,9 +32,10 @@ _LOOK = 0.00002, 0.001  # seconds between two looks at an event: at first, and a
 _KEPT_EVENTS = 8
 
 
-def uuid_of(calls: Calls, index: int) -> bytes:
+def uuid_of(calls: CudaCalls, index: int) -> bytes:
     """The UUID of a GPU; makes no context on it."""
-    properties = _taken(calls, "cudaGetDeviceProperties", calls.cudaGetDeviceProperties(index), f"cuda:{index}", "looking")
+    answer = calls.cudaGetDeviceProperties(index)
+    properties = _taken(calls, "cudaGetDeviceProperties", answer, f"cuda:{index}", "looking at its properties")
     return bytes(properties.uuid.bytes)
 
 
@@ -49,7 +50,7 @@ class Gpu:
 
     kind: int = _native.SLAB_CUDA
 
-    def __init__(self, index: int, calls: Calls, side: TorchSide) -> None:
+    def __init__(self, index: int, calls: CudaCalls, side: TorchSide) -> None:
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self._index, self._calls, self._side = index, calls, side
@@ -73,7 +74,7 @@ class Gpu:
                     f"slots, a smaller dtype=, exclude= what workers do not need{self._cached()}"
                 )
             address = int(self._take(doing, "cudaMalloc", self._calls.cudaMalloc(whole), whole))
-            block = Block(address, size, lambda: self._give_back("cudaFree", lambda: self._calls.cudaFree(address)))
+            block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
             return self._storage(self._blocks.add(block))
 
     def export(self, storage: torch.UntypedStorage) -> bytes:
@@ -81,11 +82,11 @@ class Gpu:
         address = storage.data_ptr()
         block = self._blocks.at(address)
         if block is None:
-            raise ValueError(f"{address:#x} is not the beginning of memory that was allocated on {self.name} for an arena")
+            raise ValueError(f"{address:#x} is not where memory begins that was allocated on {self.name} for an arena")
         with self._here():
             memory = self._take("sharing memory", "cudaIpcGetMemHandle", self._calls.ipc_handle(address))
         self._blocks.exported(memory, block)
-        return Handle(block.size, self._uuid, memory).packed()
+        return SlabHandle(block.size, self._uuid, memory).packed()
 
     def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
         """As in Device. The same memory is mapped once in a process, however often it is opened."""
@@ -109,8 +110,8 @@ class Gpu:
         available = available_bytes()
         if size > available:
             raise NoSpace(
-                f"copying from the host to {self.name} needs {size:,} bytes of the host's memory, and {available:,} are "
-                "available to this process; publish weights that are on the GPU, or fewer of them at a time"
+                f"copying from the host to {self.name} needs {size:,} bytes of the host's memory, and {available:,} "
+                "are available to this process; publish weights that are on the GPU, or use a smaller dtype="
             )
         if size == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -118,9 +119,7 @@ class Gpu:
         with self._here():
             address = int(self._take(doing, "cudaHostAlloc", self._calls.cudaHostAlloc(size, HOST_PORTABLE), size))
         memory = (ctypes.c_uint8 * size).from_address(address)
-        finalize = weakref.finalize(
-            memory, self._give_back, "cudaFreeHost", lambda: self._calls.cudaFreeHost(address)
-        )
+        finalize = weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address))
         finalize.atexit = False
         with plainly():
             return torch.frombuffer(memory, dtype=torch.uint8)
@@ -133,9 +132,7 @@ class Gpu:
             answer = self._calls.cudaStreamCreateWithFlags(STREAM_NON_BLOCKING)
             made = self._take("making a stream", "cudaStreamCreateWithFlags", answer)
         stream, handle = GpuStream(int(made), self._index), int(made)
-        finalize = weakref.finalize(
-            stream, self._give_back, "cudaStreamDestroy", lambda: self._calls.cudaStreamDestroy(handle)
-        )
+        finalize = weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle))
         finalize.atexit = False
         return stream
 
@@ -265,19 +262,21 @@ class Gpu:
             if len(kept) < _KEPT_EVENTS:
                 kept.append(event)
             else:
-                self._give_back("cudaEventDestroy", lambda: self._calls.cudaEventDestroy(event), stream.index)
+                self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
 
     def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
         return _taken(self._calls, call, answer, self.name, doing, needed)
 
-    def _give_back(self, name: str, call: Callable[[], Answer], index: int | None = None) -> None:
+    def _give_back(self, call: Callable[[], Answer], index: int | None = None) -> None:
         """Free something, perhaps in a garbage collection: there is nobody to tell of an error."""
-        try:
-            with self._here(index):
-                if int(call()[0]):
-                    self._calls.cudaGetLastError()  # else torch's next call would be blamed for it
-        except (DeviceFailed, ForkedHandle):
-            pass  # the memory goes with the process; in a forked child it is the parent's
+        if self._generation != _native.fork_generation():
+            return  # it is the parent's
+        with suppress(RuntimeError), self._side.on(self._index if index is None else index):
+            code, before = self._calls.relax()
+            if int(call()[0]) or int(code):
+                self._calls.cudaGetLastError()  # else torch's next call would be blamed for it
+            if not int(code):
+                self._calls.restore(before)
 
     def _map(self, memory: bytes) -> int:
         answer = self._calls.ipc_open(memory)
@@ -287,7 +286,7 @@ class Gpu:
         return int(answer[1])
 
     def _unmap(self, address: int) -> None:
-        self._give_back("cudaIpcCloseMemHandle", lambda: self._calls.cudaIpcCloseMemHandle(address))
+        self._give_back(lambda: self._calls.cudaIpcCloseMemHandle(address))
 
     def _storage(self, block: Block) -> torch.UntypedStorage:
         try:
@@ -303,7 +302,9 @@ class Gpu:
 
     def _cached(self) -> str:
         kept = self._side.cached(self._index)
-        return f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back" if kept else ""
+        if not kept:
+            return ""
+        return f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
 
 
 def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -317,7 +318,7 @@ def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]
     return found
 
 
-def _taken(calls: Calls, call: str, answer: Answer, device: str, doing: str, needed: int | None = None) -> Any:
+def _taken(calls: CudaCalls, call: str, answer: Answer, device: str, doing: str, needed: int | None = None) -> Any:
     """What a call gave: its one value, or all of several. Raises the error for a code."""
     if int(answer[0]):
         error = _error(calls, call, answer)
@@ -325,7 +326,7 @@ def _taken(calls: Calls, call: str, answer: Answer, device: str, doing: str, nee
     return answer[1] if len(answer) == 2 else answer[1:]
 
 
-def _error(calls: Calls, call: str, answer: Answer) -> CudaError:
+def _error(calls: CudaCalls, call: str, answer: Answer) -> CudaError:
     code = answer[0]
     calls.cudaGetLastError()  # it stays this thread's last error else, and torch's next call would be blamed for it
     name = getattr(code, "name", None)

@@ -16,7 +16,7 @@ _VERSION = 1
 _LAYOUT = struct.Struct(f"<4sIQ16s{HANDLE_SIZE}s")  # magic, version, bytes of the slab, UUID, CUDA's own handle
 
 
-class Handle(NamedTuple):
+class SlabHandle(NamedTuple):
     """What is in it."""
 
     size: int
@@ -28,7 +28,7 @@ class Handle(NamedTuple):
         return _LAYOUT.pack(_MAGIC, _VERSION, *self)
 
 
-def unpacked(data: bytes) -> Handle:
+def unpacked(data: bytes) -> SlabHandle:
     """The handle in these bytes. Raises ArenaCorrupt."""
     if len(data) < _LAYOUT.size:
         raise ArenaCorrupt(f"the handle of GPU memory has {len(data)} bytes, not {_LAYOUT.size}")
@@ -38,7 +38,7 @@ def unpacked(data: bytes) -> Handle:
             f"the handle of GPU memory begins with {magic!r}, version {version}, not {_MAGIC!r}, version {_VERSION}; "
             "trainer and workers must run the same shmsync version"
         )
-    return Handle(*rest)
+    return SlabHandle(*rest)
 
 
 def named(uuid: bytes) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
-from .calls import Bindings, Calls
+from .calls import Bindings, CudaCalls
 from .gpu import Gpu, uuid_of
 from .handle import named, unpacked
 from .torch_side import Torch, TorchSide
@@ -19,7 +19,7 @@ _DRIVER = "libcuda.so.1"
 _lock = threading.RLock()
 _gpus: dict[int, Gpu] = {}
 _of_generation = 0
-_system: tuple[Calls, TorchSide] | None = None
+_system: tuple[CudaCalls, TorchSide] | None = None
 
 
 def device(index: int) -> Gpu:
@@ -55,9 +55,9 @@ def holder(handle: bytes, arena: str) -> Gpu:
         seen = [uuid_of(calls, index) for index in range(side.count())]
         if uuid not in seen:
             raise ArenaNotFound(
-                f"arena {arena!r} lies on {named(uuid)}, but this process sees {', '.join(map(named, seen)) or 'no GPU'}; "
-                "set CUDA_VISIBLE_DEVICES so that it contains that GPU (its place in the list does not matter), in a "
-                "container --gpus; or publish with device='cpu'"
+                f"arena {arena!r} lies on {named(uuid)}, but this process sees "
+                f"{', '.join(map(named, seen)) or 'no GPU'}; let CUDA_VISIBLE_DEVICES contain that GPU (in any place "
+                "of the list), in a container --gpus; or publish with device='cpu'"
             )
         return device(seen.index(uuid))
 
@@ -72,7 +72,7 @@ def reason() -> str | None:
     return None
 
 
-def _used() -> tuple[Calls, TorchSide]:
+def _used() -> tuple[CudaCalls, TorchSide]:
     """What this process uses CUDA with; in a forked child everything anew."""
     global _of_generation, _system
     generation = _native.fork_generation()
@@ -85,7 +85,7 @@ def _used() -> tuple[Calls, TorchSide]:
     return _system
 
 
-def system() -> tuple[Calls, TorchSide]:
+def system() -> tuple[CudaCalls, TorchSide]:
     """What this machine has. Raises DeviceFailed, ForkedHandle."""
     if torch.version.cuda is None:
         raise DeviceFailed(
@@ -93,21 +93,23 @@ def system() -> tuple[Calls, TorchSide]:
         )
     if torch.cuda._is_in_bad_fork():
         raise ForkedHandle(
-            "the parent of this process used CUDA before it forked, and CUDA cannot be used in the child; start workers "
-            "with the method 'spawn' or 'forkserver'"
+            "the parent of this process used CUDA before it forked, and CUDA cannot be used in the child; start "
+            "workers with the method 'spawn' or 'forkserver'"
         )
     try:
         from cuda.bindings import runtime
     except ImportError as error:
         version = (torch.version.cuda or "").partition(".")[0]
         raise DeviceFailed(
-            f"weights on a GPU need cuda-bindings, which is not there ({error}); install it for the CUDA of this torch: "
-            f"pip install 'cuda-bindings=={version}.*'"
+            f"weights on a GPU need cuda-bindings, which is not there ({error}); install it for the CUDA of this "
+            f"torch: pip install 'cuda-bindings=={version}.*'"
         ) from error
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError as error:
-        raise DeviceFailed(f"the NVIDIA driver is not there ({error}); install it, in a container use --gpus") from error
+        raise DeviceFailed(
+            f"the NVIDIA driver is not there ({error}); install it, in a container use --gpus"
+        ) from error
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
