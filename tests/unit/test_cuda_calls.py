@@ -287,6 +287,16 @@ def test_a_stream_is_destroyed_when_nobody_has_it():
     assert calls_of(device).left() == {}
 
 
+@pytest.mark.parametrize("use", ["wait", "follow"])
+def test_a_stream_that_is_captured_is_not_waited_for(use):
+    device = gpu()
+    mine, captured = device.stream(), device.stream()
+    calls_of(device).capturing.add(captured.handle)
+    with pytest.raises(ProtocolError, match="before or after the capture"):
+        device.wait(captured, 1) if use == "wait" else device.follow(mine, captured)
+    assert "cudaEventRecord" not in calls_of(device).names()
+
+
 def test_wait_keeps_its_deadline():
     device = gpu()
     stream, gate = device.stream(), threading.Event()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import _native
-from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace
+from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
 from ..available import available_bytes
 from ..plainly import plainly
 from .blocks import Block, Blocks
@@ -243,6 +243,11 @@ class Gpu:
     @contextmanager
     def _event(self, stream: GpuStream) -> Iterator[int]:
         """An event behind what the stream has now. It is the GPU's of that stream, which CUDA wants."""
+        if self.capturing(stream):
+            raise ProtocolError(
+                f"a CUDA graph is being captured on a stream of cuda:{stream.index}, so what it has now is never done; "
+                "nothing was changed, call it before or after the capture"
+            )
         kept = self._events.setdefault(stream.index, [])
         with self._here(stream.index):
             try:
