@@ -238,9 +238,7 @@ def cuda(root: Path) -> Iterator[Finding]:
         cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
         yield Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
     else:
-        yield Finding(
-            "cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried"
-        )
+        yield Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
 
 
 CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
