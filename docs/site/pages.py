@@ -22,7 +22,10 @@ LANGUAGES = {".py": "python", ".hpp": "cpp", ".cpp": "cpp", ".pml": "c", ".sh": 
 REFERENCE = {
     "engine": ("The engine", ["shmsync"]),
     "schemes": ("Schemes", ["shmsync.schemes"]),
-    "collectors": ("Collectors, metrics and TorchRL", ["shmsync.collectors", "shmsync.metrics", "shmsync.integrations.torchrl"]),
+    "collectors": (
+        "Collectors, metrics and TorchRL",
+        ["shmsync.collectors", "shmsync.metrics", "shmsync.integrations.torchrl"],
+    ),
     "errors": ("Errors", ["shmsync.errors"]),
 }
 

@@ -1,5 +1,6 @@
 """Whatever users can name is described where it is defined. ruff sees to it that there is a docstring at all."""
 
+import enum
 import inspect
 import re
 
@@ -12,6 +13,7 @@ import shmsync.schemes
 
 MODULES = [shmsync, shmsync.schemes, shmsync.collectors, shmsync.metrics]
 ALIKE = {"self", "cls", "args", "kwargs"}
+ELSEWHERE = re.compile(r"arguments are those of (\w+)")
 
 
 def public():
@@ -32,7 +34,8 @@ def parts(name, value):
     if value.__module__.split(".")[0] != "shmsync":
         return
     texts = [each.__doc__ for each in value.__mro__ if each.__module__.startswith("shmsync")]
-    if value.__init__ is not object.__init__ and not issubclass(value, tuple | BaseException):
+    texts += [getattr(shmsync, each).__doc__ for text in texts for each in ELSEWHERE.findall(text or "")]
+    if value.__init__ is not object.__init__ and not issubclass(value, (tuple, BaseException, enum.Enum)):
         yield name, parameters(value.__init__), [*texts, value.__init__.__doc__]
     yield f"{name} (fields)", list(getattr(value, "_fields", None) or getattr(value, "__dataclass_fields__", ())), texts
     for attribute, member in vars(value).items():
