@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-device storm-device test-rest test-all zoo storm test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
+.PHONY: demo test test-device storm-device test-rest test-all test-gpu zoo storm test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -36,6 +36,10 @@ test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice rest $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
 
 test-all: test test-rest
+
+# What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
+test-gpu: $(STAMP)
+	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/test_cuda_calls.py) $(ARGS)
 
 # The zoo: every way to use a bound module, ROUNDS draws of each.
 ROUNDS ?= 10
@@ -80,7 +84,7 @@ litmus:
 	$(PYTHON) native/tests/litmus/run.py
 
 # All figures in one table, in at most ten minutes; ARGS=--docs puts it into docs/performance.md and README.md.
-# BENCH = table, growth, engine, sources, schemes, collectors, torchrl or distributed.
+# BENCH = table, growth, engine, sources, schemes, collectors, torchrl, distributed or gpu.
 BENCH ?= table
 bench: $(STAMP)
 	cd / && $(abspath $(BIN))/python $(abspath bench/$(BENCH).py) --out $(abspath bench-results) $(ARGS)

@@ -23,6 +23,7 @@ import psutil
 from ..errors import ShmSyncError
 from ..memory import leftovers
 from ..memory.available import available_bytes
+from ..memory.cuda import refused as cuda_refused
 from ..memory.observed import Condition, look
 from ..memory.process import Peers
 from .words import size
@@ -222,13 +223,22 @@ def descriptors(root: Path) -> Iterator[Finding]:
 
 
 def cuda(root: Path) -> Iterator[Finding]:
-    """GPUs: what can be shared, without importing anything of CUDA."""
+    """GPUs: can arenas lie on them? Makes nothing on one."""
     if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
         yield Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
         return
-    text = "there is an NVIDIA device, but arenas are CPU memory in this version"
-    cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU that is bound gets a private copy"
-    yield Finding("cuda", Level.NOTE, text, cure)
+    where = (_text(root / "proc/sys/kernel/osrelease") or "").lower()
+    if "microsoft" in where:
+        cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU gets a private copy"
+        yield Finding("cuda", Level.NOTE, "this is WSL, where GPU memory may not be shared between processes", cure)
+    elif (root / "etc/nv_tegra_release").exists():
+        cure = "Publisher(device='cpu')"
+        yield Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
+    elif (why := cuda_refused()) is not None:
+        cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
+        yield Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
+    else:
+        yield Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
 
 
 CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (

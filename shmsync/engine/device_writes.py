@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import _native
-from ..errors import DeviceFailed, WriterBusy
-from ..memory.devices import Device, OnDevice, Piece
+from ..errors import DeviceFailed, ProtocolError, WriterBusy
+from ..memory.devices import Device, OnDevice, Piece, Stream
 from ..memory.exiting import stay_if_exiting
 from ..memory.manifest import Manifest
 from .copy_plan import CopyPlan
@@ -117,7 +117,20 @@ class DeviceWrites:
 
     def follow(self, after: object) -> None:
         """Copy only what this stream or event of the user's has made. Raises TypeError for anything else."""
-        self._device.follow(self._stream, self._device.as_stream(after))
+        stream = self._device.as_stream(after)
+        self._refuse_capture(stream)
+        self._device.follow(self._stream, stream)
+
+    def ready(self) -> None:
+        """Raise ProtocolError, before anything is written, if the device cannot be asked for copies now."""
+        self._refuse_capture(self._device.current())
+
+    def _refuse_capture(self, stream: Stream) -> None:
+        if self._device.capturing(stream):
+            raise ProtocolError(
+                f"a graph is being captured on this stream of {self._device.name}: what it records is done at each "
+                f"replay, and arena {self._name!r} would be published then; publish before or after the capture"
+            )
 
     def carry(self, pieces: list[Piece]) -> None:
         """Copy within the slab."""

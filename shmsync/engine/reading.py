@@ -276,12 +276,21 @@ class ReadPath(WaitPath):
         place = self.arena.on_device
         assert place is not None
         device, ending = place.device, place.stream
-        device.follow(ending, device.current())
-        for stream in self._streams:
-            device.follow(ending, stream)
+        captured = False
+        for stream in (device.current(), *self._streams):
+            if device.capturing(stream):  # nothing of it is done now; a replay needs a section of its own
+                captured = True
+            else:
+                device.follow(ending, stream)
         self._streams.clear()
         if call is not None:
             device.call(ending, call)
+            if captured and self.arena.slots > 1:
+                raise ProtocolError(
+                    f"a graph was captured in a read section of arena {self._name!r}, which has {self.arena.slots} "
+                    "slots: its replays would read one of them, whatever version lies there; publish with slots=1, "
+                    "whose addresses stay, and replay inside a section"
+                )
             return
         while not device.wait(ending, 0.05):
             self._look_up()

@@ -282,6 +282,8 @@ class WriteSide:
         False: a stopped process is in the only slot. It may stay for ever, and the gate keeps all other readers out.
         """
         writer = self.writer
+        if self.later is not None:
+            self.later.ready()
         if writer.begin():
             return True
         started = time.perf_counter()

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from .. import _native
 from ..errors import ClosedError
-from . import segment, slab
+from . import lent, segment, slab
 from .devices import Device, OnDevice, checked_slots
 from .fresh import Fresh, tensordict_of
 from .manifest import Key, Manifest, fingerprint
@@ -179,7 +179,7 @@ class Arena:
         """Drop what this object holds; the mappings live until the last tensor over them dies."""
         if self._slab is not None:
             if self.on_device is not None:
-                self.on_device.free()
+                lent.free(self.on_device, self.control)
             slab.release(self._slab)
         self._slab = None
         self._views.clear()
@@ -195,6 +195,7 @@ def create(
     """
     if device is not None:
         checked_slots(slots, device)
+        lent.sweep()
     with refusals(f"creating arena {name!r}"):
         return _create(name, manifest, slots, max_readers, device)
 

@@ -42,7 +42,7 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
     control, header = segment.attach(name, session, time.monotonic() + timeout)
     manifest = manifest_of(name, control, header)
     size = slab.slab_bytes(header.slots, header.slot_bytes)
-    device = of_kind(header.slab_kind, name)
+    device = of_kind(header.slab_kind, name, header.slab_handle)
     owner = me().owner
     index = -1 if worker is None else worker
     if device is None:

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from .. import _native
-from ..errors import ArenaNotFound, ShmSyncError
+from ..errors import ArenaNotFound, DeviceFailed, ShmSyncError
 from .plainly import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
@@ -71,6 +71,9 @@ class Device(Protocol):
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> None:
         """Copy between memory of this device, or from staging memory to it. The sources stay as they are until then."""
 
+    def capturing(self, stream: Stream) -> bool:
+        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
+
     def call(self, stream: Stream, call: _native.HostCall) -> None:
         """Make this call when all that the stream has now is done. It is not made if the device fails before."""
 
@@ -119,11 +122,18 @@ def default() -> Device | None:
     return _default[0] if _default else None
 
 
-def of_kind(kind: int, name: str) -> Device | None:
-    """The device for a kind of slab, None for the host's memory. `name`: the arena's. Raises ArenaNotFound."""
+def of_kind(kind: int, name: str, handle: bytes) -> Device | None:
+    """The device on which a slab lies; None: in the host's memory. `name`: the arena's; `handle`: the slab's.
+
+    Raises ArenaNotFound, and for a GPU what shmsync.memory.cuda.holder() raises.
+    """
     if kind == _native.SLAB_MEMFD:
         return None
     device = _of_kind.get(kind)
+    if device is None and kind == _native.SLAB_CUDA:
+        from . import cuda  # nothing of it is needed for other devices
+
+        return cuda.holder(handle, name)
     if device is None:
         raise ArenaNotFound(
             f"arena {name!r} lies on a device of kind {kind} but this process knows the kinds {sorted(_of_kind)}; "
@@ -218,10 +228,15 @@ class OnDevice:
 
     def free(self) -> None:
         """Give the memory back, when nothing is under way in it any more."""
-        if self.device.wait(self.stream, _LAST_COPIES):
+        try:
+            done = self.device.wait(self.stream, _LAST_COPIES)
+        except DeviceFailed:
+            done = False
+        if done:
             self.device.free(self.storage)
         else:  # the device has failed, or its thread has ended with the interpreter
             _unfinished.append(self.storage)
+        self.storage = torch.UntypedStorage(0)  # the memory goes with the last tensor over it
 
 
 def checked_slots(slots: int, device: Device) -> None:

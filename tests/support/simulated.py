@@ -97,6 +97,7 @@ class Simulated:
         self.prompt = prompt
         self.copies = 0
         self.casts = 0  # tensors that changed their dtype on their way
+        self.captured: list[Any] = []  # streams whose work is recorded, not done
         self.allocated = 0  # how often, so that it is known who publishes
         self._seeds = random.Random(seed)
         self._ranges: dict[int, tuple[int, int, int]] = {}  # by storage: begin, end, descriptor
@@ -180,6 +181,9 @@ class Simulated:
                     ctypes.memmove(to + half, source + half, size - half) and None
                 )
             )
+
+    def capturing(self, stream: Any) -> bool:
+        return stream in self.captured
 
     def call(self, stream: Any, call: Any) -> None:
         ticket = call.ticket()

@@ -1,0 +1,104 @@
+"""Memory of a GPU that shmsync has allocated or opened, and the handles by which it is found again in this process.
+
+CUDA does not open a handle in the process that made it, and the same memory opened twice is one mapping with a count.
+So both are looked up here first. A block goes when the last tensor over it is gone, perhaps in the middle of a garbage
+collection: what is done there needs no lock that the collecting thread could not have.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class Block:
+    """Memory of a GPU; its end is told to who made it.
+
+    Args:
+        address: where it begins in this process.
+        size: bytes that can be used.
+        gone: called with no argument when nobody has it any more. Not at the end of the process, whose memory goes
+            with it.
+    """
+
+    __slots__ = ("__weakref__", "address", "size")
+
+    def __init__(self, address: int, size: int, gone: Callable[[], None]) -> None:
+        self.address = address
+        self.size = size
+        weakref.finalize(self, gone).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory as bytes, for torch."""
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+
+
+class _Mapping:
+    """Memory of another process that is open in this one."""
+
+    __slots__ = ("address", "closed", "users")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.users = 1
+        self.closed = False
+
+
+class Blocks:
+    """The blocks of one GPU in this process.
+
+    Args:
+        close: unmap memory of another process.
+    """
+
+    def __init__(self, close: Callable[[int], None]) -> None:
+        self._close = close
+        self._lock = threading.RLock()  # re-entrant: a block may go while it is held
+        self._at: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+        self._own: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()
+        self._open: dict[bytes, _Mapping] = {}
+
+    def at(self, address: int) -> Block | None:
+        """The block that begins at this address."""
+        return self._at.get(address)
+
+    def add(self, block: Block) -> Block:
+        """Let it be found by its address."""
+        self._at[block.address] = block
+        return block
+
+    def exported(self, handle: bytes, block: Block) -> None:
+        """Let it be found by its handle."""
+        self._own[handle] = block
+
+    def opened(self, handle: bytes, size: int, open_now: Callable[[], int]) -> Block:
+        """The memory of a handle, mapped at most once. `open_now` maps it."""
+        with self._lock:
+            own = self._own.get(handle)
+            if own is not None:
+                return own
+            mapping = self._open.get(handle)
+            if mapping is not None:
+                mapping.users += 1  # before the look: a user that goes now must not close it
+            if mapping is None or mapping.closed:
+                mapping = self._open[handle] = _Mapping(open_now())
+            used = mapping
+            return self.add(Block(used.address, size, lambda: self._leave(handle, used)))
+
+    def _leave(self, handle: bytes, mapping: _Mapping) -> None:
+        with self._lock:
+            mapping.users -= 1
+            if mapping.users or mapping.closed:
+                return
+            mapping.closed = True
+            if self._open.get(handle) is mapping:
+                del self._open[handle]
+            self._close(mapping.address)
+
+    @property
+    def open_handles(self) -> int:
+        """How many mappings of other processes' memory there are."""
+        return len(self._open)

@@ -1,0 +1,340 @@
+"""One GPU as an arena uses it: see Device in shmsync/memory/devices.py for what each call has to do.
+
+INV: whatever is called here is called with this GPU as the thread's current one, and so that no capture of a CUDA graph
+     by another thread is spoilt.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ... import _native
+from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
+from ..available import available_bytes
+from ..plainly import plainly
+from .blocks import Block, Blocks
+from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
+from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
+from .handle import SlabHandle, named, unpacked
+from .streams import GpuEvent, GpuStream, stream_or_event
+from .torch_side import TorchSide
+
+# CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
+WHOLE_BLOCKS = 2 << 20
+_LOOK = 0.00002, 0.001  # seconds between two looks at an event: at first, and at most
+_KEPT_EVENTS = 8
+
+
+def uuid_of(calls: CudaCalls, index: int) -> bytes:
+    """The UUID of a GPU; makes no context on it."""
+    answer = calls.cudaGetDeviceProperties(index)
+    properties = _taken(calls, "cudaGetDeviceProperties", answer, f"cuda:{index}", "looking at its properties")
+    return bytes(properties.uuid.bytes)
+
+
+class Gpu:
+    """One GPU, as this process uses it.
+
+    Args:
+        index: its number in this process, as torch counts.
+        calls: CUDA.
+        side: torch.
+    """
+
+    kind: int = _native.SLAB_CUDA
+
+    def __init__(self, index: int, calls: CudaCalls, side: TorchSide) -> None:
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._index, self._calls, self._side = index, calls, side
+        self._uuid = uuid_of(calls, index)
+        self._blocks = Blocks(self._unmap)
+        self._events: dict[int, list[int]] = {}  # by GPU: those that may be used again
+        self._probe: GpuStream | None = None
+        self._generation = _native.fork_generation()
+
+    # Memory.
+
+    def allocate(self, size: int) -> torch.UntypedStorage:
+        """As in Device. The memory is CUDA's, and never of torch's allocator: a handle shares a whole allocation."""
+        whole = -(-size // WHOLE_BLOCKS) * WHOLE_BLOCKS
+        doing = f"allocating {whole:,} bytes"
+        with self._here():
+            free, total = self._take(doing, "cudaMemGetInfo", self._calls.cudaMemGetInfo())
+            if whole > free:
+                raise NoSpace(
+                    f"{whole:,} bytes are needed on {self.name}, of whose {total:,} bytes {free:,} are free; use fewer "
+                    f"slots, a smaller dtype=, exclude= what workers do not need{self._cached()}"
+                )
+            address = int(self._take(doing, "cudaMalloc", self._calls.cudaMalloc(whole), whole))
+            block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
+            return self._storage(self._blocks.add(block))
+
+    def export(self, storage: torch.UntypedStorage) -> bytes:
+        """As in Device."""
+        address = storage.data_ptr()
+        block = self._blocks.at(address)
+        if block is None:
+            raise ValueError(f"{address:#x} is not where memory begins that was allocated on {self.name} for an arena")
+        with self._here():
+            memory = self._take("sharing memory", "cudaIpcGetMemHandle", self._calls.ipc_handle(address))
+        self._blocks.exported(memory, block)
+        return SlabHandle(block.size, self._uuid, memory).packed()
+
+    def open(self, handle: bytes, size: int) -> torch.UntypedStorage:
+        """As in Device. The same memory is mapped once in a process, however often it is opened."""
+        given = unpacked(handle)
+        if given.uuid != self._uuid:
+            raise ArenaCorrupt(f"the memory lies on {named(given.uuid)}, but {self.name} is {named(self._uuid)}")
+        if given.size != size:
+            raise ArenaCorrupt(f"the memory of the publisher has {given.size:,} bytes, but its arena needs {size:,}")
+        with self._here():
+            return self._storage(self._blocks.opened(given.memory, size, lambda: self._map(given.memory)))
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """As in Device: a block goes with the last tensor over it, so there is nothing to do but to let go of them."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """As in Device."""
+        return self._side.index_of(tensor) == self._index
+
+    def staging(self, size: int) -> torch.Tensor:
+        """As in Device: memory whose pages stay where they are, so that the device copies from it by itself."""
+        available = available_bytes()
+        if size > available:
+            raise NoSpace(
+                f"copying from the host to {self.name} needs {size:,} bytes of the host's memory, and {available:,} "
+                "are available to this process; publish weights that are on the GPU, or use a smaller dtype="
+            )
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        doing = f"getting {size:,} bytes of the host's memory for copies"
+        with self._here():
+            address = int(self._take(doing, "cudaHostAlloc", self._calls.cudaHostAlloc(size, HOST_PORTABLE), size))
+        memory = (ctypes.c_uint8 * size).from_address(address)
+        finalize = weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address))
+        finalize.atexit = False
+        with plainly():
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+    # Streams.
+
+    def stream(self) -> GpuStream:
+        """As in Device."""
+        with self._here():
+            answer = self._calls.cudaStreamCreateWithFlags(STREAM_NON_BLOCKING)
+            made = self._take("making a stream", "cudaStreamCreateWithFlags", answer)
+        stream, handle = GpuStream(int(made), self._index), int(made)
+        finalize = weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle))
+        finalize.atexit = False
+        return stream
+
+    def current(self) -> GpuStream:
+        """As in Device."""
+        self._check_process()
+        return GpuStream(self._side.current(self._index), self._index)
+
+    def as_stream(self, given: object) -> GpuStream | GpuEvent:
+        """As in Device. Streams of other GPUs may be given, too."""
+        return stream_or_event(given, self._index)
+
+    def capturing(self, stream: object) -> bool:
+        """As in Device."""
+        if not isinstance(stream, GpuStream):
+            return False
+        with self._here(stream.index):
+            answer = self._calls.cudaStreamIsCapturing(stream.handle)
+            if int(answer[0]) == CAPTURE_ELSEWHERE:
+                self._calls.cudaGetLastError()
+                return True
+            return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
+
+    def follow(self, later: object, first: object) -> None:
+        """As in Device."""
+        assert isinstance(later, GpuStream) and isinstance(first, (GpuStream, GpuEvent))
+        if later == first:
+            return
+        doing = "ordering two streams"
+        if isinstance(first, GpuEvent):
+            with self._here():
+                answer = self._calls.cudaStreamWaitEvent(later.handle, first.handle, 0)
+                self._take(doing, "cudaStreamWaitEvent", answer)
+            return
+        with self._event(first) as event, self._here(later.index):
+            self._take(doing, "cudaStreamWaitEvent", self._calls.cudaStreamWaitEvent(later.handle, event, 0))
+
+    def copy(self, stream: object, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """As in Device."""
+        assert isinstance(stream, GpuStream)
+        with self._here():
+            for to, source, size in joined(pieces):
+                answer = self._calls.copy(to, source, size, stream.handle)
+                self._take(f"copying {size:,} bytes", "cudaMemcpyAsync", answer)
+
+    def call(self, stream: object, call: _native.HostCall) -> None:
+        """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""
+        assert isinstance(stream, GpuStream)
+        with self._here():
+            answer = self._calls.launch(stream.handle, type(call).function, call.ticket())
+            self._take("asking for a call", "cuLaunchHostFunc", answer)
+
+    def wait(self, stream: object, seconds: float) -> bool:
+        """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
+        assert isinstance(stream, GpuStream)
+        deadline = time.monotonic() + seconds
+        pause, longest = _LOOK
+        with self._event(stream) as event:
+            while True:
+                with self._here(stream.index):
+                    answer = self._calls.cudaEventQuery(event)
+                    if int(answer[0]) != NOT_READY:
+                        self._take("waiting for a stream", "cudaEventQuery", answer)
+                        return True
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, longest)
+
+    def check(self) -> None:
+        """As in Device: an error that came late is what every later call to CUDA answers."""
+        if self._probe is None:
+            self._probe = self.stream()
+        with self._here():
+            answer = self._calls.cudaStreamQuery(self._probe.handle)
+            if int(answer[0]) != NOT_READY:
+                self._take("looking at the device", "cudaStreamQuery", answer)
+
+    # How CUDA is called.
+
+    def _check_process(self) -> None:
+        if self._generation != _native.fork_generation():
+            raise ForkedHandle(
+                f"{self.name} was first used in the parent of this process, and CUDA cannot be used in a forked child; "
+                "start workers with the method 'spawn' or 'forkserver'"
+            )
+
+    @contextmanager
+    def _here(self, index: int | None = None) -> Iterator[None]:
+        """The GPU is the current one, and calls of this thread are no part of a capture in another."""
+        self._check_process()
+        try:
+            guard = self._side.on(self._index if index is None else index)
+            guard.__enter__()
+        except RuntimeError as error:  # torch looks at its own errors first
+            raise DeviceFailed(f"{self.name} cannot be used: {error}") from error
+        try:
+            answer = self._calls.relax()
+            before = self._take("leaving captures alone", "cudaThreadExchangeStreamCaptureMode", answer)
+            try:
+                yield
+            finally:
+                self._calls.restore(before)
+        finally:
+            guard.__exit__(None, None, None)
+
+    @contextmanager
+    def _event(self, stream: GpuStream) -> Iterator[int]:
+        """An event behind what the stream has now. It is the GPU's of that stream, which CUDA wants."""
+        if self.capturing(stream):
+            raise ProtocolError(
+                f"a CUDA graph is being captured on a stream of cuda:{stream.index}, so what it has now is never done; "
+                "nothing was changed, call it before or after the capture"
+            )
+        kept = self._events.setdefault(stream.index, [])
+        with self._here(stream.index):
+            try:
+                event = kept.pop()
+            except IndexError:
+                answer = self._calls.cudaEventCreateWithFlags(EVENT_NO_TIMING)
+                event = int(self._take("making an event", "cudaEventCreateWithFlags", answer))
+            try:
+                answer = self._calls.cudaEventRecord(event, stream.handle)
+                self._take("recording an event", "cudaEventRecord", answer)
+            except BaseException:
+                self._calls.cudaEventDestroy(event)
+                raise
+        try:
+            yield event  # once a stream waits for it, it may be recorded anew: the wait is for what it had
+        finally:
+            if len(kept) < _KEPT_EVENTS:
+                kept.append(event)
+            else:
+                self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
+
+    def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
+        return _taken(self._calls, call, answer, self.name, doing, needed)
+
+    def _give_back(self, call: Callable[[], Answer], index: int | None = None) -> None:
+        """Free something, perhaps in a garbage collection: there is nobody to tell of an error."""
+        if self._generation != _native.fork_generation():
+            return  # it is the parent's
+        with suppress(RuntimeError), self._side.on(self._index if index is None else index):
+            code, before = self._calls.relax()
+            if int(call()[0]) or int(code):
+                self._calls.cudaGetLastError()  # else torch's next call would be blamed for it
+            if not int(code):
+                self._calls.restore(before)
+
+    def _map(self, memory: bytes) -> int:
+        answer = self._calls.ipc_open(memory)
+        if int(answer[0]):
+            error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
+            raise not_opened(error, self.name) from error
+        return int(answer[1])
+
+    def _unmap(self, address: int) -> None:
+        self._give_back(lambda: self._calls.cudaIpcCloseMemHandle(address))
+
+    def _storage(self, block: Block) -> torch.UntypedStorage:
+        try:
+            storage = self._side.wrap(block, self._index)
+        except (RuntimeError, TypeError) as error:
+            raise DeviceFailed(f"torch cannot use memory of {self.name} that is not its own: {error}") from error
+        if storage.data_ptr() != block.address:
+            raise DeviceFailed(
+                f"torch has copied memory of {self.name} at {block.address:#x} to {storage.data_ptr():#x} instead of "
+                f"using it; this is a fault of torch {torch.__version__} or of shmsync, please report it"
+            )
+        return storage
+
+    def _cached(self) -> str:
+        kept = self._side.cached(self._index)
+        if not kept:
+            return ""
+        return f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
+
+
+def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same copies, with those that lie next to each other on both sides as one: each call costs microseconds."""
+    found: list[tuple[int, int, int]] = []
+    for to, source, size in pieces:
+        if found and found[-1][0] + found[-1][2] == to and found[-1][1] + found[-1][2] == source:
+            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + size)
+        elif size:
+            found.append((to, source, size))
+    return found
+
+
+def _taken(calls: CudaCalls, call: str, answer: Answer, device: str, doing: str, needed: int | None = None) -> Any:
+    """What a call gave: its one value, or all of several. Raises the error for a code."""
+    if int(answer[0]):
+        error = _error(calls, call, answer)
+        raise refused(doing, error, device, needed) from error
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+def _error(calls: CudaCalls, call: str, answer: Answer) -> CudaError:
+    code = answer[0]
+    calls.cudaGetLastError()  # it stays this thread's last error else, and torch's next call would be blamed for it
+    name = getattr(code, "name", None)
+    if name is None:  # a code that the bindings do not know
+        return CudaError(call, int(code), "an unknown code", "see the documentation of the driver")
+    return CudaError(call, int(code), name, calls.cudaGetErrorString(code)[1].decode())

@@ -1,0 +1,91 @@
+"""Processes that end while the arena is on a GPU: nothing leaks, nobody hangs, errors are typed."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+import shmsync
+from support import on_gpu
+from support.processes import until
+
+
+def test_fifty_killed_workers_leave_the_memory_of_the_gpu_as_it_was(start, device):
+    source = on_gpu.weights(1)
+    with shmsync.Publisher(source, slots=1, device=device, timeout=30.0) as pub:
+        torch.cuda.synchronize()
+        before = on_gpu.used(None)
+        for version in range(2, 52):
+            (worker,) = start(1)
+            worker.call(on_gpu.attach, pub.handle)
+            worker.call(on_gpu.read)
+            worker.kill()
+            for tensor in source.values():
+                tensor.fill_(version)
+            assert pub.publish(wait=[]) == version
+        until(lambda: on_gpu.used(None) <= before + (8 << 20))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_worker_that_is_killed_with_kernels_under_way_holds_nobody_up(start, device, slots):
+    source = on_gpu.weights(1)
+    with shmsync.Publisher(source, slots=slots, device=device, timeout=60.0) as pub:
+        (worker,) = start(1)
+        worker.call(on_gpu.attach, pub.handle)
+        worker.begin(on_gpu.storm, 10**9)
+        worker.kill()
+        for version in range(2, 6):
+            for tensor in source.values():
+                tensor.fill_(version)
+            assert pub.publish(wait=[]) == version
+
+
+def test_a_killed_publisher_is_named(start, name):
+    trainer, worker = start(2)
+    handle = trainer.call(on_gpu.publisher, 2, name)
+    worker.call(on_gpu.attach, handle)
+    assert worker.call(on_gpu.read) == (1, [1.0])
+    trainer.kill()
+    with pytest.raises(shmsync.WriterDied, match=str(trainer.pid)):
+        worker.call(on_gpu.read_on, 2)
+    with pytest.raises((shmsync.WriterDied, shmsync.ArenaNotFound)):
+        shmsync.Subscriber(handle)
+
+
+def test_a_closed_publisher_keeps_the_memory_for_its_workers(start, device):
+    (worker,) = start(1)
+    pub = shmsync.Publisher(on_gpu.weights(1), slots=2, device=device, timeout=30.0)
+    worker.call(on_gpu.attach, pub.handle)
+    pub.close()
+    del pub
+    assert worker.call(on_gpu.read) == (1, [1.0])
+    kept = on_gpu.used(None)
+    worker.call(on_gpu.close)
+    shmsync.Publisher(on_gpu.weights(1, words=8), device=device).close()  # looks who still has something open
+    until(lambda: on_gpu.used(None) <= kept - 4 * on_gpu.WORDS)
+
+
+def _use_in_a_child(pub, answers):
+    try:
+        pub.publish()
+    except BaseException as error:
+        answers.put(type(error).__name__)
+
+
+def test_a_forked_child_is_refused(device):
+    context = multiprocessing.get_context("fork")
+    with shmsync.Publisher(on_gpu.weights(1), slots=2, device=device, timeout=30.0) as pub:
+        answers = context.Queue()
+        child = context.Process(target=_use_in_a_child, args=(pub, answers))
+        child.start()
+        assert answers.get(timeout=60) == "ForkedHandle"
+        child.join()
+        assert pub.publish(wait=[]) == 2
+
+
+def test_more_than_the_gpu_has_is_refused(device):
+    total = torch.cuda.mem_get_info(0)[1]
+    slots = 64
+    words = total // slots // 4 + (1 << 20)
+    with pytest.raises(shmsync.NoSpace, match="bytes are needed on cuda:0"):
+        shmsync.Publisher({"a": torch.empty(words, device="cpu")}, slots=slots, device=device)
