@@ -1,0 +1,50 @@
+"""A process that removes what a killed publisher has left, and is killed or stands still at it."""
+
+from __future__ import annotations
+
+import pytest
+
+import shmsync
+from shmsync.memory import leftovers
+from support.calls import Call
+from support.engine import open_arena, read
+from support.failpoints import Held, sweep
+from support.processes import segment_path
+from support.weights import stamped
+
+
+@pytest.mark.parametrize("point", ["sweep.locked", "sweep.unlinked"])
+def test_a_sweeping(start, name, hold, point, slots, consistency):
+    """The name is free for the next publisher, or it is told whom it waits for; nothing stays."""
+    writer, sweeper = start(2)
+    writer.call(open_arena, name=name, slots=slots)
+    writer.kill()
+    held = hold(sweeper, point).run(sweep, name)
+    if point == "sweep.locked" and not held.killed:
+        with pytest.raises(shmsync.ArenaExists, match="being (made|removed)"):
+            shmsync.Publisher(stamped(2), name=name)
+        assert held.result() is None
+    with shmsync.Publisher(stamped(2), name=name) as pub:
+        if held.held and not held.killed:
+            held.result()
+        assert segment_path(name).exists()  # the new one, which the sweeper leaves alone
+        with shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
+            assert read(sub) == (1, 2, 2)
+    assert not segment_path(name).exists()
+
+
+@pytest.mark.parametrize("slots", [1])
+def test_a_sweeper_that_stands_still_keeps_no_publisher_waiting(start, name, slots):
+    """It looks at a name that was made this moment, and was not locked yet, and stops with the lock."""
+    writer, sweeper = start(2)
+    with Held(writer, "segment.named", "pause") as making, Held(sweeper, "sweep.locked", "stop") as sweeping:
+        making.run(open_arena, name=name, slots=slots)
+        sweeping.run(sweep, name)
+        call = Call(making.result)
+        with pytest.raises(shmsync.ArenaExists, match="being removed"):
+            call.result()
+        assert sweeping.result() is None
+        assert leftovers.sweep(name) is None
+        with shmsync.Publisher(stamped(2), name=name, slots=slots) as pub:
+            assert pub.version == 1
+    assert not segment_path(name).exists()
