@@ -39,6 +39,11 @@ storm: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storm --of $(OF) \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
+# All storms by turns, and one table at the end; ARGS=--docs=$(CURDIR)/docs/reliability.md puts it into the docs.
+soak: $(STAMP)
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.soak \
+	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'native/*.hpp' 'native/*.cpp')

@@ -47,8 +47,9 @@ def _listed() -> list[str]:
 
 
 def sweep(name: str) -> int | None:
-    """Remove the segment if its owner is dead. Returns the pid of a live owner; None: the name is free; 0: it is locked.
+    """Remove the segment if its owner is dead.
 
+    Returns the pid of a live owner, 0 while another process has the segment's lock, None when the name is free.
     Raises NoSpace and ArenaNotFound (another user's) when that cannot be found out; then nothing was removed.
     """
     with refusals(f"sweeping arena {name!r}"), opened(name) as fd:

@@ -1,4 +1,4 @@
-"""A worker that is killed or stands still between two steps of a section, an ack or its leaving: what the trainer sees."""
+"""A worker that is killed or stands still between two steps of a section, an ack or its leaving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import shmsync
 from support.calls import Call
-from support.engine import attach, detach, look, publish, read, refresh, wait_version
+from support.engine import attach, detach, look, read, refresh, wait_version
 from support.processes import until
 from support.weights import stamped
 

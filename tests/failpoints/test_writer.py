@@ -36,7 +36,7 @@ def expected(point, slots, consistency, killed):
     """Of a section that is entered while the publisher of version 2 is held at this point."""
     if point in (PUBLISHED, "commit.announced"):
         return 2
-    if slots > 1 or point == GATED and (consistency != "pinned" or killed):
+    if slots > 1 or (point == GATED and (consistency != "pinned" or killed)):
         return 1
     if consistency == "live":  # says itself that its weights were written
         return 1 if point == GATED else "torn"
@@ -187,7 +187,7 @@ def test_a_creation(start, name, hold, point, slots, consistency):
 @pytest.mark.parametrize("point", ["reap.owner", "release.pin"])
 def test_the_reaping_of_a_dead_reader(start, name, hold, point, slots, consistency):
     writer, *readers = start(max(2, slots))
-    handle = writer.call(open_arena, name=name, slots=slots, max_readers=slots)
+    handle = writer.call(open_arena, name=name, slots=slots, max_readers=len(readers) + 1)
     for version, reader in enumerate(readers, 1):  # each slot but one is pinned by somebody who is dead
         reader.call(attach, handle, worker=version)
         reader.call(enter)
@@ -220,8 +220,6 @@ def test_a_wait_for_acks(start, name, hold, slots, consistency):
             swept(name, handle)
         else:
             assert held.result() == 2
-
-
 
 
 @pytest.mark.parametrize("slots", [1])

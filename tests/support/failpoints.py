@@ -118,6 +118,10 @@ def end_relay(state):
     state.relay.close()
 
 
+class NotPassed(AssertionError):
+    """The call ended before it came to the point."""
+
+
 class Held:
     """A worker that will be held at a point; see above. Goes on at the end, unless it was killed."""
 
@@ -148,7 +152,7 @@ class Held:
         processes.until(lambda: self._is_there() or self.worker.done())
         if self.worker.done() and not self._is_there():
             try:
-                raise AssertionError(f"{self.point} was not passed; the call returned {self.worker.result()}")
+                raise NotPassed(f"{self.point} was not passed; the call returned {self.worker.result()}")
             except Gone:
                 pass
         self.held = True

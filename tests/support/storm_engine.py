@@ -1,4 +1,4 @@
-"""Storms over the bare engine: a Publisher in a process of its own, eight Subscribers that follow it, and their troubles.
+"""Storms over the bare engine: a Publisher in a process of its own, eight Subscribers that follow it, their troubles.
 
 What happens in a step is decided by the seed and the number of the step alone, whatever came of the steps before: the
 same seed gives the same decisions.
@@ -19,16 +19,16 @@ import shmsync
 from support import processes
 from support.processes import segment_path
 from support.storm_board import EXEC, EXIT, FORK, STOP, STRIDE
-from support.storm_engine_ends import forecast, hold_descriptors, make_publisher, read_on, send, strike
+from support.storm_engine_ends import befall, make_publisher, read_on, send, used_by
 from support.storm_fleets import Call, take
 from support.storm_judge import CALM, Violation
 from support.storm_trouble import DEADLY, Hand, Life, act, resume
 from support.worker import Gone, Worker, fork_server
 
 WORKERS = 8
-TIMEOUTS = (0.05, 0.3, CALM, 2 * CALM)
+TIMEOUTS = (0.05, 0.3, 10.0, 20.0)
 OF_WORKERS = (
-    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory",
+    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors",
 )  # fmt: skip
 OF_TRAINERS = ("kill", "exec", "stop and go on", "interrupt", "fork", "clock", "no descriptors")
 LONG_BREAK = 0.03  # seconds that a limit lasts
@@ -151,6 +151,8 @@ class EngineStorm:
     def step(self):
         step = decide(self.sky.seed, self._steps)
         self._steps += 1
+        if not self.trainer.worker.process.is_alive():  # an interrupt came after its call
+            self._restart(step, "the old one is dead")
         self._repair(step)
         troubled = self._throw(step)
         if troubled and step.before:
@@ -170,7 +172,7 @@ class EngineStorm:
 
     def _repair(self, step):
         for life in self.lives:
-            if life.stopped_since != math.inf and step.goes_on:
+            if life.stopped_since != math.inf and (step.goes_on or step.timeout >= CALM):
                 resume(life)
         for life in list(self.lives):
             if life.doomed and step.replaces:
@@ -199,6 +201,14 @@ class EngineStorm:
         self.counts["kills"] += kind in DEADLY
         self.sky.struck(kind if life is not self.trainer else f"trainer: {kind}")
         self.sky.note(f"{self._steps}: {kind} {life.index} (pid {life.row.get('pid')}) in {step.delay:.4f} s")
+        if life is self.trainer and kind in ("exec", "fork", "clock"):
+            life.worker.start(befall, kind)
+            if kind != "exec":
+                life.worker.result()
+                return False
+            processes.until(lambda: strike_is_done(life.worker.pid, b"time.sleep"))
+            life.touched.append((time.monotonic_ns(), math.inf))
+            return False
         self._hand.order(kind, life, step.delay)
         return True
 
@@ -218,10 +228,8 @@ class EngineStorm:
                     life.row.set("command", FORK)
                 elif kind == "clock":
                     life.row.set("command", STRIDE)
-                elif kind == "no descriptors":
-                    limited(pid, resource.RLIMIT_NOFILE, 3)
                 else:
-                    limited(pid, resource.RLIMIT_AS, 1 << 20)
+                    limited(pid, resource.RLIMIT_NOFILE, 3)
             finally:
                 end = time.monotonic_ns() + 100_000_000  # so long it may feel it
                 life.touched[-1] = (now, end)
@@ -236,26 +244,30 @@ class EngineStorm:
 
     def _send(self, step):
         self._number += 1
-        ids = {"all": "all", "some": list(step.chosen), None: None}[step.wait]
-        lives = [life for life in self.lives if step.wait != "some" or life.index in step.chosen]
+        some = [index for index in step.chosen if not self.lives[index].reported]
+        ids = {"all": "all", "some": some or None, None: None}[step.wait]
+        lives = [life for life in self.lives if step.wait != "some" or life.index in some]
         call = Call("send", f"{step.how} of {self._number}, wait={ids}", step.timeout)
         for life in self.lives:
             life.sent.add(self._number)
         try:
-            found = self.trainer.worker.call(send, step.how, self._number, ids, step.timeout, self.trainer.number)
-        except (Gone, BrokenPipeError):
+            found, rows, reaped = self.trainer.worker.call(send, step.how, self._number, ids, step.timeout)
+        except KeyboardInterrupt:  # that of the trainer, before or after the call itself
+            return
+        except (Gone, BrokenPipeError, ConnectionResetError):
             self.trainer.touched.append((0, math.inf))
-            self.trainer.worker.process.join()
             return
         take(call, found)
+        named = getattr(call.error, "missing", ())
+        for life in self.lives:  # whose row an earlier call has taken, or this one while it waited for a pin
+            if life.doomed and life.dead_since < call.start and life.index not in named:
+                life.reported |= life.index not in rows or (reaped and ids == "all")
         self.counts["send"] += 1
         self.counts["failed"] += call.error is not None
         self.sky.note(f"{self._steps}: {call} -> {call.value if call.error is None else repr(call.error)[:300]}")
         if not self.trainer.untouched(call.start, call.end):
             call.waited += 1.0
-            if isinstance(call.error, (KeyboardInterrupt, shmsync.NoSpace, OSError)) and not isinstance(
-                call.error, shmsync.ShmSyncError
-            ):
+            if isinstance(call.error, (InterruptedError, shmsync.NoSpace)):
                 return
         if step.how == "fails in place":
             if not isinstance(call.error, (LookupError, shmsync.ReaderStalled)):
@@ -263,13 +275,13 @@ class EngineStorm:
             return
         if isinstance(call.error, shmsync.Poisoned):
             return  # an update() after one that failed
-        if step.wait is None and call.error is None:
+        if ids is None and call.error is None:
             self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
             for life in self.lives:
                 if life.whole:
                     life.least = max(life.least, self._number)
         else:
-            self.judge.check(call, lives, self._number, [*self.lives, self.trainer], lambda index: step.wait == "all")
+            self.judge.check(call, lives, self._number, [*self.lives, self.trainer], lambda index: True)
         if call.error is None:
             self.sky.recovered()
 
@@ -278,9 +290,9 @@ class EngineStorm:
     def _look_at_what_is_used(self):
         """Descriptors, threads and memory of those that nothing has befallen must not grow."""
         for life in (*self.lives, self.trainer):
-            if life.touched or life.row.get("forwards") < 20 and life is not self.trainer:
+            if life.touched or (life.row.get("forwards") < 20 and life is not self.trainer):
                 continue
-            used = hold_descriptors(life.row.get("pid"))
+            used = used_by(life.row.get("pid"))
             first = self._used.setdefault(life.row.get("pid"), used)
             for what, slack in (("descriptors", 4), ("threads", 2), ("memory", 96 << 20)):
                 if used[what] > first[what] + slack:
@@ -290,7 +302,9 @@ class EngineStorm:
     def _end_trainer(self):
         if self.trainer.stopped_since != math.inf:
             resume(self.trainer)
-        self.trainer.worker.finish()
+        with contextlib.suppress(BrokenPipeError):  # an interrupt came after its last call
+            self.trainer.worker.finish()
+        self.trainer.worker.process.join()
         self.trainer.row.close()
 
     def end(self):
@@ -351,4 +365,3 @@ def strike_is_done(pid, program):
 
 
 ENGINES = {"engine": EngineStorm, "engine-device": DeviceStorm}
-_ = (forecast, strike)

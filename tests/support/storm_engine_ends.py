@@ -16,10 +16,11 @@ from support.storm_fleets import timed
 from support.storm_model import FINE, TORN, Weather, leaf
 
 # What a reader may meet while its publisher is dead, stopped or half way; it goes on.
-EXPECTED = (
-    shmsync.ArenaNotFound, shmsync.WriterDied, shmsync.Poisoned, shmsync.WriterBusy, shmsync.NoSpace, shmsync.ClosedError,
-    OSError, MemoryError,
-)  # fmt: skip
+EXPECTED = (shmsync.ArenaNotFound, shmsync.WriterDied, shmsync.Poisoned, shmsync.WriterBusy, shmsync.ClosedError)
+EXPECTED += (shmsync.NoSpace, OSError, MemoryError)
+
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
 class Wide(Weather):
@@ -48,13 +49,36 @@ def make_publisher(state, name, slots, number, more, device):
     state.pub = shmsync.Publisher(Wide(number, more), name=name, slots=slots, max_readers=32)
 
 
-def send(state, how, number, wait, timeout, row):
-    """(start, end, waited, value, error) of one call of the publisher."""
-    del row
+def send(state, how, number, wait, timeout):
+    """What timed() says of one call of the publisher, who had a row before it, and how many rows it took back."""
+    rows, reaped = {row.worker for row in state.pub.readers()}, state.pub.stats().reaped
     found = list(timed(lambda: send_now(state.pub, how, number, state.more, wait, timeout), {}))
     if found[-1] is not None:
         found[-1].__traceback__ = found[-1].__context__ = None
-    return tuple(found)
+    return tuple(found), rows, state.pub.stats().reaped - reaped
+
+
+def befall(state, kind):
+    if kind == "exec":
+        os.execv(sys.executable, SLEEP)
+    if kind == "clock":
+        strike()
+    if kind == "fork" and forked_child(lambda: state.pub.publish()) != 0:
+        raise AssertionError("a forked child may publish")
+
+
+def forked_child(use_it):
+    """The exit status of a child that uses a handle of this process; 0: it was refused."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            use_it()
+            os._exit(1)
+        except shmsync.ForkedHandle:
+            os._exit(0)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def send_now(pub, how, number, more, wait, timeout):
@@ -91,15 +115,10 @@ def read_on(state, path, index, name, worker, consistency, device):
     reader = ReaderEnd(row, name, worker, consistency)
     while True:
         try:
-            if not reader.obey(row.get("command")):
+            if not reader.go_on():
                 break
-            reader.compute()
-        except EXPECTED:
-            time.sleep(0.002)
-        except shmsync.ManifestMismatch:
-            reader.attach_anew()
-        except KeyboardInterrupt:
-            reader.interrupts += 1
+        except KeyboardInterrupt:  # wherever it lands
+            continue
     with contextlib.suppress(*EXPECTED):
         reader.close()
     forwards = row.get("forwards")
@@ -116,27 +135,36 @@ class ReaderEnd:
         self._sub = self._model = None
         self._newest = 0
         self._calls = 0
-        self.interrupts = 0
+
+    def go_on(self):
+        """Until something has befallen it. False: until the end."""
+        try:
+            while self.obey(self.row.get("command")):
+                self.compute()
+            return False
+        except EXPECTED:
+            time.sleep(0.002)
+        except shmsync.ManifestMismatch:
+            self.close()
+        return True
 
     def obey(self, command):
         if command == NOTHING:
             return True
-        self.row.set("command", NOTHING)
         if command == STOP:
             return False
         if command == EXIT:
             self.close()
             os._exit(0)
         if command == EXEC:
-            os.execv(sys.executable, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-        if command == FORK:
-            self.fork()
+            os.execv(sys.executable, SLEEP)
+        self.row.set("command", NOTHING)
+        if command == FORK and self._sub is not None and forked_child(lambda: self._sub.read().__enter__()) != 0:
+            self.row.set("detail", FORK)
+            self.row.add("wrong")
         if command == STRIDE:
             strike()
         return True
-
-    def attach_anew(self):
-        self.close()
 
     def close(self):
         sub, self._sub, self._model = self._sub, None, None
@@ -148,7 +176,8 @@ class ReaderEnd:
             sub = shmsync.Subscriber(
                 self._name, worker=self._worker, consistency=self._consistency, follow=True, timeout=0.5
             )
-            self._model, self._sub = sub.bind(Weather()), sub
+            more = sum(str(key).startswith("more") for key in sub.weights.keys())  # noqa: SIM118  a TensorDict
+            self._model, self._sub = sub.bind(Wide(0, more)), sub
         self._calls += 1
         if self._calls % 64 == 0:
             self._sub.refresh()  # raises when the layout has changed
@@ -168,22 +197,6 @@ class ReaderEnd:
         self._newest = number
         self.row.forward(start, number)
         self.row.set("phase", IDLE)
-
-    def fork(self):
-        """A child of this process may not use its subscriber, and takes nothing from it."""
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._sub.read().__enter__()
-                os._exit(1)
-            except shmsync.ForkedHandle:
-                os._exit(0)
-            except BaseException:
-                os._exit(2)
-        _, status = os.waitpid(pid, 0)
-        if self._sub is not None and status != 0:
-            self.row.set("detail", status)
-            self.row.add("wrong")
 
 
 def forecast(weights):
@@ -205,7 +218,7 @@ def strike():
     time.time = clock
 
 
-def hold_descriptors(pid):
+def used_by(pid):
     """What a process holds."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     memory = int(status["RssAnon"].split()[0]) * 1024

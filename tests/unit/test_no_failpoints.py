@@ -15,7 +15,9 @@ NATIVE = Path(__file__).parents[2] / "native"
 def test_an_ordinary_build_has_no_failpoints():
     if hasattr(_native, "arm_failpoints"):
         pytest.skip("this build is that of `make test-failpoints`")
-    names = {name for path in NATIVE.rglob("*.cpp") for name in re.findall(r'SHMSYNC_FAILPOINT\("(.+)"\)', path.read_text())}
+    names = {
+        name for path in NATIVE.rglob("*.cpp") for name in re.findall(r'SHMSYNC_FAILPOINT\("(.+)"\)', path.read_text())
+    }
     assert len(names) > 30
     library = Path(_native.__file__).read_bytes()
     assert [name for name in sorted(names) if name.encode() in library] == []
