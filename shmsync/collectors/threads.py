@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import SimpleQueue  # noqa: TID251  # no wait of this one has a timeout
 from typing import Any
 
 import torch

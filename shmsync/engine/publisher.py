@@ -34,7 +34,7 @@ from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
 from .timing import check_count, check_device, check_timeout, check_worker, deadline_after
 from .update import Update, step_inside_update
-from .writing import NO_ACKS, Acks, WriteSide
+from .writing import NO_ACKS, Acks, WriteSide, begin_all
 
 Wait = Literal["all"] | Sequence[int] | None
 
@@ -408,10 +408,7 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     for _, plan in plans:
         plan.stage()
     try:
-        for side, _ in plans:
-            if version is not None:
-                side.skip_to(version)
-            side.begin(deadline)
+        begin_all([side for side, _ in plans], deadline, version)
     except BaseException:
         for side, _ in plans:
             side.writer.abort()  # nothing is written yet

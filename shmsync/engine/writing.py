@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
 
 _log = logging.getLogger("shmsync")
+_LOOK_AT_STOPPED = 0.005  # seconds between two looks at a stopped process
 
 
 class Acks(NamedTuple):
@@ -63,6 +64,30 @@ class Counts:
     publish: Samples = field(default_factory=Samples)
     pin_wait: Samples = field(default_factory=Samples)
     ack_wait: Samples = field(default_factory=Samples)
+
+
+def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
+    """Get a slot to write in each of these, or raise with nothing written; the caller undoes.
+
+    No gate stays closed for a process that is stopped: all are opened until it goes on, so that other readers go on
+    with the old version. A reader that runs is waited for with the gates closed, since it leaves its section soon.
+
+    version: the one that is written next, None for each one's own.
+    """
+    for side in sides:
+        if side._died:
+            side._died = {}
+    while True:
+        for side in sides:
+            if version is not None:
+                side.skip_to(version)
+            if not side.begin(deadline):
+                break
+        else:
+            return
+        for each in sides:
+            each.writer.abort()
+        side.wait_while_stopped(deadline)
 
 
 class WriteSide:
@@ -159,9 +184,7 @@ class WriteSide:
         plan.stage()
         started = time.perf_counter()
         try:
-            if version is not None:
-                self.skip_to(version)
-            self.begin(deadline)
+            begin_all([self], deadline, version)
             self.write(plan)
             version = self.commit()
         except BaseException:  # an interrupt may land anywhere
@@ -220,31 +243,53 @@ class WriteSide:
                 version=version,
             )
 
-    def begin(self, deadline: float) -> None:
-        """Get a slot to write, or raise with nothing written; the caller undoes."""
+    def begin(self, deadline: float) -> bool:
+        """Get a slot to write, or raise with nothing written; the caller undoes. See begin_all().
+
+        False: a stopped process is in the only slot. It may stay for ever, and the gate keeps all other readers out.
+        """
         writer = self.writer
-        if self._died:
-            self._died = {}
         if writer.begin():
-            return
+            return True
+        started = time.perf_counter()
+        try:
+            with self._waiting():
+                while True:
+                    self._refuse_own_pins()
+                    free = writer.wait_begin(slice_until(deadline))
+                    ending = self.ending()  # also in a slot that came free because the process exits
+                    if free:
+                        return True
+                    if ending:
+                        raise self._closed_meanwhile()
+                    if not self._reap_dead() and time.monotonic() >= deadline:
+                        self.counts.stalls += 1
+                        stalled = self._stalled()
+                        _log.warning("arena %r: %s", self.name, stalled)
+                        raise stalled
+                    if self._held_by_stopped():
+                        return False
+        finally:
+            self.counts.pin_wait.add(time.perf_counter() - started)
+
+    def wait_while_stopped(self, deadline: float) -> None:
+        """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
         started = time.perf_counter()
         with self._waiting():
-            while True:
-                self._refuse_own_pins()
-                free = writer.wait_begin(slice_until(deadline))
-                ending = self.ending()  # also in a slot that came free because the process exits
-                if free:
-                    break
-                if ending:
-                    raise ClosedError(
-                        f"arena {self.name!r} was closed by another thread; nothing was published, make a new Publisher"
-                    )
-                if not self._reap_dead() and time.monotonic() >= deadline:
-                    self.counts.stalls += 1
-                    stalled = self._stalled()
-                    _log.warning("arena %r: %s", self.name, stalled)
-                    raise stalled
+            while self._held_by_stopped() and time.monotonic() < deadline:
+                if self.ending():
+                    raise self._closed_meanwhile()
+                time.sleep(_LOOK_AT_STOPPED)
         self.counts.pin_wait.add(time.perf_counter() - started)
+
+    def _held_by_stopped(self) -> bool:
+        stopped = ProcessState.STOPPED
+        return self.arena.slots == 1 and any(self.peers.state(each[1]) is stopped for each in self.writer.blockers())
+
+    def _closed_meanwhile(self) -> ClosedError:
+        return ClosedError(
+            f"arena {self.name!r} was closed by another thread; nothing was published, make a new Publisher"
+        )
 
     def address(self) -> int:
         """Where the slot to write starts."""

@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDictBase
 
 from ..engine.outcome import Outcome, Wording
+from .timed_queue import TimedQueue
 
 _log = logging.getLogger("shmsync")
 _WORDING = Wording("its transport has not come back", after_lateness="Send again, or give more time with timeout=")
@@ -32,7 +33,7 @@ class Errand:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell: TimedQueue[None] = TimedQueue()
         self._done = False
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="shmsync errand")
@@ -54,7 +55,7 @@ class Errand:
         """Wait for it until that monotonic time; has it come back?"""
         if not self._done:
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+                self._bell.get(deadline - time.monotonic())
                 self._bell.put(None)  # for the next one that asks
         if self._done:
             self._thread.join()  # it has nothing left to do

@@ -1,9 +1,13 @@
 """A process that is stopped is alive: it keeps its pin, and is named when it is late."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 import shmsync
 from shmsync import cli
+from shmsync.engine.publisher import Publication, publish_all
 from support.engine import (
     apply_until,
     attach,
@@ -102,3 +106,49 @@ def test_a_stopped_reader_is_told_from_a_busy_one(start):
             pub.publish(stamped(3), wait=[3, 4], timeout=0.1)
         assert pub.stats().stalls == before + 2  # that was no stall: it was written
         stopped.resume()
+
+
+@pytest.mark.parametrize("way", ["publish", "update", "several"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_stopped_reader_keeps_no_other_reader_out(start, way, consistency):
+    """Neither from its own arena, nor from one that is written together with it."""
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as held, shmsync.Publisher(stamped(1)) as free, ThreadPoolExecutor() as pool:
+        others = [shmsync.Subscriber(pub.handle, timeout=0.4, consistency=consistency) for pub in (held, free)]
+        reader.call(attach, held.handle, worker=3)
+        reader.call(enter)
+        reader.stop()
+        writing = pool.submit(write_by(way), held, free)
+        while not held._side.waiting_thread and not writing.done():
+            time.sleep(0.001)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            for other in others:
+                assert read(other) == (1, 1, 1)
+        assert not writing.done()
+        reader.resume()
+        assert reader.call(leave) is False
+        writing.result()
+        written = (2, 2, 2) if way == "several" else (1, 1, 1)
+        for other, expected in zip(others, [(2, 2, 2), written], strict=True):
+            assert read(other) == expected
+            other.close()
+
+
+def write_by(way):
+    """A function that writes version 2 into the first of two arenas, and into the second where it writes both."""
+
+    def update(held, free):
+        with held.update(timeout=60) as weights:
+            for leaf in weights.values(True, True):
+                leaf.fill_(2)
+
+    def several(held, free):
+        both = [Publication(each, stamped(2)) for each in (free, held)]
+        assert publish_all(both, 2, time.monotonic() + 60) == [2, 2]
+
+    return {
+        "publish": lambda held, free: held.publish(stamped(2), timeout=60),
+        "update": update,
+        "several": several,
+    }[way]

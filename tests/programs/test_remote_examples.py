@@ -132,6 +132,7 @@ def test_a_node_can_share_one_copy(run, kind):
     assert [versions for versions, _ in example.end()] == [[version, version] for version in range(1, 5)]
 
 
+@full
 def test_ray_learner_goes_on_without_a_killed_actor(run):
     pytest.importorskip("ray", reason="the example needs Ray, which shmsync[ray] brings")
     example = run("ray_cartpole.py", "--iterations", "5", "--kill-one")

@@ -51,6 +51,7 @@ def in_halves(sender):
     sender.wait_async(timeout=TIMEOUT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [True, False], ids=["the first send", "a later one"])
 @pytest.mark.parametrize("fan_out", [None, "node"])
 @pytest.mark.parametrize("which", ["the head", "the object store"])
@@ -88,6 +89,7 @@ def test_weights_that_the_store_does_not_take_name_those_who_miss_them(crew, kwa
         assert caught.value.missing == kwargs.get("worker_ids", [0, 1])
 
 
+@pytest.mark.full
 def test_a_relay_that_the_stopped_head_cannot_start(crew, nodes):
     scheme = RayWeightSyncScheme(fan_out="node")
     scheme.init_on_sender("policy", remote_collectors=crew)

@@ -42,7 +42,8 @@ def test_in_a_send_of_a_transport(ray_driver, kind):
     all_is_well(ray_driver)
 
 
-@pytest.mark.parametrize("kind", first(ray_trainer.KINDS))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ray_trainer.KINDS)
 def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
     landed, others = ray_driver.call(ray_trainer.storm_of_beginnings, SECONDS, LONGEST)

@@ -18,6 +18,9 @@ from support import processes
 from support import ray_parts as parts
 from support.processes import until
 
+# `make test` sees relays over RPC and torch.distributed (test_node_fan_out.py), and over Ray in
+# test_ray_fetched_weights.py: a cluster of two nodes takes a minute to come and go.
+pytestmark = pytest.mark.full
 SIZE = 1024
 NBYTES = (SIZE + 1) * SIZE * 4
 NEAR, FAR = [0, 1], [2, 3, 4, 5]  # the workers of a crew, by node
@@ -144,7 +147,6 @@ def test_a_relay_that_was_killed_is_named_and_replaced_in_the_same_send(crew, se
     assert parts.ask(crew, "look") == everybody(3, 3)
 
 
-@pytest.mark.full
 def test_a_relay_killed_during_a_send_is_named_and_replaced_in_it(crew, sender_to, relay_pid, nodes):
     sender = sender_to(crew)
     sender.send(model(1))
@@ -246,7 +248,6 @@ def test_a_trainer_that_ends_without_shutdown_leaves_no_arena_of_its_relays():
     assert processes.segments(pid) == []
 
 
-@pytest.mark.full
 def test_two_schemes_may_send_to_the_same_actors_in_turn(crew, sender_to):
     first, second = sender_to(crew), sender_to(crew)
     for version in (1, 2):

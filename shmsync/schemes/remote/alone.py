@@ -15,6 +15,7 @@ from typing import Any
 
 from ... import _native
 from ...errors import WriterBusy
+from ..timed_queue import TimedQueue
 
 # How long the thread that comes first in the queue may need to wake. Only a hint: an interrupt may leave in the queue
 # somebody who is gone.
@@ -50,7 +51,7 @@ class Hold(_native.Scope):
         super().__init__()
         self._alone = alone
         self._refuse = refuse
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell: TimedQueue[None] = TimedQueue()
         self.deadline = deadline
         self.thread = threading.get_ident()
         self.taken = False
@@ -69,7 +70,7 @@ class Hold(_native.Scope):
         while True:
             rest = self.deadline - time.monotonic()
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=max(0.0, min(rest, _HEAD_START)))
+                self._bell.get(min(rest, _HEAD_START))
             if self._take():
                 break
             if rest <= 0:

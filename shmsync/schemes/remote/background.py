@@ -19,6 +19,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..timed_queue import TimedQueue
+
 GRACE = 0.04  # seconds that a task has to come back by itself, beyond its deadline; a call has up to two of them
 
 
@@ -33,7 +35,7 @@ class Task(Future[Any]):
         super().__init__()
         self._function: Callable[[], Any] | None = function
         self._came_back = False
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell: TimedQueue[None] = TimedQueue()
 
     def run(self) -> None:
         """On the thread."""
@@ -55,7 +57,7 @@ class Task(Future[Any]):
         """Wait for it; is it done?"""
         if not self._came_back:
             with contextlib.suppress(queue.Empty):
-                self._bell.get(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+                self._bell.get(deadline - time.monotonic())
                 self._bell.put(None)  # for another thread that waits
         return self._came_back
 
@@ -64,7 +66,7 @@ class Clerk:
     """The thread; it starts with the first task, and ends with this object or with close(). Thread-safe."""
 
     def __init__(self) -> None:
-        self._hired: tuple[queue.SimpleQueue[Any], weakref.finalize[..., Any]] | None = None
+        self._hired: tuple[TimedQueue[Any], weakref.finalize[..., Any]] | None = None
         self._hiring = threading.Lock()  # only ever in a `with`, which no interrupt leaves without giving it back
 
     def give(self, function: Callable[[], Any]) -> Task:
@@ -82,8 +84,8 @@ class Clerk:
                 self._hired = hired
         hired[0].put(item)
 
-    def _hire(self) -> tuple[queue.SimpleQueue[Any], weakref.finalize[..., Any]]:
-        items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def _hire(self) -> tuple[TimedQueue[Any], weakref.finalize[..., Any]]:
+        items: TimedQueue[Any] = TimedQueue()
         thread = threading.Thread(target=self.work, args=(items,), daemon=True, name="shmsync clerk")
         finalizer = weakref.finalize(self, _end, items, thread)  # first: an interrupt may lose a thread that has begun
         # start() waits for the new thread, and an interrupt of that may keep it from ever beginning. Handlers of
@@ -92,7 +94,7 @@ class Clerk:
         return items, finalizer
 
     @staticmethod
-    def work(items: queue.SimpleQueue[Any]) -> None:
+    def work(items: TimedQueue[Any]) -> None:
         """What the thread does, until it is handed None."""
         while (task := items.get()) is not None:
             task.run()
@@ -105,7 +107,7 @@ class Clerk:
             hired[1]()
 
 
-def _end(items: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+def _end(items: TimedQueue[Any], thread: threading.Thread) -> None:
     items.put(None)
     if thread is not threading.current_thread():
         with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once

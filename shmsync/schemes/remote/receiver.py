@@ -19,6 +19,7 @@ from ..api import WeightSyncScheme
 from ..lookup import Arguments, named_content
 from ..receiver import WeightReceiver
 from ..subscriptions import Subscriptions
+from ..timed_queue import TimedQueue
 from .fetching import forget_ended
 from .parcel import Announcement, Stamp, allow_views, stamp_of
 from .relay import Unpublished, leave_to
@@ -48,7 +49,7 @@ class RemoteReceiver(WeightReceiver):
 
     def _start(self) -> None:
         self._applying = threading.Lock()
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # a Condition may stay locked after an interrupt
+        self._news: TimedQueue[None] = TimedQueue()  # a Condition may stay locked after an interrupt
         self._closed = False
         self._handle: Any = None
         self.subscriptions = Subscriptions(consistency=self._consistency, timeout=self._timeout)
@@ -115,7 +116,7 @@ class RemoteReceiver(WeightReceiver):
         deadline = deadline_after(timeout, self._timeout)
         while True:
             with contextlib.suppress(queue.Empty):
-                self._news.get(timeout=max(0.0, min(deadline - time.monotonic(), 3600.0)))
+                self._news.get(min(deadline - time.monotonic(), 3600.0))
                 return True
             if time.monotonic() >= deadline:
                 return False

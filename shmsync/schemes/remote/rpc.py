@@ -16,6 +16,7 @@ from typing_extensions import override
 from ...engine.outcome import Failure
 from ...errors import ProtocolError
 from ..lookup import Arguments
+from ..timed_queue import TimedQueue
 from .background import Clerk
 from .carrier import CLOSING, Carrier, HostedRelay
 from .fetching import opened
@@ -31,7 +32,7 @@ from .transport import RemoteTransport
 _keys = itertools.count()
 _under_way: dict[int, tuple[Any, ...]] = {}  # arguments of the calls that are not answered
 # Who waits for these calls. No Conditions: they may stay locked after an interrupt.
-_bells: dict[int, queue.SimpleQueue[None]] = {}
+_bells: dict[int, TimedQueue[None]] = {}
 _clerk = Clerk()  # begins calls
 
 
@@ -160,13 +161,13 @@ class RPCCarrier(Carrier):
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        bell: TimedQueue[None] = TimedQueue()
         keys = [call.key for call in calls if isinstance(call, RPCCall)]
         _bells.update(dict.fromkeys(keys, bell))
         try:
             if not any(call.finished() for call in calls):
                 with contextlib.suppress(queue.Empty):
-                    bell.get(timeout=seconds)
+                    bell.get(seconds)
         finally:
             for key in keys:
                 _bells.pop(key, None)

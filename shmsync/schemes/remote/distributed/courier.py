@@ -20,6 +20,7 @@ import torch
 from typing_extensions import Self, override
 
 from ....errors import ProtocolError
+from ...timed_queue import TimedQueue
 from ..background import Clerk, Task
 from ..requests import Call
 
@@ -66,13 +67,13 @@ class Courier(Clerk):
 
     @staticmethod
     @override
-    def work(items: queue.SimpleQueue[Any]) -> None:
+    def work(items: TimedQueue[Any]) -> None:
         watched: dict[StoreCall, float] = {}
         pause = _FIRST
         while True:
             item: Any = ()
             with contextlib.suppress(queue.Empty):
-                item = items.get(timeout=pause) if watched else items.get()
+                item = items.get(pause if watched else None)
             if item is None:
                 break
             if isinstance(item, Task):
@@ -103,7 +104,7 @@ class StoreCall(Call):
         self._trouble: BaseException | None = None
         self._until = 0.0  # when the courier stops looking by itself
         self._looking: Task | None = None
-        self._bell: queue.SimpleQueue[None] | None = None
+        self._bell: TimedQueue[None] | None = None
 
     @abstractmethod
     def try_once(self) -> bool:
@@ -143,7 +144,7 @@ class StoreCall(Call):
         self._courier.attend([self], self._until)
         return self
 
-    def listen(self, bell: queue.SimpleQueue[None] | None, until: float) -> None:
+    def listen(self, bell: TimedQueue[None] | None, until: float) -> None:
         """Ring this bell when it is finished, or when nobody looks at it any more."""
         self._until = max(self._until, until)
         self._bell = bell
@@ -171,7 +172,7 @@ class StoreCall(Call):
 def wait_for(calls: Iterable[Call], seconds: float) -> None:
     """Return when one of these calls is finished, or after `seconds`."""
     calls = list(calls)
-    bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+    bell: TimedQueue[None] = TimedQueue()
     end = time.monotonic() + seconds
     by_courier: dict[Courier, list[StoreCall]] = {}
     for call in calls:
@@ -182,7 +183,7 @@ def wait_for(calls: Iterable[Call], seconds: float) -> None:
         courier.attend(group, end + _LONGER)
     if not any(call.finished() for call in calls):
         with contextlib.suppress(queue.Empty):
-            bell.get(timeout=max(0.0, end - time.monotonic()))
+            bell.get(end - time.monotonic())
 
 
 _couriers: weakref.WeakValueDictionary[int, Courier] = weakref.WeakValueDictionary()  # by the id of the store they keep

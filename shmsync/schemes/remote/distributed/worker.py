@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from typing_extensions import override
 from ....engine.outcome import Failure
 from ....engine.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
+from ...timed_queue import TimedQueue
 from ..alone import Alone, Hold
 from ..background import GRACE
 from ..fetching import fetch
@@ -236,7 +236,7 @@ class Receipt(StoreCall):
         self._take = take
 
         self._overdue = False  # the courier has not come back from an earlier wait, as far as is known
-        self._bell = queue.SimpleQueue()
+        self._bell = TimedQueue()
 
     def wait(self, deadline: float) -> bool:
         """Wait until there is one, or the deadline has come. False: the courier did not come back in time."""
@@ -244,12 +244,12 @@ class Receipt(StoreCall):
         rung = not self._bell.empty()
         while not self._bell.empty():
             with contextlib.suppress(queue.Empty):
-                self._bell.get_nowait()
+                self._bell.get(0.0)
         grace = 0.0 if self._overdue and not rung else GRACE
         self._overdue = True
         try:
             self.courier.attend([self], deadline)
-            self._bell.get(timeout=max(0.0, min(deadline + grace - time.monotonic(), threading.TIMEOUT_MAX)))
+            self._bell.get(deadline + grace - time.monotonic())
         except queue.Empty:
             return False
         except BaseException:  # an interrupt: nobody waits any more
