@@ -159,12 +159,16 @@ class EngineStorm:
             self._hand.await_one()
             troubled = False
         try:
-            self._send(step)
+            if self.trainer.whole:
+                self._send(step)
         finally:
             if troubled:
                 self._hand.await_one()
         if not self.trainer.whole:
+            with contextlib.suppress(ProcessLookupError):  # it runs another program
+                os.kill(self.trainer.worker.pid, signal.SIGKILL)
             self.trainer.worker.process.join()
+            self.trainer.worker.conn.close()
             self._restart(step, "the old one is dead")
         self.judge.look(self.lives)
         if self._steps % 20 == 0:

@@ -90,9 +90,16 @@ def send_now(pub, how, number, more, wait, timeout):
                     raise LookupError("in the middle of an update")
             return pub.version
         weights = Wide(number, more)
+        if how == "torn":  # a fault that the storm has to find
+            with torch.no_grad():
+                weights.leaves[2].copy_(leaf(number - 1, 2))
         if how == "mapping":
             weights = dict(weights.state_dict())
-        return pub.publish(weights, wait=wait, timeout=timeout)
+        try:
+            return pub.publish(weights, wait=wait, timeout=timeout)
+        finally:
+            if how == "late":  # another one
+                time.sleep(timeout + 0.5)
     except KeyboardInterrupt as error:
         raise InterruptedError("Ctrl-C") from error
 
@@ -141,6 +148,7 @@ class ReaderEnd:
         try:
             while self.obey(self.row.get("command")):
                 self.compute()
+                time.sleep(0.003)  # eight of them must leave the machine some time
             return False
         except EXPECTED:
             time.sleep(0.002)
