@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
 
-.PHONY: demo test test-rest test-all test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench clean
+.PHONY: demo test test-rest test-all test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -100,8 +100,12 @@ $(VENV)/.tools: constraints.txt
 	touch $@
 
 $(STAMP): $(VENV)/.tools $(SOURCES)
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation '.[demo,test,lint]'
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation '.[demo,docs,test,lint]'
 	touch $@
+
+# The documentation as a site, in build/site. A warning, such as a link that leads nowhere, is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build $(VENV) demo-results bench-results

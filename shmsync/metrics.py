@@ -83,8 +83,10 @@ def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> Pub
         The collector, registered.
 
     Raises:
-        ImportError: prometheus_client is missing (shmsync[metrics]). ProtocolError: a publisher of this name is there
-        already. ClosedError, ForkedHandle.
+        ImportError: prometheus_client is missing (shmsync[metrics]).
+        ProtocolError: a publisher of this name is there already.
+        ClosedError: the publisher is closed.
+        ForkedHandle: the publisher belongs to the parent process.
     """
     try:
         from prometheus_client import REGISTRY
@@ -94,7 +96,7 @@ def prometheus(pub: Publisher, registry: CollectorRegistry | None = None) -> Pub
 
 
 class PublisherCollector:
-    """What prometheus() returns: asked by a registry at each scrape."""
+    """What prometheus() returns for `pub`: asked by a registry at each scrape."""
 
     def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
         pub.readers()  # raises for one that is closed, or a parent's

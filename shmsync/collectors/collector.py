@@ -38,13 +38,21 @@ START_TIMEOUT = 120.0  # seconds
 
 @dataclass(frozen=True)
 class CollectorStats:
-    """Counts since the collector was made."""
+    """Counts since the collector was made.
 
-    frames: int  # handed out
-    batches: int  # handed out
-    dropped: int  # batches that were collected again because they were too old
-    restarts: int  # workers that were started again
-    version: int  # of the newest weights that were sent
+    Attributes:
+        frames: handed out.
+        batches: handed out.
+        dropped: batches that were collected again because they were too old.
+        restarts: workers that were started again.
+        version: of the newest weights that were sent.
+    """
+
+    frames: int
+    batches: int
+    dropped: int
+    restarts: int
+    version: int
 
 
 class MultiprocessCollector:
@@ -95,11 +103,13 @@ class MultiprocessCollector:
             worker step at the same time. For environments that wait: for a simulator, a network, a device.
 
     Raises:
-        ValueError, TypeError: arguments. NoSpace: the batches, the observations or the weights need more memory than
-        is left. WorkerDied: a worker died while it started. The exception of a worker's environment or policy, with
-        the worker's traceback as its cause; one that is no Exception (SystemExit), or would end the loop
-        (StopIteration), is a RuntimeError that quotes it. ManifestMismatch: what an environment or a policy gave does
-        not fit its space.
+        ValueError: arguments that are out of range or contradict each other.
+        TypeError: arguments of another type.
+        NoSpace: the batches, the observations or the weights need more memory than is left.
+        WorkerDied: a worker died while it started.
+        ManifestMismatch: what an environment or a policy gave does not fit its space.
+        Exception: that of a worker's environment or policy, with the worker's traceback as its cause; one that is no
+            Exception (SystemExit), or would end the loop (StopIteration), is a RuntimeError that quotes it.
     """
 
     def __init__(
@@ -234,7 +244,9 @@ class MultiprocessCollector:
         return {"frames": self._frames, "batches": self._batches_out, "policy": policy, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore counts, random generators and the policy, which is also sent to the workers; episodes begin anew.
+        """Restore the state of state_dict(): counts, random generators and the policy, which the workers get too.
+
+        Episodes begin anew.
 
         Raises ValueError when it is of a collector with another number of workers.
         """

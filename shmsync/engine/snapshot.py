@@ -20,7 +20,7 @@ Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
 
 
 class Snapshot(NamedTuple):
-    """A private, consistent copy."""
+    """A private, consistent copy of the weights, and their version."""
 
     weights: TensorDictBase
     version: int

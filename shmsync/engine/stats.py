@@ -13,31 +13,57 @@ from .timing import Latency
 
 @dataclass(frozen=True)
 class PublisherStats:
-    """Counts since the publisher was made."""
+    """Counts since the publisher was made.
+
+    Attributes:
+        version: the published one.
+        publishes: publish() calls that committed, the constructor's included.
+        updates: update() sections that committed.
+        bytes_copied: into the slab, by this process.
+        aborted: calls that raised before anything was written.
+        reaped: rows taken back from dead readers.
+        publish: a publish(), or an update()'s entry and exit, without the body and the wait for acks.
+        pin_wait: of those calls that had to wait for readers.
+        ack_wait: of those calls with wait=.
+        stalls: calls that found no slot to write in time (ReaderStalled).
+    """
 
     version: int
-    publishes: int  # publish() calls that committed, the constructor's included
-    updates: int  # update() sections that committed
-    bytes_copied: int  # into the slab, by this process
-    aborted: int  # calls that raised before anything was written
-    reaped: int  # rows taken back from dead readers
-    publish: Latency  # a publish() or update() entry and exit, without the body and the wait for acks
-    pin_wait: Latency  # of those calls that had to wait for readers
-    ack_wait: Latency  # of those calls with wait=
-    stalls: int = 0  # calls that found no slot to write in time: ReaderStalled
+    publishes: int
+    updates: int
+    bytes_copied: int
+    aborted: int
+    reaped: int
+    publish: Latency
+    pin_wait: Latency
+    ack_wait: Latency
+    stalls: int = 0
 
 
 @dataclass(frozen=True)
 class ReaderInfo:
-    """One subscriber, as its row in the reader table shows it."""
+    """One subscriber, as its row in the reader table shows it.
 
-    worker: int | None  # the index given to Subscriber(worker=)
+    Attributes:
+        worker: the index given to Subscriber(worker=).
+        pid: of its process.
+        state: whether that process runs, is stopped or dead.
+        acked: the version it has applied; 0: none yet.
+        lag: published versions that it has not applied.
+        pinned: the version it holds in a read section right now.
+        pin_age: since when, in seconds; 0 when it holds none.
+        reads: sections entered.
+        torn: optimistic or live sections whose weights changed meanwhile.
+        retries: attempts to enter that met the writer.
+    """
+
+    worker: int | None
     pid: int
     state: ProcessState
-    acked: int  # the version it has applied; 0: none yet
-    lag: int  # published versions that it has not applied
-    pinned: int | None  # the version it holds in a read section right now
-    pin_age: float  # seconds; 0 when it holds none
+    acked: int
+    lag: int
+    pinned: int | None
+    pin_age: float
     reads: int
     torn: int
     retries: int
@@ -45,17 +71,29 @@ class ReaderInfo:
 
 @dataclass(frozen=True)
 class SubscriberStats:
-    """Counts since the subscriber was attached."""
+    """Counts since the subscriber was attached.
 
-    version: int  # applied
-    latest: int  # published
+    Attributes:
+        version: the applied one.
+        latest: the published one.
+        lag: published versions that it has not applied.
+        reads: sections entered.
+        torn: optimistic or live sections whose weights changed meanwhile.
+        retries: attempts to enter that met the writer.
+        moves: versions applied.
+        wait: of sections that could not be entered at once.
+        restarts: arenas of a restarted publisher that it has moved to (follow=True).
+    """
+
+    version: int
+    latest: int
     lag: int
-    reads: int  # sections entered
-    torn: int  # optimistic or live sections whose weights changed meanwhile
-    retries: int  # attempts to enter that met the writer
-    moves: int  # versions applied
-    wait: Latency  # sections that could not be entered at once
-    restarts: int = 0  # arenas of a restarted publisher that it has moved to (follow=True)
+    reads: int
+    torn: int
+    retries: int
+    moves: int
+    wait: Latency
+    restarts: int = 0
 
 
 def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:

@@ -129,7 +129,7 @@ class WeightStrategy:
 
     @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> Fit:
-        """Raise as apply_weights() does, and write nothing."""
+        """Raise as apply_weights() does for the same destination and weights, and write nothing."""
         if weights is None:
             return Fit({}, {}, [])
         if not isinstance(weights, (TensorDictBase, Mapping)):

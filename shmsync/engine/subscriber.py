@@ -146,6 +146,7 @@ class Subscriber(ReadPath):
         """As bind(), but all of the module's tensors are private copies, which are renewed with each version.
 
         They stay on the devices that they are on, so this is for a module that cannot show the arena's own memory.
+        `guard` is that of bind().
         """
         self._check()
         return self._bind(module, guard, Fitting(self.arena, self.name, copies=True), clones=True)

@@ -89,11 +89,20 @@ _KEPT = 4096  # samples per distribution
 
 @dataclass(frozen=True)
 class Latency:
-    """A distribution of durations in seconds; all zeros while there are no samples."""
+    """A distribution of durations in seconds; all zeros while there are no samples.
 
-    count: int  # over the whole life, as are total and max
+    Attributes:
+        count: of samples, over the whole life.
+        total: their sum, over the whole life.
+        p50: a percentile of the last 4,096 samples, as are the next two.
+        p90: see p50.
+        p99: see p50.
+        max: over the whole life.
+    """
+
+    count: int
     total: float
-    p50: float  # the percentiles are those of the last 4,096 samples
+    p50: float
     p90: float
     p99: float
     max: float

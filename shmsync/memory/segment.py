@@ -34,7 +34,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Handle(NamedTuple):
-    """What a worker needs to attach; pickles, so it goes into Process(args=...)."""
+    """What a worker needs to attach; pickles, so it goes into Process(args=...).
+
+    Attributes:
+        name: of the arena.
+        session: the random id of its publisher's life.
+    """
 
     name: str
     session: bytes

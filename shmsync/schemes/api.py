@@ -38,7 +38,7 @@ class TransportBackend(Protocol):
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send, and wait until the worker has applied them."""
+        """Send weights of the model `model_id`, and wait until the worker has applied them."""
 
     def receive_weights(self, timeout: float = 1.0) -> tuple[str, Any] | None:
         """In the worker: (model_id, weights), or None when nothing came within `timeout` seconds."""
@@ -133,7 +133,11 @@ class WeightSyncScheme(ABC):
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> TransportBackend:
-        """The transport to one worker."""
+        """The transport to one worker.
+
+        Args:
+            pipe_or_context: the pipe to it, or a context that has `.pipe`; None in schemes that need none.
+        """
 
     def create_sender(self) -> WeightSender:
         """A sender that knows no worker yet."""
@@ -144,11 +148,15 @@ class WeightSyncScheme(ABC):
         return WeightReceiver(self)
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: WeightStrategy, context: Any = None) -> Any:
-        """What a send of `weights` transports.
+        """What a send of `weights` transports, in the form that `strategy` gives it.
 
-        None: extracted from the model that init_on_sender(model=) got, else from the context's model of this id, for
-        "policy" else from its `_fallback_policy`; None when there is none of these. A module: extracted. A string: a
-        model id, resolved in the context. Anything else: as it is.
+        Args:
+            weights: a module is extracted; a string is a model id, resolved in the context; None is extracted from the
+                model that init_on_sender(model=) got, else from the context's model of this id, for "policy" else from
+                its `_fallback_policy`, and None when there is none of these. Anything else stays as it is.
+            model_id: of the model.
+            strategy: extracts.
+            context: where models are found.
 
         A subclass may supply the weights itself: it gets what was passed to send(), None and strings too, and what it
         returns is what travels, in every scheme.
@@ -164,7 +172,13 @@ class WeightSyncScheme(ABC):
         return getattr(self.prepare_weights, "__func__", None) is not WeightSyncScheme.prepare_weights
 
     def find_source(self, weights: Any, model_id: str, context: Any = None) -> Any:
-        """What prepare_weights() extracts from: a module, weights, or None."""
+        """What prepare_weights() extracts from: a module, weights, or None.
+
+        Args:
+            weights: as in prepare_weights(), and so are model_id and context.
+            model_id: see there.
+            context: see there.
+        """
         sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
         if sender is not None and sender.given_model is not None and (weights is None or _is_name(weights, model_id)):
             return sender.given_model
@@ -184,7 +198,7 @@ class WeightSyncScheme(ABC):
         return WeightStrategy(self.strategy, partial=self.partial, dtype=self.dtype)
 
     def check_open(self, call: str) -> None:
-        """Raise ClosedError after shutdown()."""
+        """Raise ClosedError after shutdown(); `call` is its first word."""
         if self._over:
             kind = type(self).__name__
             raise ClosedError(f"{call}: this {kind} was shut down, and what it held is gone; make a new one")

@@ -72,12 +72,12 @@ class WeightReceiver:
         return referenced_model(self._model_ref, self._context_ref)
 
     def begin(self, arguments: Arguments) -> None:
-        """Take in what init_on_worker() got. Called by the scheme."""
+        """Take in the arguments that init_on_worker() got. Called by the scheme."""
         self._set_context(arguments.context)
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:
-        """Take in the model, and the way to the sender."""
+        """Take in the model, and the way to the sender, from these arguments."""
         self._take_worker(arguments)
         model = arguments.model()
         self._register_worker_transport(arguments.needed("pipe"))
@@ -100,8 +100,9 @@ class WeightReceiver:
             sender.
 
         Raises:
-            ValueError: no model is registered, or the context that had it is gone. WriterDied: the sender is gone.
-            An exception while applying is raised here and, with its traceback, in the sender.
+            ValueError: no model is registered, or the context that had it is gone.
+            WriterDied: the sender is gone.
+            Exception: that of applying them, here and, with its traceback, in the sender.
         """
         self._scheme.check_open("receive")
         if self._transport is None:

@@ -59,7 +59,11 @@ class WeightSender:
         return sorted(self._transports)
 
     def is_dead(self, worker_idx: int) -> bool:
-        """Has a WorkerDied named this worker, so that sends leave it out? ValueError for one that is not registered."""
+        """Has a WorkerDied named this worker, so that sends leave it out?
+
+        Args:
+            worker_idx: the worker's index. Raises ValueError for one that is not registered.
+        """
         (index,) = chosen_workers([worker_idx], self.worker_ids)
         return self._is_dead(index)
 
@@ -71,6 +75,7 @@ class WeightSender:
 
         Args:
             worker_idx: 0 or more.
+            pipe_or_context: its pipe, or what else the scheme reaches it by.
             process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
                 answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
 
@@ -129,12 +134,12 @@ class WeightSender:
         return type(self)._iterate_transports is not WeightSender._iterate_transports
 
     def begin(self, arguments: Arguments) -> None:
-        """Take in what init_on_sender() got. Called by the scheme."""
+        """Take in the arguments that init_on_sender() got. Called by the scheme."""
         self._set_context(arguments.context, arguments.model_id)
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:
-        """Take in the model and the workers."""
+        """Take in the model and the workers from these arguments."""
         self._take_model(arguments, "model")
         pipes: Sequence[Any] | None = arguments.get("pipes")
         count = arguments.count("num_workers")
@@ -177,12 +182,14 @@ class WeightSender:
 
         Raises:
             WriterBusy: another thread was sending all that time, or this one is inside a send; nothing was sent.
-            RuntimeError: a send_async() is pending. ValueError: a worker that is not registered, or no weights.
+            RuntimeError: a send_async() is pending.
+            ValueError: a worker that is not registered, or no weights.
             ProtocolError: this sender was unpickled and has no workers.
             ManifestMismatch: the weights do not fit; nobody was changed.
-            WorkerDied, AckTimeout: sent, but these workers have not applied it; the others have. The sender stays
-            usable, and the dead are left out from now on. An exception of a worker raises here, with its traceback
-            as the cause.
+            WorkerDied: sent, but these workers died before they had applied it; the others have. The sender stays
+                usable, and the dead are left out from now on.
+            AckTimeout: sent, but these workers have not applied it in time.
+            Exception: that of a worker, with its traceback as the cause.
         """
         deadline = self._deadline(timeout)
         with turn(self.turns(), deadline, "send"):
@@ -195,7 +202,13 @@ class WeightSender:
     def send_async(
         self, weights: Any = None, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None
     ) -> int:
-        """Send weights and return at once; wait_async() waits. Raises as send() does, but for what workers do."""
+        """Send weights and return at once; wait_async() waits. Raises as send() does, but for what workers do.
+
+        Args:
+            weights: as in send(), and so are worker_ids and timeout.
+            worker_ids: see send().
+            timeout: see send().
+        """
         deadline = self._deadline(timeout)
         with turn(self.turns(), deadline, "send_async"):
             self.check_ready("send_async")
@@ -204,7 +217,7 @@ class WeightSender:
             return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
-        """Wait for the pending send_async(), and return its version.
+        """Wait for the pending send_async(), and return its version; `timeout` as in send().
 
         Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
         """

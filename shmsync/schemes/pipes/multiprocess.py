@@ -211,7 +211,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
-        partial, dtype: see WeightSyncScheme.
+        partial: see WeightSyncScheme.
+        dtype: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs"}

@@ -55,11 +55,17 @@ class SharedMemTransport(PipeTransport):
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
 
     def register_pipe(self, pipe: Any, worker_idx: int | None = None, process: Any = None) -> int:
-        """Reach a worker over this pipe; the index it has from now on."""
+        """Reach a worker over this pipe; the index it has from now on.
+
+        Args:
+            pipe: to the worker.
+            worker_idx: its index; None: the next one.
+            process: as in WeightSender.register_worker().
+        """
         return self.carrier.register_pipe(pipe, worker_idx, process)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
-        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
+        """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
         self.carrier.register_weights(model_id, weights)
 
     @override
@@ -100,15 +106,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         policy_weights: plain shared TensorDicts by model id, which every send also writes in place.
         strategy: the form that prepare_weights() extracts. Sends read a module directly.
         auto_register: let the first send of a model register it.
-        slots, consistency: of the arenas and of their subscribers; see Publisher and Subscriber.
+        slots: of the arenas; see Publisher.
+        consistency: of the workers' subscribers; see Subscriber.
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
-        partial, dtype: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the
-            worker's module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values
-            of the newest version.
+        partial: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the worker's
+            module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
+            newest version.
+        dtype: see WeightSyncScheme.
     """
 
     sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}
@@ -156,7 +164,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return self._transport.carrier
 
     def register_shared_weights(self, model_id: str, weights: TensorDictBase) -> None:
-        """Register a model before its first send; see SharedMemCarrier.register_weights()."""
+        """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
         self._transport.register_weights(model_id, weights)
 
     @override

@@ -237,7 +237,7 @@ class RPCTransport(RemoteTransport):
         return self._ask(payload)
 
     def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = lambda content: content) -> Call:
-        """Send what `packed` makes of it."""
+        """Send what `packed` makes of the shipment."""
         if self._returns_a_future:
             return shipment.own(lambda content: self._ask(packed(content)))
         return shipment.start(self, lambda content: self._ask(packed(content)))
@@ -265,7 +265,11 @@ class RPCWeightSyncScheme(RemoteScheme):
     That is a method of the user's `collector_class`; it gives them to the receiver's apply_weights().
 
     Args:
-        strategy, fan_out, slots, consistency, timeout: see RemoteScheme. The relay of a node is one of its workers.
+        strategy: see RemoteScheme.
+        fan_out: see RemoteScheme. The relay of a node is one of its workers.
+        slots: see RemoteScheme.
+        consistency: see RemoteScheme.
+        timeout: see RemoteScheme.
 
     init_on_sender() takes `collector_infos` and `collector_rrefs` (lists, read again at each send), `collector_class`,
     and `model` (or `source_model`); each as an argument or by the context, which is held weakly. It raises ValueError

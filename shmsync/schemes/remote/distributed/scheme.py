@@ -25,8 +25,13 @@ class DistributedWeightSyncScheme(RemoteScheme):
     Args:
         backend: "gloo", the one that is supported; init_process_group() is called by the user.
         sync: kept for code that has it; both ways end by the deadline.
-        strategy, fan_out, slots, consistency, timeout, partial, dtype: see RemoteScheme. The relay of a node is one of
-            its ranks.
+        strategy: see RemoteScheme.
+        fan_out: see RemoteScheme. The relay of a node is one of its ranks.
+        slots: see RemoteScheme.
+        consistency: see RemoteScheme.
+        timeout: see RemoteScheme.
+        partial: see RemoteScheme.
+        dtype: see RemoteScheme.
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes

@@ -144,7 +144,7 @@ class DistributedTransport(RemoteTransport):
         return self.sender_end.post(payload, near=self.out_of_reach is None)
 
     def send_initial_weights(self, weights: Any) -> None:
-        """Send without the store, for a worker that is in receive_initial_weights(), which asks rank 0 for them.
+        """Send weights without the store, to a worker that is in receive_initial_weights(), which asks rank 0 for them.
 
         Raises TimeoutError when the worker does not take part in time, ProtocolError without a process group.
         """
@@ -208,7 +208,10 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def send_ack(self, message: str = "updated") -> None:
-        """Answer what receive_weights() returned last. Raises WriterDied when the store cannot be reached any more."""
+        """Answer what receive_weights() returned last, with this message.
+
+        Raises WriterDied when the store cannot be reached any more.
+        """
         if self.inbox is not None:
             self.inbox.acknowledge(message.encode())
 
@@ -236,7 +239,10 @@ class DistributedTransport(RemoteTransport):
     def setup_connection_and_weights_on_receiver(
         self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: WeightStrategy | None = None
     ) -> None:
-        """Nothing: init_process_group() has made the connection."""
+        """Nothing: init_process_group() has made the connection.
+
+        worker_idx, weights, model and strategy are there for TorchRL's sake.
+        """
 
     @override
     def close(self) -> None:

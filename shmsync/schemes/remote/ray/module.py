@@ -30,7 +30,8 @@ class RayActorTransport(RayTransport):
         actor_ref: the actor; None: every call does nothing, until set_actor().
         update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
             state_dict)`.
-        tensor_transport, timeout: see RayTransport.
+        tensor_transport: see RayTransport.
+        timeout: see RayTransport.
 
     Raises ImportError when Ray is not installed, ValueError for another update_method.
     """
@@ -72,8 +73,14 @@ class RayModuleTransformScheme(ActorScheme):
 
     Args:
         strategy: the form in which weights travel, and which of the actor's methods gets them.
-        tensor_transport, fan_out, slots, consistency, timeout, partial, dtype: see RayWeightSyncScheme.
-            fan_out="node" needs an actor that gives what it gets to a receiver's apply_weights(); TorchRL's does not.
+        tensor_transport: see RayWeightSyncScheme.
+        fan_out: see RayWeightSyncScheme. "node" needs an actor that gives what it gets to a receiver's apply_weights();
+            TorchRL's does not.
+        slots: see RayWeightSyncScheme.
+        consistency: see RayWeightSyncScheme.
+        timeout: see RayWeightSyncScheme.
+        partial: see RayWeightSyncScheme.
+        dtype: see RayWeightSyncScheme.
 
     init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
     argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,

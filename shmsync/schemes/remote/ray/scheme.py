@@ -58,7 +58,7 @@ class RayTransport(RemoteTransport):
         return RayCall(self._invoke(payload), payload)
 
     def start_shipment(self, shipment: Shipment, packed: Callable[[Any], Any] = fetched) -> Call:
-        """Send what `packed` makes of it."""
+        """Send what `packed` makes of the shipment."""
 
         def start(content: Any) -> Call:
             message = packed(content)
@@ -134,7 +134,13 @@ class RayWeightSyncScheme(ActorScheme):
     tensors are views of the object store, not to be written into; in one without they are a copy.
 
     Args:
-        strategy, fan_out, slots, consistency, timeout, partial, dtype: see RemoteScheme. Relays are actors.
+        strategy: see RemoteScheme.
+        fan_out: see RemoteScheme. Relays are actors.
+        slots: see RemoteScheme.
+        consistency: see RemoteScheme.
+        timeout: see RemoteScheme.
+        partial: see RemoteScheme.
+        dtype: see RemoteScheme.
         tensor_transport: how Ray moves the weights, "object_store" or "nixl".
 
     init_on_sender() takes `remote_collectors` (a list of actors, read again at each send: actors may join and leave),

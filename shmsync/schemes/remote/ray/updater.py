@@ -74,7 +74,7 @@ class WeightUpdaterBase(ABC):
         return self._hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Call this, without arguments, after each push that went well."""
+        """Call this hook, without arguments, after each push that went well."""
         self.post_hooks.append(hook)
 
     def increment_version(self) -> None:
