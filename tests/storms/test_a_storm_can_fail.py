@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shmsync.schemes.pipes.carrier import PipeCarrier
-from support import storm, storm_engine
+from support import storm
 from support.storm_judge import Violation
 from support.storm_model import Weather, leaf
 
@@ -71,16 +71,3 @@ def test_a_fault_is_found(fault, found, monkeypatch):
     fault(monkeypatch)
     with pytest.raises(Violation, match=found):
         storm.run("multiprocess", 120, seed=5)
-
-
-@pytest.mark.parametrize(("how", "found"), [("torn", "weights that are torn"), ("late", "after its deadline")])
-def test_a_fault_of_the_engine_is_found(how, found, monkeypatch):
-    decide = storm_engine.decide
-
-    def faulty(seed, number):
-        step = decide(seed, number)
-        return step._replace(how=how) if number % 3 == 2 else step
-
-    monkeypatch.setattr(storm_engine, "decide", faulty)
-    with pytest.raises(Violation, match=found):
-        storm.run("engine", 120, seed=5)
