@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace shmsync::bind {
 void bind_cover(nb::module_&);
 void bind_device(nb::module_&);
+void bind_failpoints(nb::module_&);
 void bind_faults(nb::module_&);
 void bind_look(nb::module_&);
 void bind_memory(nb::module_&);
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);
 #endif
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
+  shmsync::bind::bind_failpoints(m);
   shmsync::bind::bind_faults(m);
   shmsync::bind::bind_look(m);
   shmsync::bind::bind_memory(m);

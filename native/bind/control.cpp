@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "shmsync/failpoints.hpp"
+
 namespace shmsync::bind {
 namespace {
 
@@ -28,6 +30,7 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
   std::byte* base = map(fd, layout.segment_bytes, PROT_READ | PROT_WRITE);
   auto* control = new Control(base, layout, spec.slots, spec.readers, manifest.size());
 
+  SHMSYNC_FAILPOINT("create.mapped");
   auto& identity = *new (base) Identity{};
   identity.magic = kMagic;
   identity.abi = kAbi;
@@ -55,6 +58,7 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
   std::memcpy(base + layout.manifest_offset, manifest.data(), manifest.size());
   control->readers().format();
   new (base + layout.reply_offset) ReplyLine{};
+  SHMSYNC_FAILPOINT("create.written");
   return control;
 }
 
@@ -67,6 +71,7 @@ Control* Control::attach(int fd, std::uint32_t slots, std::uint32_t readers, std
     munmap(base, layout.segment_bytes);
     throw std::system_error(errno, std::generic_category(), "mmap of the reader table");
   }
+  SHMSYNC_FAILPOINT("attach.mapped");
   return new Control(base, layout, slots, readers, manifest_bytes);
 }
 
@@ -82,8 +87,10 @@ std::string Control::identity_bytes() const { return covered_by_crc(identity());
 
 void Control::make_ready(std::uint32_t crc) {
   identity().crc = crc;
+  SHMSYNC_FAILPOINT("ready.before");
   // SYNC ready: release; pairs with read_identity(). Who sees it sees a complete segment.
   identity().ready.store(1, std::memory_order_release);
+  SHMSYNC_FAILPOINT("ready.after");
 }
 
 std::string Control::manifest() const {

@@ -7,14 +7,17 @@
 #include <immintrin.h>
 #endif
 
+#include "shmsync/failpoints.hpp"
 #include "shmsync/shared_copy.hpp"
 
 namespace shmsync {
 namespace {
 
 void copy_plain(const CopyOp* ops, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i)
+  for (std::size_t i = 0; i < count; ++i) {
     if (ops[i].bytes != 0) std::memcpy(ops[i].destination, ops[i].source, ops[i].bytes);
+    SHMSYNC_FAILPOINT("copy.leaf");
+  }
 }
 
 #if defined(__x86_64__)
@@ -58,8 +61,10 @@ __attribute__((target("avx2"))) void stream(std::byte* to, const std::byte* from
 }
 
 void copy_streaming(const CopyOp* ops, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i)
+  for (std::size_t i = 0; i < count; ++i) {
     if (ops[i].bytes != 0) stream(ops[i].destination, ops[i].source, ops[i].bytes);
+    SHMSYNC_FAILPOINT("copy.leaf");
+  }
   _mm_sfence();  // SYNC seq.end: streaming stores are weakly ordered; the release store alone does not order them
 }
 

@@ -5,6 +5,7 @@
 #include <bit>
 #include <optional>
 
+#include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
 
 namespace shmsync {
@@ -34,6 +35,7 @@ Begin PublicationWriter::begin() {
     let_waiting_readers_in();
     line_.current.store(pack_current(version_, 0) | kGate, std::memory_order_release);
     gate_closed_ = true;
+    SHMSYNC_FAILPOINT("begin.gated");
   }
   // SYNC gate.fence: seq_cst; pairs with pin.fence. Either the scan below sees a reader's pin, or that reader's
   // reload of `current` sees the gate (slots = 1) or the newer version (slots ≥ 2) and it backs off. With
@@ -49,6 +51,7 @@ Begin PublicationWriter::wait_begin(Nanoseconds timeout) {
 Begin PublicationWriter::mark() {
   writing_ = true;
   seqlock::begin(slots_[slot_].seq, next_);
+  SHMSYNC_FAILPOINT("begin.marked");
   return Begin::ready;
 }
 
@@ -115,8 +118,10 @@ bool PublicationWriter::skip_to(std::uint64_t version) {
 }
 
 std::uint64_t PublicationWriter::commit() {
+  SHMSYNC_FAILPOINT("commit.start");
   version_ = next_++;
   seqlock::end(slots_[slot_].seq, version_);
+  SHMSYNC_FAILPOINT("commit.numbered");
   slot_version_[slot_] = version_;
   if (on_device_) written_ |= std::uint64_t{1} << slot_;
   current_slot_ = slot_;
@@ -128,16 +133,20 @@ std::uint64_t PublicationWriter::commit() {
   }
   // SYNC current.commit: release; pairs with ReadSide::current(). Who sees the version sees its bytes.
   line_.current.store(pack_current(version_, slot_), std::memory_order_release);
+  SHMSYNC_FAILPOINT("commit.current");
   gate_closed_ = false;
   writing_ = false;
   announce();
+  SHMSYNC_FAILPOINT("commit.announced");
   return version_;
 }
 
 void PublicationWriter::abort() {
+  SHMSYNC_FAILPOINT("abort.start");
   if (!poisoned_) next_ = version_ + 1;
   // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
   if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
+  SHMSYNC_FAILPOINT("abort.numbered");
   writing_ = false;
   line_.waiting.store(0, std::memory_order_relaxed);
   if (slot_count_ > 1 || poisoned_ || !gate_closed_) {
@@ -145,6 +154,7 @@ void PublicationWriter::abort() {
     return;
   }
   line_.current.store(pack_current(version_, current_slot_), std::memory_order_release);
+  SHMSYNC_FAILPOINT("abort.opened");
   gate_closed_ = false;
   announce();
 }
@@ -154,12 +164,14 @@ void PublicationWriter::poison() {
   poisoned_ = true;
   // SYNC state: release; before `notify`, so whoever it wakes sees it.
   line_.state.store(static_cast<std::uint32_t>(State::poisoned), std::memory_order_release);
+  SHMSYNC_FAILPOINT("poison.state");
   announce();
 }
 
 void PublicationWriter::close() {
   // SYNC state: release; as in poison().
   line_.state.store(static_cast<std::uint32_t>(State::closed), std::memory_order_release);
+  SHMSYNC_FAILPOINT("close.state");
   announce();
 }
 
@@ -232,6 +244,7 @@ bool PublicationWriter::sleep_until(Done done, Nanoseconds timeout, Nanoseconds 
     }
     const auto waited = Nanoseconds(monotonic_ns() - start);
     if (waited >= timeout) break;
+    SHMSYNC_FAILPOINT("writer.waits");
     futex_wait(reply_.reply, seen, timeout - waited);
   }
   line_.waiting.store(0, std::memory_order_relaxed);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "shmsync/device_reads.hpp"
+#include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
 #include "shmsync/spin.hpp"
 
@@ -48,6 +49,7 @@ Enter ReadSide::enter_pinned() {
     // SYNC pin.store: relaxed would do, the fence orders it; release, so that a writer that sees this pin also sees
     // who owns the row.
     row_.pin.store(current + 1, std::memory_order_release);
+    SHMSYNC_FAILPOINT("pin.stored");
     // SYNC pin.fence: seq_cst; pairs with gate.fence. With release the reload could pass the pin store: the
     // writer would find no pin while we find the old `current`, and both would use the slot.
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -84,6 +86,7 @@ Enter ReadSide::enter_live() { return entered(current() & ~kGate); }
 Enter ReadSide::entered(std::uint64_t current) {
   held_ = current;
   row_.reads.store(++reads_, std::memory_order_relaxed);
+  SHMSYNC_FAILPOINT("section.entered");
   return current == applied_ ? Enter::same : Enter::moved;
 }
 
@@ -95,6 +98,7 @@ Enter ReadSide::refused() {
     wants_ = true;
     row_.want.store(1, std::memory_order_relaxed);
   }
+  SHMSYNC_FAILPOINT("gate.refused");
   return Enter::gated;
 }
 
@@ -109,7 +113,9 @@ Enter ReadSide::final() {
 void ReadSide::applied() {
   applied_ = held_;
   if (device_) return device_->ack(held_);
+  SHMSYNC_FAILPOINT("ack.before");
   row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
+  SHMSYNC_FAILPOINT("ack.stored");
   wake_writer(line_, reply_);
 }
 
@@ -127,6 +133,7 @@ bool ReadSide::torn_so_far() const {
 }
 
 bool ReadSide::leave() {
+  SHMSYNC_FAILPOINT("section.leaves");
   if (entered_as_ == Consistency::pinned) {
     unpin();
     return false;
@@ -149,6 +156,7 @@ void ReadSide::unpin() {
   if (!owns_row()) return;  // evicted: the pin there is our successor's
   // SYNC pin.release: release; pairs with slot_is_free(). Our loads of the slot happened before the writer's stores.
   row_.pin.store(0, std::memory_order_release);
+  SHMSYNC_FAILPOINT("unpin.stored");
   wake_writer(line_, reply_);
 }
 
@@ -181,6 +189,7 @@ bool ReadSide::wait_version(std::uint64_t version, Nanoseconds timeout, Nanoseco
     if (latest() >= version) return true;
     const auto waited = Nanoseconds(monotonic_ns() - start);
     if (waited >= timeout || state() == State::closed) return false;
+    SHMSYNC_FAILPOINT("version.waits");
     futex_wait(line_.notify, seen, timeout - waited);
   }
 }

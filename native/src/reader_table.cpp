@@ -2,7 +2,17 @@
 
 #include <new>
 
+#include "shmsync/failpoints.hpp"
+
 namespace shmsync {
+
+namespace {
+
+// Before anything else in a row that was claimed: while its new owner stands still here, it must not be shown, or named
+// as late, under the index of whoever had the row before.
+void unname(ReaderRow& row) { row.worker.store(kNoWorker, std::memory_order_relaxed); }
+
+}  // namespace
 
 void ReaderTable::format() {
   for (std::uint32_t i = 0; i < count_; ++i) {
@@ -32,8 +42,12 @@ std::optional<std::uint32_t> ReaderTable::claim(std::uint64_t me, std::int32_t w
     // SYNC row.free: acquire; pairs with release(), so the pin and want that it cleared are seen.
     if (rows_[i].owner.load(std::memory_order_relaxed) == 0 &&
         rows_[i].owner.compare_exchange_strong(free, me, std::memory_order_acq_rel)) {
+      SHMSYNC_FAILPOINT("claim.owner");
+      unname(rows_[i]);
       clear(rows_[i]);
+      SHMSYNC_FAILPOINT("claim.cleared");
       rows_[i].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
+      SHMSYNC_FAILPOINT("claim.worker");
       return i;
     }
   }
@@ -44,13 +58,18 @@ bool ReaderTable::take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t
   // The CAS comes first: until it succeeds the row is the dead owner's, and the writer or another joiner
   // may be taking it at this moment. In between, the dead owner's pin only delays reuse.
   if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
+  SHMSYNC_FAILPOINT("take_over.owner");
+  unname(rows_[row]);
   clear(rows_[row]);
+  SHMSYNC_FAILPOINT("take_over.cleared");
   rows_[row].worker.store(worker, std::memory_order_release);  // SYNC worker: after acked = 0
+  SHMSYNC_FAILPOINT("take_over.worker");
   return true;
 }
 
 bool ReaderTable::reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me) {
   if (!rows_[row].owner.compare_exchange_strong(dead, me, std::memory_order_acq_rel)) return false;
+  SHMSYNC_FAILPOINT("reap.owner");
   release(row);
   return true;
 }
@@ -80,6 +99,7 @@ void ReaderTable::release(std::uint32_t row) {
   // SYNC held.release: release; the same.
   rows_[row].held.store(0, std::memory_order_release);
   rows_[row].want.store(0, std::memory_order_relaxed);
+  SHMSYNC_FAILPOINT("release.pin");
   rows_[row].owner.store(0, std::memory_order_release);  // SYNC row.free: release; pairs with claim()
 }
 

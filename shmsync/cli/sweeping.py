@@ -29,7 +29,8 @@ def _run() -> int:
         except ShmSyncError as error:
             page.line(f"kept {name}: {error}")
             continue
-        page.line(f"removed {name}" if owner is None else f"kept {name}: process {owner} is alive")
+        kept = f"process {owner} is alive" if owner else "another process is making or removing it"
+        page.line(f"removed {name}" if owner is None else f"kept {name}: {kept}")
     return 0
 
 

@@ -143,6 +143,7 @@ class Binding:
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
         self._arena = arena
+        self._one_slot = arena.slots == 1
         self._fitting.arena = arena
         self._sets.clear()
         self._placed = False

@@ -47,8 +47,9 @@ def _listed() -> list[str]:
 
 
 def sweep(name: str) -> int | None:
-    """Remove the segment if its owner is dead. Returns the pid of a live owner; None when the name is free now.
+    """Remove the segment if its owner is dead.
 
+    Returns the pid of a live owner, 0 while another process has the segment's lock, None when the name is free.
     Raises NoSpace and ArenaNotFound (another user's) when that cannot be found out; then nothing was removed.
     """
     with refusals(f"sweeping arena {name!r}"), opened(name) as fd:
@@ -59,8 +60,8 @@ def sweep(name: str) -> int | None:
             return pid_of(header.owner)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its creator is at work
-            return pid_of(header.owner) if header else 0
+        except BlockingIOError:  # its creator is at work, or somebody who removes it
+            return pid_of(header.owner) if header is not None and may_live(header) else 0
         header = _header.read(fd)
         if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)

@@ -29,6 +29,7 @@ from .system import close, patient
 
 T = TypeVar("T")
 
+_LOCK_WAIT = 1.0  # seconds; a sweeper that is not stopped has the lock for microseconds
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -81,15 +82,36 @@ def create(name: str, size: int, **header: Any) -> Created:
                 raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
+            ours = _take_lock(fd)
+            if ours and stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
                 _allocate(fd, size)
                 return Created(_native.Control.create(fd=fd, **header), fd)
         except BaseException:
             withdraw(name, fd)
             raise
         close(fd)
+        if not ours:  # the name is left to whoever has the lock, and to all who sweep later
+            raise ArenaExists(
+                f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
+                "use another name, or let that process go on or end it"
+            )
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
+
+
+def _take_lock(fd: int) -> bool:
+    """Lock our new segment. Somebody who found it before that, and took it for a leftover, has the lock for a moment.
+
+    False: for longer. Waiting without end would be a wait for a process that may be stopped.
+    """
+    deadline = time.monotonic() + _LOCK_WAIT
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.001)
 
 
 def _whose(name: str, owner: int) -> str:
@@ -103,7 +125,7 @@ def _whose(name: str, owner: int) -> str:
     if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
         return "belongs to a Publisher of this process; close() that one first"
     if owner == 0:  # its header is not written yet
-        return "is just being made by another process; pass its handle to the workers"
+        return "is being made or removed by another process; pass its handle to the workers, or try again"
     return f"belongs to live process {owner}; close it there"
 
 

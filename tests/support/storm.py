@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import json
 import math
 import os
 import random
@@ -60,6 +61,9 @@ class Sky:
         self.lateness = Lateness(self.board)
         self.judge = Judge(self.lateness)
         self._rows = 0
+        self._sections = 0
+        self._struck = {}  # kinds of trouble, and when, since when no call has reached everybody
+        self.recovery = {}  # the longest time in seconds until one did, by kind
         self.pids = set()
 
     def new_row(self):
@@ -67,9 +71,29 @@ class Sky:
         number = self._rows % (ROWS - 1)
         self._rows += 1
         row = self.board.row(number)
+        self._sections += row.get("forwards")
         for place in range(len(row._words)):
             row._words[place] = 0
         return number, row
+
+    def sections(self):
+        """How many forwards there were, of all workers."""
+        rows = [self.board.row(number) for number in range(min(self._rows, ROWS - 1))]
+        found = self._sections + sum(row.get("forwards") for row in rows)
+        for row in rows:
+            row.close()
+        return found
+
+    def struck(self, kind):
+        """A trouble begins."""
+        self._struck.setdefault(kind, time.monotonic())
+
+    def recovered(self):
+        """A call has reached everybody whom it went to."""
+        now = time.monotonic()
+        for kind, since in self._struck.items():
+            self.recovery[kind] = max(self.recovery.get(kind, 0.0), now - since)
+        self._struck.clear()
 
     def note(self, text):
         self.log.append(f"{time.monotonic():.4f} {text}")
@@ -177,6 +201,7 @@ class Storm:
         delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
         self.counts[kind] += 1
         self.counts["kills"] += kind in DEADLY
+        self.sky.struck(kind)
         self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
         self.hand.order(kind, life, delay)
         if self.random.random() < 0.3:
@@ -258,6 +283,8 @@ class Storm:
         if call.error is None and call.name != "resend" and self.by_version.get(call.value) != number:
             raise Violation(f"{call} returned version {call.value}, which is that of {self.by_version.get(call.value)}")
         self.judge.check(call, lives, number, self.lives, self.sender.is_dead)
+        if call.error is None:
+            self.sky.recovered()
 
     # Afterwards.
 
@@ -327,11 +354,13 @@ def what_is_there(name):
 def run(name, seconds, seed, say=print):
     """A storm of so many seconds; the counts. Raises Violation."""
     from support.storm_collectors import COLLECTORS
+    from support.storm_engine import ENGINES
 
     sky = Sky(seed)
     storm = None
     try:
-        storm = COLLECTORS[name](sky) if name in COLLECTORS else Storm(name, sky)
+        others = {**COLLECTORS, **ENGINES}
+        storm = others[name](sky) if name in others else Storm(name, sky)
         start = said = time.monotonic()
         while time.monotonic() < start + seconds:
             storm.step()
@@ -340,6 +369,7 @@ def run(name, seconds, seed, say=print):
                 said = time.monotonic()
                 say(line(name, sky, said - start))
         storm.end()
+        sky.counts["sections"] = sky.sections()
         return sky
     except BaseException:
         say(f"seed {seed}; the last events:\n" + "\n".join(sky.log))
@@ -377,11 +407,13 @@ def table(name, sky, seconds):
 
 def main():
     from support.storm_collectors import COLLECTORS
+    from support.storm_engine import ENGINES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=[*STORMS, *COLLECTORS], default="shared-memory")
+    parser.add_argument("--of", choices=[*STORMS, *COLLECTORS, *ENGINES], default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--figures", default=None, help="a file for the figures, as JSON")
     given = parser.parse_args()
     faulthandler.dump_traceback_later(given.seconds + 240, exit=True)  # where it hangs
     seed = secrets.randbits(31) if given.seed is None else given.seed
@@ -401,6 +433,9 @@ def main():
         print(f"VIOLATION: {error}", flush=True)
         return 1
     print(table(given.of, sky, given.seconds), flush=True)
+    if given.figures is not None:
+        worst = {"worst overrun": sky.judge.worst_overrun, "recovery": sky.recovery}
+        Path(given.figures).write_text(json.dumps({"counts": sky.counts, **worst}))
     return 0
 
 

@@ -13,7 +13,7 @@ import time
 ROWS, RING = 512, 256
 _FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "split", "detail", "changes")
 _WIDTH = 16 + 2 * RING + 2 * RING
-NOTHING, STOP, EXIT, EXEC = range(4)  # what a worker is told
+NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # what a worker is told
 IDLE, RECEIVING, COMPUTING = range(3)  # where it is
 
 

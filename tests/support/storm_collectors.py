@@ -110,6 +110,7 @@ class CollectorStorm:
         member, kind = self.random.choice(delivered), self.random.choice(["kill", "kill", "stop and go on"])
         self.counts[kind] += 1
         self.counts["kills"] += kind == "kill"
+        self.sky.struck(kind)
         self.sky.note(f"{kind} worker {member.index} (pid {member.process.pid})")
         self.hand.order(kind, member, 0.05 * self.random.random())
 
@@ -138,6 +139,8 @@ class CollectorStorm:
         self.counts["send"] += 1
         self.counts["failed"] += error is not None
         self.numbers[version] = self._number
+        if error is None:
+            self.sky.recovered()
         self.sky.note(f"update to {self._number} -> version {version}, {error!r}, {(end - start) / 1e9:.3f} s")
         self.counts["worker restarts"] += self.collector.stats().restarts - restarts
         if self.collector.stats().restarts == restarts:  # starting a worker again has a deadline of its own

@@ -1,0 +1,61 @@
+"""A process that removes what a killed publisher has left, and is killed or stands still at it."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import ExitStack
+
+import pytest
+
+import shmsync
+from shmsync.memory import leftovers
+from support.calls import Call
+from support.engine import open_arena, read
+from support.failpoints import Held, NotPassed, sweep
+from support.processes import segment_path
+from support.weights import stamped
+
+
+@pytest.mark.parametrize("point", ["sweep.locked", "sweep.unlinked"])
+def test_a_sweeping(start, name, hold, point, slots, consistency):
+    """The name is free for the next publisher, or it is told whom it waits for; nothing stays."""
+    sweeper = start()
+    held = hold(sweeper, point)
+    while not held.held:
+        writer = start()
+        writer.call(open_arena, name=name, slots=slots)
+        writer.kill()
+        with contextlib.suppress(NotPassed):  # the publisher of another test has removed it
+            held.run(sweep, name)
+    if point == "sweep.locked" and not held.killed:
+        with pytest.raises(shmsync.ArenaExists, match="being (made|removed)"):
+            shmsync.Publisher(stamped(2), name=name)
+        assert held.result() is None
+    with shmsync.Publisher(stamped(2), name=name) as pub:
+        if held.held and not held.killed:
+            held.result()
+        assert segment_path(name).exists()  # the new one, which the sweeper leaves alone
+        with shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
+            assert read(sub) == (1, 2, 2)
+    assert not segment_path(name).exists()
+
+
+@pytest.mark.parametrize("slots", [1])
+def test_a_sweeper_that_stands_still_keeps_no_publisher_waiting(start, name, slots):
+    """It looks at a name that was made this moment, and was not locked yet, and stops with the lock."""
+    sweeper = start()
+    with ExitStack() as after:
+        sweeping = after.enter_context(Held(sweeper, "sweep.locked", "stop"))
+        while not sweeping.held:
+            making = after.enter_context(Held(start(), "segment.named", "pause"))
+            making.run(open_arena, name=name, slots=slots)
+            with contextlib.suppress(NotPassed):  # as above
+                sweeping.run(sweep, name)
+        call = Call(making.result)
+        with pytest.raises(shmsync.ArenaExists, match="being removed"):
+            call.result()
+        assert sweeping.result() is None
+        assert leftovers.sweep(name) is None
+        with shmsync.Publisher(stamped(2), name=name, slots=slots) as pub:
+            assert pub.version == 1
+    assert not segment_path(name).exists()
