@@ -10,7 +10,10 @@ namespace {
 
 // Before anything else in a row that was claimed: while its new owner stands still here, it must not be shown, or named
 // as late, under the index of whoever had the row before.
-void unname(ReaderRow& row) { row.worker.store(kNoWorker, std::memory_order_relaxed); }
+void unname(ReaderRow& row) {
+  row.acked.store(0, std::memory_order_relaxed);
+  row.worker.store(kNoWorker, std::memory_order_release);  // SYNC worker: after acked = 0
+}
 
 }  // namespace
 

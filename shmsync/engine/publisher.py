@@ -58,14 +58,19 @@ class Publisher:
             there from wherever they are.
         dtype: floating leaves are cast to it on publish. A mapping of glob patterns on dotted keys to dtypes casts
             those that match, to the dtype of the first pattern that does; the others keep theirs.
-        include, exclude: glob patterns on dotted keys; which leaves the arena has. A pattern that matches nothing,
-            here or in dtype=, is a ManifestMismatch.
+        include: glob patterns on dotted keys: which leaves the arena has. A pattern that matches nothing, here, in
+            exclude= or in dtype=, is a ManifestMismatch.
+        exclude: glob patterns on dotted keys: which leaves of those it has not.
         timeout: the arena's default, in seconds; math.inf waits for ever.
         checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
             publish() then reads what it has written once more, each update() everything. Needs shmsync[verify].
 
     Raises:
-        ArenaExists, NoSpace, ManifestMismatch; ValueError and TypeError for arguments out of range.
+        ArenaExists: the name belongs to a publisher that lives.
+        NoSpace: shared memory, or the device's, has not enough room.
+        ManifestMismatch: these weights cannot be published.
+        ValueError: an argument is out of range.
+        TypeError: an argument is of another type.
 
     Thread-safe in that a second writer call at the same time raises WriterBusy; a context manager.
     """
@@ -160,9 +165,13 @@ class Publisher:
             The new version. On a device it is visible when it is copied there; `wait=[]` waits for that.
 
         Raises:
-            ManifestMismatch, ReaderStalled, WriterBusy, Poisoned (partial after a failed update), ProtocolError
-            (this thread is inside a read section that is in the way): nothing was published.
-            WorkerDied, AckTimeout: published, but not applied by all.
+            ManifestMismatch: the weights do not fit. By this and the next four nothing was published.
+            ReaderStalled: readers held every slot that it could write until the deadline.
+            WriterBusy: another thread is writing.
+            Poisoned: only a part of the weights was given, after an update() that failed.
+            ProtocolError: this thread is inside a read section that is in the way.
+            WorkerDied: published, but these workers died before they had applied it.
+            AckTimeout: published, but these workers have not applied it in time.
         """
         deadline = deadline_after(timeout, self._side.timeout)
         acks = _acks(wait)
@@ -293,9 +302,12 @@ class Publisher:
             The version at the call, how many leaves each worker compared, and which workers did.
 
         Raises:
-            NotDelivered: these workers hold other weights; sub.verify() there names every leaf. WorkerDied: these died
-            before they answered. AckTimeout: these have not answered in time, or are not attached. ProtocolError: the
-            arena has no checksums, or this thread is in a read section. ClosedError, WriterBusy (another thread asks).
+            NotDelivered: these workers hold other weights; sub.verify() there names every leaf.
+            WorkerDied: these died before they answered.
+            AckTimeout: these have not answered in time, or are not attached.
+            ProtocolError: the arena has no checksums, or this thread is in a read section.
+            ClosedError: this publisher is closed.
+            WriterBusy: another thread asks.
         """
         deadline = deadline_after(timeout, self._side.timeout)
         return self.ask(None if workers is None else check_workers(workers), deadline)
@@ -433,7 +445,7 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
     if len(publications) > 1:
         versions = _publish_locked(publications, version, deadline, len(publications))
     else:
-        versions = [_publish_one(each, version, deadline) for each in publications]
+        versions = [_publish_one(publications[0], version, deadline)] if publications else []
     for each in publications:
         if each.publisher._side.later is not None:  # who calls tells others of the versions
             with each.publisher._side.lock:

@@ -60,8 +60,12 @@ class Subscriber(ReadPath):
             wait_version(); sections warn, and read the old weights on.
 
     Raises:
-        ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace; WriterBusy when an in-place update takes too
-            long.
+        ArenaNotFound: there is none of this name.
+        ArenaCorrupt: there is something else.
+        WriterDied: its publisher is dead.
+        ReaderTableFull: all rows are taken; see Publisher(max_readers=).
+        NoSpace: there is no memory, or no descriptor, to map it.
+        WriterBusy: an in-place update took too long.
 
     Sections nest. The outermost one of a thread keeps the other threads out, so use one Subscriber per thread that
     reads in parallel. A context manager.
@@ -138,9 +142,11 @@ class Subscriber(ReadPath):
         generator holds its section until it ends, is closed or is collected.
 
         Raises:
-            ManifestMismatch: module and arena differ. ProtocolError: it cannot be bound, or not be guarded so (a
-            coroutine, a class with its own __call__, nothing to guard). ValueError: a name in `guard` that the module
-            lacks. Nothing was changed. As read() does otherwise.
+            ManifestMismatch: module and arena differ. By this and the next two nothing was changed.
+            ProtocolError: it cannot be bound, or not be guarded so (a coroutine, a class with its own __call__, nothing
+                to guard).
+            ValueError: a name in `guard` that the module lacks.
+            ShmSyncError: as in read().
         """
         self._check()
         return self._bind(module, guard, Fitting(self.arena, self.name, buffers=buffers), clones=clone_outputs)
@@ -219,8 +225,9 @@ class Subscriber(ReadPath):
 
         Raises:
             NotDelivered: names every leaf that differs, where it is and what is there instead; also when another
-            publisher has this arena's name. ProtocolError: the arena has no checksums, or a section of this thread is
-            open that is not pinned. As read() does otherwise.
+                publisher has this arena's name.
+            ProtocolError: the arena has no checksums, or a section of this thread is open that is not pinned.
+            ShmSyncError: as in read().
         """
         self._check()
         with self._exclusive():

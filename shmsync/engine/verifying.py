@@ -24,7 +24,7 @@ _SHOWN = 8  # leaves that an error lists
 class Proof(NamedTuple):
     """What verify() has found to be delivered.
 
-    Args:
+    Attributes:
         version: that the workers have.
         leaves: how many leaves each of them has compared; tied ones count under each of their names.
         unsent: leaves of the modules that are none of the arena's, and so of the worker alone.

@@ -210,7 +210,12 @@ class WriteSide:
         plan.stage()
         started = time.perf_counter()
         try:
-            begin_all([self], deadline, version)
+            if version is not None:
+                self.skip_to(version)
+            if self._died:
+                self._died = {}
+            if self.later is not None or not self._writer.begin():
+                begin_all([self], deadline, version)
             self.write(plan)
             version = self.commit()
         except BaseException:  # an interrupt may land anywhere
@@ -227,9 +232,9 @@ class WriteSide:
             self.carry(plan.given)
         kept = self.take_in()  # until the copy is done: the plan may read from there
         if self.later is None:
-            plan.copy_to(self.address(), self.writer.slot)
+            plan.copy_to(self.address(), self._writer.slot)
         else:
-            self.later.write(plan, self.address(), self.writer.slot)
+            self.later.write(plan, self.address(), self._writer.slot)
         del kept
         if self._sums is not None and self.adopted is None:
             self._sums.begin(plan.given)
@@ -241,10 +246,10 @@ class WriteSide:
         if self.later is not None:
             return self.later.commit()
         if self._sums is None:
-            version = int(self.writer.commit())
+            version = int(self._writer.commit())
         else:  # under the same seqlock and gate as the weights
-            self._sums.write(self.writer.slot)
-            version = int(self.writer.commit())
+            self._sums.write(self._writer.slot)
+            version = int(self._writer.commit())
             self._sums.committed()
         self._stale.written()
         return version
@@ -328,7 +333,7 @@ class WriteSide:
 
     def address(self) -> int:
         """Where the slot to write starts."""
-        return self._addresses[self.writer.slot]
+        return self._addresses[self._writer.slot]
 
     def carry(self, given: frozenset[int] | None) -> None:
         """Bring the slot to write up to date, but for the leaves at these offsets, which are written next.

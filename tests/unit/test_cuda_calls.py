@@ -489,7 +489,8 @@ def arena(process):
         calls = calls_of(visible.device(0)) if made else process(World())
         device = visible.device(0)
         device.torch_device = torch.device("cpu")  # where its memory really lies
-        devices._default[:] = [device]
+        device.assign, device.clone = torch.Tensor.copy_, torch.clone  # as torch does for tensors of real GPUs
+        devices._default[:] = devices._visible[:] = [device]
         pub = shmsync.Publisher(weights, slots=slots, timeout=20.0)
         opened.append(pub)
         sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
@@ -498,6 +499,7 @@ def arena(process):
 
     yield make
     devices._default[:] = before
+    devices._visible.clear()
     for each in reversed(opened):
         each.close()
 

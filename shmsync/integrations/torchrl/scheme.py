@@ -223,9 +223,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             timeout: in seconds; None is the scheme's.
 
         Raises:
-            NotDelivered: these workers hold something else. WorkerDied, AckTimeout: these have not answered.
-            ProtocolError: the scheme was made without checksum=True, or its collector has no workers. RuntimeError
-            before init_on_sender() and connect().
+            NotDelivered: these workers hold something else.
+            WorkerDied: these died before they answered.
+            AckTimeout: these have not answered in time.
+            ProtocolError: the scheme was made without checksum=True, or its collector has no workers.
+            RuntimeError: before init_on_sender() and connect().
         """
         self._check_open()
         if not (self.initialized_on_sender and self.synchronized_on_sender):
