@@ -9,7 +9,8 @@ def holders(seen: ArenaSeen) -> list[ReaderSeen]:
     """The readers that the publisher has to wait for, now or at its next publish; the longest pin first."""
     pinned = [reader for reader in seen.readers if reader.pinned is not None and reader.condition is not Condition.DEAD]
     if len(seen.slots) == 1:
-        found = pinned if seen.gated else []
+        # For a stopped one the publisher waits with its gate open, so that other readers go on with the old version.
+        found = pinned if seen.gated else [reader for reader in pinned if reader.condition is Condition.STOPPED]
     else:
         old = {slot.version for slot in seen.slots if not slot.current and slot.version and not slot.unfinished}
         held = {reader.pinned for reader in pinned}
