@@ -446,6 +446,16 @@ def scenario(world, calls):
     device.check()
 
 
+@pytest.fixture
+def small_heap():
+    """Garbage is looked for in what a test makes, and not in all of torch each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("small_heap")
 def test_an_error_at_any_call_is_typed_and_leaks_nothing():
     calls = StandIn(world := World())
     scenario(world, calls)
