@@ -173,6 +173,7 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(start):
         assert worker.call(look) == (2, 2, 2)
         worker.call(detach)
         side = pub._side
+        side.settle(for_ever)
         wait_for_acks(side.writer, pub._arena.control, side.peers, version, [4], for_ever, side._me, {})
 
 
