@@ -13,7 +13,7 @@ from .. import _native
 from ..errors import ForkedHandle
 from .stepping import Section, StepGate
 from .timing import deadline_after
-from .writing import NO_ACKS, Acks, WriteSide, begin_all
+from .writing import NO_ACKS, Acks, WriteSide
 
 
 class Update(_native.Scope):
@@ -39,7 +39,7 @@ class Update(_native.Scope):
             side.refuse_own_section(self._acks)
         if side.adopted is not None:
             side.adopted.look(self._optimizer)
-        begin_all([side], deadline_after(self._timeout, side.timeout))
+        side.begin_alone(deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
             side.open_to_kernels()

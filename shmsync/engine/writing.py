@@ -124,7 +124,7 @@ class WriteSide:
     def check(self) -> None:
         """Raise if this process may not write here (any more)."""
         stay_if_exiting()
-        if self.in_parent:
+        if self._generation != _native.fork_generation():
             raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
         if self.closed:
             raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
@@ -210,12 +210,7 @@ class WriteSide:
         plan.stage()
         started = time.perf_counter()
         try:
-            if version is not None:
-                self.skip_to(version)
-            if self._died:
-                self._died = {}
-            if self.later is not None or not self._writer.begin():
-                begin_all([self], deadline, version)
+            self.begin_alone(deadline, version)
             self.write(plan)
             version = self.commit()
         except BaseException:  # an interrupt may land anywhere
@@ -280,6 +275,15 @@ class WriteSide:
                 f"the next version can be {self.next_version} or later, not {version}; versions only grow",
                 version=version,
             )
+
+    def begin_alone(self, deadline: float, version: int | None = None) -> None:
+        """As begin_all() for this one: what nearly always happens, without its loops."""
+        if version is not None:
+            self.skip_to(version)
+        if self._died:
+            self._died = {}
+        if self.later is not None or not self._writer.begin():
+            begin_all([self], deadline, version)
 
     def begin(self, deadline: float) -> bool:
         """Get a slot to write, or raise with nothing written; the caller undoes. See begin_all().
