@@ -29,11 +29,11 @@ import psutil
 
 from shmsync.schemes import send_together
 from support.processes import segments
-from support.storm_board import ROWS, STOP, Board, Lateness, beat
+from support.storm_board import ROWS, Board, Lateness, beat
 from support.storm_fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
 from support.storm_judge import CALM, Judge, Violation
 from support.storm_model import Weather
-from support.storm_trouble import DEADLY, KINDS, Hand, Life, resume
+from support.storm_trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storm_worker import live
 from support.worker import fork_server
 
@@ -152,13 +152,7 @@ class Storm:
 
     def end(self):
         """End the trainer and the workers."""
-        for life in self.lives:
-            if life.stopped_since != math.inf:
-                resume(life)
-            life.row.set("command", STOP)
-        for life in self.lives:
-            if life.whole:
-                life.worker.result()
+        finish(self.lives)
         self.judge.look(self.lives)
         self.fleet.close()
         self.fleet = None

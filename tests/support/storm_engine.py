@@ -18,11 +18,11 @@ from typing import NamedTuple
 import shmsync
 from support import processes
 from support.processes import segment_path
-from support.storm_board import EXEC, EXIT, FORK, STOP, STRIDE
+from support.storm_board import EXEC, EXIT, FORK, STRIDE
 from support.storm_engine_ends import befall, make_publisher, read_on, send, used_by
 from support.storm_fleets import Call, take
 from support.storm_judge import CALM, Violation
-from support.storm_trouble import DEADLY, Hand, Life, act, resume
+from support.storm_trouble import DEADLY, Hand, Life, act, finish, gone, resume
 from support.worker import Gone, Worker, fork_server
 
 WORKERS = 8
@@ -210,7 +210,7 @@ class EngineStorm:
             if kind != "exec":
                 life.worker.result()
                 return False
-            processes.until(lambda: strike_is_done(life.worker.pid, b"time.sleep"))
+            processes.until(lambda: gone(life.worker.pid, b"time.sleep"))
             life.touched.append((time.monotonic_ns(), math.inf))
             return False
         self._hand.order(kind, life, step.delay)
@@ -243,7 +243,7 @@ class EngineStorm:
         pid, program = life.row.get("pid"), None if kind == "exit" else b"time.sleep"
         life.left = kind == "exit"
         life.row.set("command", EXIT if kind == "exit" else EXEC)
-        processes.until(lambda: strike_is_done(pid, program))
+        processes.until(lambda: gone(pid, program))
         life.dead_since = time.monotonic_ns()
 
     def _send(self, step):
@@ -312,13 +312,7 @@ class EngineStorm:
         self.trainer.row.close()
 
     def end(self):
-        for life in self.lives:
-            if life.stopped_since != math.inf:
-                resume(life)
-            life.row.set("command", STOP)
-        for life in self.lives:
-            if life.whole:
-                life.worker.result()
+        finish(self.lives)
         self.judge.look(self.lives)
         self._end_trainer()
         if segment_path(self._name).exists():
@@ -357,15 +351,6 @@ def limited(pid, what, limit):
             resource.prlimit(pid, what, (soft, hard))
     except ProcessLookupError:
         pass
-
-
-def strike_is_done(pid, program):
-    if not processes.alive(pid):
-        return True
-    if program is None:
-        return False
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return program in file.read()
 
 
 ENGINES = {"engine": EngineStorm, "engine-device": DeviceStorm}

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from support import processes
-from support.storm_board import COMPUTING, EXEC, EXIT, RECEIVING
+from support.storm_board import COMPUTING, EXEC, EXIT, RECEIVING, STOP
 from support.worker import Gone
 
 DEADLY = ("kill", "kill in forward", "kill in receive", "exit", "exec")
@@ -126,6 +126,17 @@ def gone(pid, program):
         return False
     with open(f"/proc/{pid}/cmdline", "rb") as file:
         return program in file.read()
+
+
+def finish(lives):
+    """Let the stopped go on, and all of them end; raises what one of them failed with."""
+    for life in lives:
+        if life.stopped_since != math.inf:
+            resume(life)
+        life.row.set("command", STOP)
+    for life in lives:
+        if life.whole:
+            life.worker.result()
 
 
 def resume(life):
