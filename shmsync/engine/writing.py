@@ -240,11 +240,10 @@ class WriteSide:
         """Publish what was written; the new version. On a device: when it is written."""
         if self.later is not None:
             return self.later.commit()
-        if self._sums is None:
-            version = int(self._writer.commit())
-        else:  # under the same seqlock and gate as the weights
+        if self._sums is not None:  # under the same seqlock and gate as the weights
             self._sums.write(self._writer.slot)
-            version = int(self._writer.commit())
+        version = int(self._writer.commit())
+        if self._sums is not None:
             self._sums.committed()
         self._stale.written()
         return version
