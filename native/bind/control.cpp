@@ -63,7 +63,15 @@ Control* Control::create(int fd, const IdentitySpec& spec, const std::string& ma
 }
 
 Control* Control::attach(int fd, std::uint32_t slots, std::uint32_t readers, std::uint64_t manifest_bytes) {
-  const Layout layout = Layout::of(slots, readers, manifest_bytes);
+  struct stat info;
+  if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat of the control segment");
+  const auto file = static_cast<std::uint64_t>(info.st_size);
+  // A size that the file does not have could wrap around in the sums of Layout::of(), or end the process with SIGBUS.
+  const bool plausible =
+      slots > 0 && slots <= kMaxSlots && readers > 0 && readers <= kMaxReaders && manifest_bytes <= file;
+  const Layout layout = plausible ? Layout::of(slots, readers, manifest_bytes) : Layout{};
+  if (!plausible || layout.segment_bytes > file)
+    throw std::invalid_argument("the control segment is shorter than its sizes need");
   std::byte* base = map(fd, layout.segment_bytes, PROT_READ);
   void* rows = mmap(base + layout.rows_offset, layout.segment_bytes - layout.rows_offset, PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(layout.rows_offset));

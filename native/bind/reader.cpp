@@ -143,7 +143,8 @@ void bind_reader(nb::module_& m) {
       .value("MOVED", Enter::moved)
       .value("GATED", Enter::gated)
       .value("POISONED", Enter::poisoned)
-      .value("EVICTED", Enter::evicted);
+      .value("EVICTED", Enter::evicted)
+      .value("CORRUPT", Enter::corrupt);
   nb::enum_<State>(m, "State", "The state of a publication; see layout.hpp.")
       .value("OPEN", State::open)
       .value("CLOSED", State::closed)
@@ -217,11 +218,13 @@ void bind_reader(nb::module_& m) {
           "control"_a, "row"_a, "me"_a, "reads"_a = nb::none(),
           nb::sig("def _use(self, control: Control, row: int, me: int, reads: DeviceReads | None = None) -> None"))
       .def_rw("_follows", &Reader::follows)
+      .def_rw("_copies_apart", &Reader::copies_apart)
       .def_rw("_lost", &Reader::lost)
       .def(
           "_try_enter",
           [](Reader& r, bool pinned) { return pinned ? r.side->try_enter(Consistency::pinned) : r.side->try_enter(); },
           "pinned"_a)
+      .def_prop_ro("_shown_slot", [](const Reader& r) { return r.side->shown_slot(); })
       .def("_enter_final", [](Reader& r) { return r.side->final(); })
       .def("_applied", [](Reader& r) { r.side->applied(); })
       .def("_forget", [](Reader& r) { r.side->forget(); })

@@ -45,6 +45,7 @@ Enter ReadSide::enter_pinned() {
     // Before `current`: if the writer bumps it after this load, wait() returns at once.
     seen_notify_ = notify();
     const std::uint64_t current = this->current();
+    if (!is_there(current)) return Enter::corrupt;
     if (gated(current)) return refused();
     // SYNC pin.store: relaxed would do, the fence orders it; release, so that a writer that sees this pin also sees
     // who owns the row.
@@ -75,13 +76,17 @@ Enter ReadSide::enter_optimistic() {
   seen_notify_ = notify();
   for (int attempt = 0; attempt < 4; ++attempt) {
     const std::uint64_t current = this->current() & ~kGate;
+    if (!is_there(current)) return Enter::corrupt;
     if (seqlock::complete(slots_[slot_of(current)].seq, version_of(current))) return entered(current);
     count_retry();
   }
   return refused();
 }
 
-Enter ReadSide::enter_live() { return entered(current() & ~kGate); }
+Enter ReadSide::enter_live() {
+  const std::uint64_t current = this->current() & ~kGate;
+  return is_there(current) ? entered(current) : Enter::corrupt;
+}
 
 Enter ReadSide::entered(std::uint64_t current) {
   held_ = current;
@@ -92,7 +97,9 @@ Enter ReadSide::entered(std::uint64_t current) {
 
 Enter ReadSide::refused() {
   // Poisoned and then closed stays poisoned for readers: nothing will repair it.
-  const bool half_written = seqlock::writing(slots_[slot_of(current())].seq.load(std::memory_order_relaxed));
+  const std::uint64_t current = this->current();
+  if (!is_there(current)) return Enter::corrupt;
+  const bool half_written = seqlock::writing(slots_[slot_of(current)].seq.load(std::memory_order_relaxed));
   if (half_written && state() != State::open) return Enter::poisoned;
   if (entered_as_ == Consistency::pinned && !wants_) {
     wants_ = true;

@@ -5,8 +5,11 @@ Names: arena "policy" is the POSIX shared-memory object /shmsync.policy.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from .system import close, patient
 
 PREFIX = "/shmsync."
 FOLDER = "/dev/shm"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
 
 
 class Header(NamedTuple):
@@ -50,7 +54,11 @@ class Header(NamedTuple):
 
 @contextmanager
 def opened(name: str) -> Iterator[int | None]:
-    """A descriptor of this arena's segment; None when there is none. Raises ArenaNotFound if it may not be opened."""
+    """A descriptor of this arena's segment; None when there is none.
+
+    Raises ArenaNotFound if it may not be opened, or if it is no plain file: what is read later is read from what was
+    opened here. shm_open() follows no link.
+    """
     try:
         memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
     except posix_ipc.ExistentialError:
@@ -58,12 +66,62 @@ def opened(name: str) -> Iterator[int | None]:
         return
     except posix_ipc.PermissionsError as error:
         raise ArenaNotFound(
-            f"uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its publisher"
+            f"it is another user's: uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its "
+            "publisher"
         ) from error
+    except ValueError as error:  # so posix_ipc says EINVAL, which is what opening a folder gives
+        raise _squatted(name, "a directory, or a name that no segment has,") from error
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise _squatted(name, _NO_FILE[error.errno]) from error
     try:
+        mode = os.fstat(memory.fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise _squatted(name, "a FIFO" if stat.S_ISFIFO(mode) else "a device")
         yield memory.fd
     finally:
         close(memory.fd)
+
+
+_NO_FILE = {  # what shm_open() says of a name that stands for no plain file
+    errno.ELOOP: "a symbolic link",
+    errno.EISDIR: "a directory",
+    errno.ENXIO: "a socket, or a device that is not there",
+    errno.ENODEV: "a device that is not there",
+}
+
+
+def _squatted(name: str, what: str) -> ArenaNotFound:
+    return ArenaNotFound(
+        f"{FOLDER}{PREFIX}{name} is {what}, and no segment of shmsync; see who made it, and remove it by hand, or use "
+        "another name"
+    )
+
+
+def check_ours(name: str, fd: int) -> None:
+    """Is it this user's, and could nobody else have written it? Raises ArenaNotFound.
+
+    Who attaches acts on what it says, and so on whoever could write it. That goes for root too.
+    """
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise ArenaNotFound(
+            f"arena {name!r} belongs to uid {status.st_uid} but this is uid {os.geteuid()}; run both sides as one user"
+        )
+    if status.st_mode & 0o022:
+        raise ArenaNotFound(
+            f"arena {name!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that other users may have written it, but "
+            f"0600 is needed; close its publisher and start it again"
+        )
+
+
+def foreign(header: Header | None) -> bool:
+    """Is it a file of somebody else's, which only has a name like a segment's?
+
+    A creator that dies leaves nothing, zeros, or what begins with the magic number.
+    """
+    return header is not None and header.magic not in (0, _native.MAGIC)
 
 
 def read(fd: int) -> Header | None:
@@ -75,7 +133,7 @@ def read(fd: int) -> Header | None:
 def stands_for(name: str, fd: int) -> bool:
     """Does the name still stand for the segment behind this descriptor?"""
     try:
-        named = os.stat(FOLDER + PREFIX + name)
+        named = os.lstat(FOLDER + PREFIX + name)
     except FileNotFoundError:
         return False
     found = os.fstat(fd)

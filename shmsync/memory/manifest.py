@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +24,9 @@ from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 Key = tuple[str, ...]
 
 CHECKSUM_BYTES = 8
+
+T = TypeVar("T")
+_LARGEST = 2**63
 
 
 def round_up(size: int, alignment: int) -> int:
@@ -146,26 +151,83 @@ class Manifest:
         """Parse and check every bound, before any tensor exists. Raises ArenaCorrupt."""
         try:
             document = json.loads(text)
-            leaves = []
-            for key, dtype_name, shape, offset, cast in document["leaves"]:
-                dtype = getattr(torch, dtype_name)
-                if not isinstance(dtype, torch.dtype):
-                    raise TypeError(f"{dtype_name} is no dtype")
-                leaf = Leaf(tuple(map(str, key)), dtype, tuple(map(int, shape)), int(offset), bool(cast))
-                if min(leaf.shape, default=0) < 0 or leaf.offset < 0 or leaf.offset % TENSOR_ALIGNMENT:
-                    raise ValueError(f"{leaf} is malformed")
-                if leaf.offset + leaf.nbytes > slot_bytes:
-                    raise ValueError(f"{leaf} ends beyond a slot of {slot_bytes} bytes")
-                leaves.append(leaf)
-            manifest = cls(tuple(leaves), bool(document["filtered"]), document.get("sums"))
+            leaves = tuple(_leaf(entry, slot_bytes) for entry in _typed(document["leaves"], list))
+            _check_keys(leaves)
+            _check_places(leaves)
+            manifest = cls(leaves, _typed(document["filtered"], bool), document.get("sums"))
             sums = manifest.sums
             if sums is not None and (type(sums) is not int or sums % TENSOR_ALIGNMENT or sums < manifest.used_bytes):
                 raise ValueError(f"checksums at {sums!r} do not follow the {manifest.used_bytes} bytes of the leaves")
             if manifest.written_bytes > slot_bytes:
                 raise ValueError(f"the checksums at {sums} end beyond a slot of {slot_bytes} bytes")
             return manifest
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArenaCorrupt(f"the arena's manifest cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ArenaCorrupt(f"the arena's manifest cannot be read: {str(error)[:500]}") from error
+
+
+# By name. Not getattr(torch, name): that imports modules for some names, and a manifest is somebody else's text.
+_DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _typed(value: Any, kind: type[T]) -> T:
+    """The value, which is exactly of this type: a truth value is no number, and a text no list."""
+    if type(value) is not kind:
+        raise TypeError(f"{reprlib.repr(value)} is a {type(value).__name__} but a {kind.__name__} is needed")
+    return value
+
+
+def _number(value: Any) -> int:
+    if not 0 <= _typed(value, int) < _LARGEST:
+        raise ValueError(f"{reprlib.repr(value)} is no size of anything")
+    return int(value)
+
+
+def _leaf(entry: Any, slot_bytes: int) -> Leaf:
+    key, dtype_name, shape, offset, cast = _typed(entry, list)
+    dtype = _DTYPES.get(_typed(dtype_name, str))
+    if dtype is None:
+        raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
+    leaf = Leaf(
+        tuple(_typed(part, str) for part in _typed(key, list)),
+        dtype,
+        tuple(_number(size) for size in _typed(shape, list)),
+        _number(offset),
+        bool(cast),
+    )
+    if not leaf.key or leaf.offset % TENSOR_ALIGNMENT:
+        raise ValueError(f"leaf {leaf.name!r} is malformed: it has no key, or its offset {offset} is not aligned")
+    extent = dtype.itemsize  # of an empty one the strides count
+    for size in leaf.shape:
+        extent *= size or 1
+        if extent >= _LARGEST:  # before it is a number of a million digits
+            raise ValueError(f"leaf {leaf.name!r} has the shape {reprlib.repr(leaf.shape)}, which no tensor has")
+    if leaf.offset + leaf.nbytes > slot_bytes:
+        raise ValueError(f"leaf {leaf.name!r} ends beyond a slot of {slot_bytes} bytes")
+    return leaf
+
+
+def _check_keys(leaves: Iterable[Leaf]) -> None:
+    keys: set[Key] = set()
+    folders: set[Key] = set()
+    for leaf in leaves:
+        if leaf.key in keys:
+            raise ValueError(f"leaf {leaf.name!r} is there twice")
+        keys.add(leaf.key)
+        folder = leaf.key[:-1]
+        while folder and folder not in folders:
+            folders.add(folder)
+            folder = folder[:-1]
+    for key in keys & folders:
+        raise ValueError(f"{'.'.join(key)!r} is a leaf, and has leaves below it")
+
+
+def _check_places(leaves: Iterable[Leaf]) -> None:
+    """Leaves are apart, or begin at one place, as tied ones do."""
+    before = Leaf((), torch.uint8, (0,), 0)
+    for leaf in sorted((leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: (leaf.offset, leaf.nbytes)):
+        if before.offset < leaf.offset < before.offset + before.nbytes:
+            raise ValueError(f"leaves {before.name!r} and {leaf.name!r} overlap")
+        before = leaf
 
 
 def fingerprint(manifest_json: bytes) -> int:

@@ -5,6 +5,7 @@
 //        └──────── gated, poisoned ──> wait(), try again, or final() once the writer is known to be dead
 //
 // INV: between a try_enter() that returned same or moved and leave(), `pinned` sections read one version's bytes.
+// INV: no word of the segment leads outside of it: a slot number is compared with the number of slots before its use.
 // INV: `acked` never runs ahead: it is stored when no section entered from now on uses anything older.
 // One ReadSide serves one thread at a time; the caller holds a lock around each outermost section.
 #pragma once
@@ -22,7 +23,8 @@ enum class Enter {
   moved,     // entered, at a newer version: move the views, then call applied()
   gated,     // not entered: the writer is between versions; wait() and try again
   poisoned,  // not entered: the writer failed half way
-  evicted    // not entered: the row is no longer ours
+  evicted,   // not entered: the row is no longer ours
+  corrupt    // not entered: `current` names a slot that is not there
 };
 
 class DeviceReads;
@@ -60,6 +62,7 @@ class ReadSide {
   bool pinned() const { return entered_as_ == Consistency::pinned; }
   std::uint64_t held() const { return held_; }  // packed `current` of the section
   std::uint64_t latest() const { return version_of(current()); }
+  std::uint32_t shown_slot() const { return slot_of(current()); }  // whether it is there or not
   // SYNC state: acquire; pairs with the publication's stores of it.
   State state() const { return static_cast<State>(line_.state.load(std::memory_order_acquire)); }
   // Nothing newer than what was applied is complete; a closed gate alone is nothing new.
@@ -94,6 +97,7 @@ class ReadSide {
   Enter entered(std::uint64_t current);
   Enter refused();
   void unpin();
+  bool is_there(std::uint64_t current) const { return slot_of(current) < slot_count_; }
   bool owns_row() const { return !retired_ && row_.owner.load(std::memory_order_relaxed) == me_; }
   // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
   std::uint64_t current() const { return line_.current.load(std::memory_order_acquire); }

@@ -12,12 +12,13 @@ import contextlib
 import ctypes
 import itertools
 import os
+import reprlib
 import secrets
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy
 import torch
@@ -27,7 +28,7 @@ from ... import _native
 from ...engine.matching import direct
 from ...engine.sources import check_keys
 from ...engine.strategy import leaves_of, refuse_odd
-from ...errors import NoSpace
+from ...errors import NoSpace, ProtocolError
 from ...memory.arena import nested, view
 from ...memory.manifest import Key, Manifest
 from ...memory.plainly import run_plainly
@@ -231,10 +232,11 @@ def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | 
         asked = Asked(label.extra["question",])
         asked.stamp = label.stamp
         return asked
+    manifest = _checked(label, [piece.nbytes for piece in pieces])
     copy = not views_will_do(label)
     storages = [_as_tensor(piece, copy=copy).untyped_storage() for piece in pieces]
     views = {}
-    for leaf in _parsed(label.manifest).leaves:
+    for leaf in manifest.leaves:
         number = bisect.bisect(label.starts, leaf.offset) - 1
         views[leaf.key] = view(storages[number], leaf.dtype, leaf.shape, leaf.offset - label.starts[number])
     weights: TensorDict | WeightsDict
@@ -251,6 +253,32 @@ def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | 
         weights.update({".".join((*path, "_extra_state")): state for path, state in label.extra.items()})
     weights.stamp = label.stamp
     return weights
+
+
+def _checked(label: Label, sizes: list[int]) -> Manifest:
+    """The manifest of weights that came, when every leaf of it is in the buffers that came with it.
+
+    torch makes a storage larger where a view of it would end beyond, so that a label could ask for any memory.
+    """
+    manifest = _parsed(label.manifest) if isinstance(label.manifest, bytes) else None
+    starts, kinds = label.starts, get_args(Kind)
+    wrong = ""
+    if manifest is None or label.kind not in kinds or not isinstance(label.extra, Mapping):
+        wrong = f"are of kind {reprlib.repr(label.kind)}, one of {', '.join(kinds)} is needed, or have no manifest"
+    elif not isinstance(starts, (tuple, list)) or not all(type(start) is int for start in starts):
+        wrong = f"have pieces at {reprlib.repr(starts)}, which are no numbers"
+    elif len(starts) != len(sizes) or [*starts[:1]] != [0] or any(a >= b for a, b in itertools.pairwise(starts)):
+        wrong = f"have pieces at {reprlib.repr(starts)}, and {len(sizes)} came"
+    else:
+        for leaf in manifest.leaves:
+            number = bisect.bisect(starts, leaf.offset) - 1
+            end = leaf.offset - starts[number] + leaf.nbytes
+            if leaf.nbytes and end > sizes[number]:
+                wrong = f"have {leaf.name!r} up to byte {end:,} of a buffer of {sizes[number]:,} bytes"
+                break
+    if wrong or manifest is None:
+        raise ProtocolError(f"weights that came {wrong}; they are left out, run the same shmsync on both sides")
+    return manifest
 
 
 @lru_cache(maxsize=16)

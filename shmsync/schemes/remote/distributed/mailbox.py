@@ -27,8 +27,9 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ....errors import ProtocolError
 from ..place import Place
-from .slot import Slot, peek
+from .slot import Slot, parsed, peek
 
 UPDATE = b"update_weights"
 UPDATED = b"updated"
@@ -64,8 +65,8 @@ class Mailbox:
         self.store = store
         self.rank = rank
         self._prefix = f"NODE_{rank}_"
-        self._messages = Slot(store, self._key("message"))
-        self._answers = Slot(store, self._key("answers"))
+        self._messages = Slot(store, self._key("message"), _are_messages)
+        self._answers = Slot(store, self._key("answers"), _are_answers)
         self._rung: bytes | None = None  # the word that put_answer() wrote last
 
     def _key(self, name: str) -> str:
@@ -95,9 +96,13 @@ class Mailbox:
         Args:
             listen: whether to look at the announcement although there is no message.
 
-        Raises RuntimeError for an announcement without a message.
+        Raises RuntimeError for an announcement without a message, ProtocolError once for what is no message.
         """
-        found = self._messages.read()
+        try:
+            found = self._messages.read()
+        except ProtocolError:
+            self._messages.change(lambda found: found or [])  # told once
+            raise
         if not found and listen and self.hush():
             found = self._messages.read()
             if found is None:
@@ -175,7 +180,7 @@ class Mailbox:
         found = self.peek("place")
         if found is None:
             return None
-        place, address = json.loads(found)
+        place, address = parsed(self._key("place"), found, _is_introduction)
         return Place(*place), None if address is None else (address[0], address[1])
 
     def put_layout(self, fingerprint: str, manifest: bytes) -> None:
@@ -185,6 +190,27 @@ class Mailbox:
     def layout(self, fingerprint: str) -> bytes:
         """The manifest of this fingerprint."""
         return bytes(self.store.get(f"LAYOUT_{fingerprint}"))
+
+
+def _are_messages(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(each, dict) and isinstance(each.get("serial"), str) for each in content
+    )
+
+
+def _are_answers(content: Any) -> bool:
+    return isinstance(content["last"], str) and all(
+        isinstance(each["id"], str)
+        and isinstance(each["word"], str)
+        and (each["serial"] is None or isinstance(each["serial"], str))
+        for each in content["left"]
+    )
+
+
+def _is_introduction(content: Any) -> bool:
+    place, address = content
+    reached = address is None or [type(part) for part in address] == [str, int]
+    return isinstance(place, list) and len(place) == len(Place._fields) and reached
 
 
 def new_serial() -> str:
@@ -203,5 +229,8 @@ def to_text(value: Any) -> str:
 
 
 def from_text(text: str) -> Any:
-    """What to_text() was given."""
-    return pickle.loads(base64.b85decode(text))
+    """What to_text() was given. Raises ProtocolError for what is none of it."""
+    try:
+        return pickle.loads(base64.b85decode(text))
+    except (ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
+        raise ProtocolError(f"a message in the store of torch.distributed cannot be read: {error}") from error

@@ -1,0 +1,63 @@
+"""A short run of each fuzzer, and that each finds a check that is left out. `make fuzz` runs them for longer."""
+
+import zlib
+
+import pytest
+
+from shmsync.memory import manifest
+from shmsync.memory.manifest import Manifest
+from shmsync.schemes.pipes import messages
+from shmsync.schemes.remote import parcel
+from shmsync.schemes.remote.distributed import mailbox
+from support import fuzz
+from support.fuzz_targets import TARGETS
+
+INPUTS = 3000
+MEMORY = 64 << 20  # bytes that no input may make this process take; a size that is believed takes far more, or fails
+
+
+@pytest.mark.parametrize("of", TARGETS)
+def test_what_is_nearly_right_is_read_or_refused(of):
+    found = fuzz.run(of, seed=zlib.crc32(of.encode()) % 1000, inputs=INPUTS)
+    assert found["inputs"] == INPUTS
+    assert found["memory"] < MEMORY
+    assert found["read"] > 0  # some get past all checks, so all of them were reached
+
+
+def test_each_fuzzer_draws_the_same_inputs_again():
+    first, second = (fuzz.run("manifest", seed=5, inputs=500) for _ in range(2))
+    assert (first["read"], first["refused"]) == (second["read"], second["refused"])
+
+
+def believe_keys(patch):
+    patch.setattr(manifest, "_check_keys", lambda leaves: None)
+
+
+def believe_sizes(patch):
+    patch.setattr(manifest, "_number", int)
+
+
+def believe_labels(patch):
+    patch.setattr(parcel, "_checked", lambda label, sizes: Manifest.from_json(label.manifest, 2**63))
+
+
+def believe_tags(patch):
+    patch.setattr(messages, "wrong_with", lambda message: None)
+
+
+def believe_answers(patch):
+    patch.setattr(mailbox, "_are_answers", lambda content: True)
+
+
+LEFT_OUT = [
+    ("manifest", believe_keys), ("manifest", believe_sizes), ("parcels", believe_labels), ("messages", believe_tags),
+    ("store", believe_answers),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of", "leave_out"), LEFT_OUT, ids=lambda each: getattr(each, "__name__", each))
+def test_a_check_that_is_left_out_is_found(of, leave_out, monkeypatch):
+    leave_out(monkeypatch)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whatever comes of it
+        fuzz.run(of, seed=3, inputs=20_000)
+    assert type(caught.value).__module__ != "shmsync.errors"
