@@ -19,8 +19,7 @@ from ..memory.available import available_bytes
 from ..memory.manifest import Manifest
 from ..memory.observed import ArenaSeen, manifest_of, ties
 from .inspecting import find
-from .listing import seconds
-from .output import Commands, command
+from .output import Commands, command, seconds
 from .words import size
 
 _EXAMPLES = """
@@ -39,7 +38,7 @@ def add(commands: Commands) -> None:
     made.add_argument("file", metavar="FILE", help="the safetensors file to make")
     made.add_argument("--force", action="store_true", help="replace the file if there is one")
     made.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="S", help="wait so long for the weights to be readable (10)"
+        "--timeout", type=seconds(), default=10.0, metavar="S", help="wait so long for the weights to be readable (10)"
     )
     made.set_defaults(run=_run)
 

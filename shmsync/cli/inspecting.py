@@ -9,8 +9,8 @@ from ..errors import ArenaNotFound, ShmSyncError
 from ..memory import leftovers
 from ..memory.manifest import Manifest
 from ..memory.observed import ArenaSeen, SlotSeen, command_of, manifest_of, ties
-from .listing import as_dict, seconds
-from .output import Commands, Page, command
+from .listing import as_dict
+from .output import Commands, Page, command, seconds
 from .rates import look_twice
 from .tree import lines_of
 from .words import duration, per_second, size
@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
     made.add_argument("--depth", type=int, default=None, metavar="N", help="show so many levels of the weights")
     made.add_argument(
-        "--interval", type=seconds, default=0.5, metavar="S", help="count versions for so many seconds (0.5)"
+        "--interval", type=seconds(), default=0.5, metavar="S", help="count versions for so many seconds (0.5)"
     )
     made.set_defaults(run=_run)
 

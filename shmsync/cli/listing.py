@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..memory.observed import ArenaSeen, command_of
-from .output import Commands, Page, command
+from .output import Commands, Page, command, seconds
 from .rates import look_twice
 from .words import duration, per_second, size
 
@@ -28,20 +28,12 @@ def add(commands: Commands) -> None:
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
     made.add_argument(
         "--interval",
-        type=seconds,
+        type=seconds(),
         default=0.5,
         metavar="S",
         help="count versions for so many seconds (0.5); 0: do not count",
     )
     made.set_defaults(run=_run)
-
-
-def seconds(text: str) -> float:
-    """An argument that is a time."""
-    value = float(text)
-    if not 0 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
-    return value
 
 
 def _run(arguments: argparse.Namespace) -> int:

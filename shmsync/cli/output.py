@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 Commands = Any  # what argparse's add_subparsers() returns; it has no public name
@@ -21,6 +21,21 @@ def command(commands: Commands, name: str, what: str, examples: str) -> argparse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return made
+
+
+def seconds(least: float = 0) -> Callable[[str], float]:
+    """The type of an argument that is a time, of at least so many seconds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= 3600:
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and 3600 seconds")
+        return value
+
+    return parse
 
 
 class Page:

@@ -22,15 +22,21 @@ def add(commands: Commands) -> None:
 
 
 def _run() -> int:
-    page = Page()
-    for name in leftovers.names():
-        try:
-            owner = leftovers.sweep(name)
-        except ShmSyncError as error:
-            page.line(f"kept {name}: {error}")
-            continue
-        kept = f"process {owner} is alive" if owner else "another process is making or removing it"
-        page.line(f"removed {name}" if owner is None else f"kept {name}: {kept}")
+    page, peers = Page(), Peers()
+    try:
+        for name in leftovers.names():
+            seen = look(name, peers)
+            if seen is None:
+                continue
+            try:
+                owner = leftovers.sweep(name)
+            except ShmSyncError as error:
+                page.line(f"kept {name}: {error}")
+                continue
+            kept = f"process {owner} is alive" if owner else "another process is making or removing it"
+            page.line(f"removed {name}{_why(seen)}" if owner is None else f"kept {name}: {kept}")
+    finally:
+        peers.close()
     return 0
 
 
@@ -46,9 +52,16 @@ def _dry_run() -> int:
     return 0
 
 
+def _why(seen: ArenaSeen) -> str:
+    """Why it may go, in brackets: what was seen before it went."""
+    why = seen.why.partition(";")[0]
+    process = f", process {seen.pid}" if seen.pid else ""
+    return f" ({why}{process})" if seen.owner is Condition.DEAD and why else ""
+
+
 def _verdict(seen: ArenaSeen) -> str:
     if seen.owner is Condition.DEAD:
-        return f"would remove {seen.name}"
+        return f"would remove {seen.name}{_why(seen)}"
     if seen.owner in (Condition.ALIVE, Condition.STOPPED):
         return f"would keep {seen.name}: process {seen.pid} is {seen.owner.value}"
     return f"would keep {seen.name}: {seen.why}"

@@ -11,7 +11,7 @@ from ..errors import ArenaNotFound
 from ..memory import leftovers
 from .history import ARENA_SORTS, READER_SORTS, History, most_lag
 from .holding import holders, name_of, slowest
-from .output import Commands, Page, command
+from .output import Commands, Page, command, seconds
 from .screen import EndedBySignal, Screen, Signals
 from .words import duration, per_second
 
@@ -29,19 +29,12 @@ def add(commands: Commands) -> None:
     made = command(commands, "top", "watch arenas and their readers (on a terminal: needs shmsync[top])", _EXAMPLES)
     made.description = f"{made.description} {_KEYS}."
     made.add_argument("name", nargs="?", metavar="NAME", help="one arena, with its readers")
-    made.add_argument("--interval", type=_interval, default=1.0, metavar="S", help="seconds between two looks (1)")
+    made.add_argument("--interval", type=seconds(0.05), default=1.0, metavar="S", help="seconds between two looks (1)")
     made.add_argument("--count", type=_count, metavar="N", help="end after so many looks")
     made.add_argument(
         "--sort", choices=sorted({*ARENA_SORTS, *READER_SORTS}), help="holding or name, at first, or this"
     )
     made.set_defaults(run=_run)
-
-
-def _interval(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.05 and 3600 seconds")
-    return value
 
 
 def _count(text: str) -> int:

@@ -19,9 +19,9 @@ import secrets
 import time
 
 from .. import _native
-from ..errors import ShmSyncError
+from ..errors import ArenaNotFound, ShmSyncError
 from . import header as _header
-from .header import FOLDER, PREFIX, Header, opened
+from .header import FOLDER, NAME, PREFIX, Header, opened
 from .process import Peer, exists, me, pid_of
 from .system import refusals
 
@@ -41,9 +41,10 @@ def names() -> list[str]:
 def _listed() -> list[str]:
     prefix = PREFIX[1:]
     try:
-        return [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
+        entries = [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
     except FileNotFoundError:
         return []
+    return [name for name in entries if NAME.fullmatch(name)]  # others are no arenas, and could fool a terminal
 
 
 def sweep(name: str) -> int | None:
@@ -58,6 +59,7 @@ def sweep(name: str) -> int | None:
         header = _header.read(fd)
         if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)
+        _check_removable(name, fd, header)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work, or somebody who removes it
@@ -65,9 +67,21 @@ def sweep(name: str) -> int | None:
         header = _header.read(fd)
         if header is not None and header.ready and may_live(header):
             return pid_of(header.owner)
+        _check_removable(name, fd, header)
         _header.unlink(name, fd)
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return None
+
+
+def _check_removable(name: str, fd: int, header: Header | None) -> None:
+    """Is it a segment, and this user's, or is this root? Raises ArenaNotFound, which says why it stays."""
+    if _header.foreign(header):
+        raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
+    uid = os.fstat(fd).st_uid
+    if os.geteuid() not in (uid, 0):
+        raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
+    if os.geteuid() != uid and (header is None or not header.ready):
+        raise ArenaNotFound(f"it belongs to uid {uid} and says not whose it is, so that nobody is proven dead")
 
 
 def sweep_some(seconds: float = _MOMENT) -> None:
@@ -105,6 +119,8 @@ def _is_left_over(name: str) -> bool:
         if fd is None or os.fstat(fd).st_uid != os.geteuid():
             return False
         header = _header.read(fd)
+        if _header.foreign(header):
+            return False
         if header is None or not header.ready:
             return not _header.locked(fd)
         return header.magic == _native.MAGIC and header.boot_id == me().boot_id and not may_live(header)

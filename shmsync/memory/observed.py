@@ -98,8 +98,8 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
     try:
         with refusals(f"looking at arena {name!r}"), opened(name) as fd:
             return None if fd is None else _look(name, fd, peers)
-    except ArenaNotFound:
-        return _unseen(name, Condition.UNKNOWN, "it is another user's", None)
+    except ArenaNotFound as error:
+        return _unseen(name, Condition.UNKNOWN, str(error), None)
     except ShmSyncError as error:
         return _unseen(name, Condition.UNKNOWN, str(error), None)
 
@@ -139,8 +139,15 @@ def ties(manifest: Manifest) -> dict[int, list[str]]:
 def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     status = os.fstat(fd)
     age = max(0.0, time.time() - status.st_mtime)  # stores into a mapping of it do not count as changes
+    if os.geteuid() not in (status.st_uid, 0):
+        return _unseen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
     header = _header.read(fd)
+    if _header.foreign(header):
+        return _unseen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
     if header is None or not header.ready:
+        if os.geteuid() != status.st_uid:
+            why = f"it belongs to uid {status.st_uid} and says not whose it is, so that nobody is proven dead"
+            return _unseen(name, Condition.UNKNOWN, why, None, age)
         return _being_made(name, fd, status, age)
     try:
         _check(name, header)

@@ -9,7 +9,6 @@ import errno
 import fcntl
 import math
 import os
-import re
 import secrets
 import time
 import warnings
@@ -22,7 +21,7 @@ import posix_ipc
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from .header import FOLDER, PREFIX, Header, locked, opened, read, stands_for, unlink
+from .header import FOLDER, NAME, PREFIX, Header, check_ours, locked, opened, read, stands_for, unlink
 from .leftovers import sweep, sweep_some
 from .process import Peer, me, pid_of
 from .system import close, patient
@@ -30,7 +29,6 @@ from .system import close, patient
 T = TypeVar("T")
 
 _LOCK_WAIT = 1.0  # seconds; a sweeper that is not stopped has the lock for microseconds
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
 class Handle(NamedTuple):
@@ -59,7 +57,7 @@ def new_name() -> str:
 
 def check_name(name: str) -> str:
     """Return the name; raise ValueError when it cannot be part of a file name."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(
             f"arena names are 1 to 200 of A-Z a-z 0-9 . _ - and start with a letter or digit, not {name!r}"
         )
@@ -75,9 +73,7 @@ def create(name: str, size: int, **header: Any) -> Created:
             try:
                 owner = sweep(name)
             except ArenaNotFound as error:
-                raise ArenaExists(
-                    f"arena {name!r} exists, and uid {os.geteuid()} may not look whose it is; use another name"
-                ) from error
+                raise ArenaExists(f"the name of arena {name!r} is taken: {error}") from error
             if owner is not None:
                 raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
             continue
@@ -193,6 +189,7 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
                         f"arena {name!r} is session {header.session.hex()} but the handle is of session "
                         f"{session.hex()}; the publisher was restarted, pass the new handle"
                     )
+                check_ours(name, fd)
                 _check_header(name, header)
                 control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
                 return control, header
@@ -230,12 +227,21 @@ def _check_header(name: str, header: Header) -> None:
             raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")
 
     here = me()
-    need("magic", header.magic, _native.MAGIC)
+    if header.magic != _native.MAGIC:
+        raise ArenaCorrupt(
+            f"{FOLDER}{PREFIX}{name} has magic {header.magic:#x} but {_native.MAGIC:#x} is needed: it is no segment of "
+            "shmsync; see who made it, and remove it by hand, or use another name"
+        )
     need("abi", header.abi, _native.ABI)
     need("endian tag", header.endian, _native.ENDIAN_TAG)
     need("crc", header.crc, zlib.crc32(header.covered))
     if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
         raise ArenaCorrupt(f"arena {name!r} has {header.slots} slots and {header.readers} reader rows")
+    if header.manifest_bytes > header.file_bytes:  # before sums in which it could wrap around
+        raise ArenaCorrupt(
+            f"arena {name!r} has a manifest of {header.manifest_bytes:,} bytes in a segment of {header.file_bytes:,}; "
+            f"{_NEXT[ArenaCorrupt]}"
+        )
     size = _native.segment_bytes(header.slots, header.readers, header.manifest_bytes)
     need("segment size", header.segment_bytes, size)
     need("file size", header.file_bytes, size)

@@ -9,7 +9,8 @@ import pytest
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.memory import leftovers
+from shmsync.memory import header, leftovers
+from shmsync.schemes.remote.relay import Relay, RelayOptions
 from support.calls import in_forked_child
 from support.choice import first
 from support.engine import create_and_stall, open_arena, read
@@ -71,7 +72,8 @@ exec "$@"
 CRASH_LOOP = """
 import os, sys
 import torch, shmsync
-from shmsync.memory import leftovers
+from shmsync.memory import header, leftovers
+from shmsync.schemes.remote.relay import Relay, RelayOptions
 leftovers._MOMENT = float(sys.argv[1])
 for _ in range(40):
     pid = os.fork()
@@ -175,3 +177,24 @@ def test_the_arena_of_a_parent_is_left_alone():
     with shmsync.Publisher(stamped(1)) as pub:
         assert in_forked_child(lambda: leftovers.sweep_some(float("inf"))) == (0, None)
         assert segment_path(pub.name).exists()
+
+
+def test_a_relay_removes_what_the_one_before_it_left(start):
+    """Its own arenas have random names, so nobody else takes them. It has made none yet."""
+    earlier = start()
+    earlier.call(open_arena)
+    earlier.kill()
+    assert segments(earlier.pid)
+    Relay(RelayOptions(1, 4, 5.0)).close()
+    assert not segments(earlier.pid)
+
+
+def test_a_name_that_stands_for_a_newer_segment_stays(name):
+    with shmsync.Publisher(stamped(1), name=name), open(segment_path(name), "rb") as old:
+        os.rename(segment_path(name), segment_path(f"{name}.aside"))
+        try:
+            with shmsync.Publisher(stamped(2), name=name):
+                header.unlink(name, old.fileno())
+                assert segment_path(name).exists()
+        finally:
+            os.rename(segment_path(f"{name}.aside"), segment_path(name))

@@ -72,7 +72,7 @@ def test_the_name_of_a_living_arena_is_kept(start, name, free):
     for command in ("gc", "list"):
         outcome = rival.call(poor, free, run_command, command)
         assert isinstance(outcome[0], int), outcome
-        assert f"removed {name}\n" not in outcome[1]
+        assert f"removed {name}" not in outcome[1]
         assert not re.search(rf"^{name} +dead", outcome[1], re.M)
         assert outcome[0] == 1 or name in outcome[1]
     assert segment_path(name).exists()
