@@ -12,7 +12,7 @@ from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
-from support.processes import until
+from support.processes import alive, until
 
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
 NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it
@@ -92,6 +92,23 @@ def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
 
 @over_pipes
 @quick
+def test_worker_killed_whose_child_still_holds_the_pipe(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    child = fleet.workers[1].call(peers.have_a_child)
+    try:
+        fleet.hold(1)
+        sending = Call(sender.send, Stamped(2), timeout=LONG)
+        until(lambda: fleet.stamps(workers=[0, 2]) == [2, 2])
+        raises_worker_died(sending, kill(fleet.workers[1]))
+        assert alive(child)
+        goes_on_without(fleet, sender, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@over_pipes
+@quick
 def test_worker_killed_mid_ack(fleet, tmp_path):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -161,6 +178,7 @@ def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
 
 
 @over_pipes
+@pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
 def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))

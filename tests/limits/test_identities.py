@@ -1,0 +1,158 @@
+"""Who is who: numbers of processes that were used again, other namespaces, zombies, and counters at their ends."""
+
+import fcntl
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shmsync
+from shmsync import _native, cli
+from support.engine import attach, enter, leave, look, open_arena, wait_version
+from support.forged import ASKED, NOTIFY, forge, identity, word32
+from support.forged import write as write_at
+from support.processes import segment_path, state, until
+from support.reader_table import OWNER, rows_offset, word
+from support.weights import stamped
+
+TICKS = 20  # where the start ticks begin in an owner word
+
+
+def used_again(owner, ticks=1):
+    """The owner word that an earlier process with this one's pid had."""
+    return owner ^ (ticks << TICKS)
+
+
+@pytest.mark.parametrize("ticks", [1, 2**21])
+def test_a_publisher_whose_pid_is_somebody_elses_now(name, ticks, capsys):
+    with shmsync.Publisher(stamped(1), name=name) as pub:
+        owner = identity(segment_path(name))["owner"]
+        with open(segment_path(name), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # other tests' publishers would remove what a dead one left
+            forge(name, owner=used_again(owner, ticks))
+            with pytest.raises(shmsync.WriterDied):
+                shmsync.Subscriber(name, timeout=0.2)
+            assert cli.main(["list"]) == 0
+        assert re.search(rf"^{name} +dead", capsys.readouterr().out, re.M)
+        with shmsync.Publisher(stamped(2), name=name) as heir:  # the name is free
+            assert heir.handle != pub.handle
+            with shmsync.Subscriber(name) as sub:
+                assert sub.version == 1
+
+
+def test_a_reader_whose_pid_is_somebody_elses_now(start):
+    reader, heir = start(2)
+    with shmsync.Publisher(stamped(1), slots=1, max_readers=1) as pub:
+        reader.call(attach, pub.handle, worker=3)
+        reader.call(enter)  # its pin is in the way
+        with open(segment_path(pub.name), "r+b", buffering=0) as file:
+            at = rows_offset(_native.read_identity(file.fileno())) + OWNER
+            owner = int.from_bytes(os.pread(file.fileno(), 8, at), "little")
+            os.pwrite(file.fileno(), word(used_again(owner)), at)
+        assert pub.publish(stamped(2), timeout=5) == 2  # it is dead, so its pin is nobody's
+        heir.call(attach, pub.handle, worker=4)  # and its row is free
+        assert heir.call(look) == (2, 2, 2)
+        reader.call(leave)
+        with pytest.raises(shmsync.ProtocolError, match="taken away"):
+            reader.call(look)
+
+
+def test_a_zombie_is_dead(start, name):
+    """Nobody has waited for it, so /proc still has it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            shmsync.Publisher({"t": torch.ones(1)}, name=name)
+            os.kill(os.getpid(), 9)
+        finally:
+            os._exit(1)
+    until(lambda: state(pid) == "Z")
+    try:
+        with pytest.raises((shmsync.WriterDied, shmsync.ArenaNotFound)):  # another publisher may have removed it
+            shmsync.Subscriber(name, timeout=1)
+        with shmsync.Publisher(stamped(1), name=name):
+            assert state(pid) == "Z"
+    finally:
+        os.waitpid(pid, 0)
+
+
+APART = """
+import sys, torch, shmsync
+from shmsync import cli
+name = sys.argv[1]
+try:
+    shmsync.Subscriber(name, timeout=0.2)
+    sys.exit("it attached")
+except shmsync.ArenaNotFound as error:
+    assert "pid namespace" in str(error), error
+try:
+    shmsync.Publisher({"t": torch.ones(1)}, name=name)
+    sys.exit("it took the name")
+except shmsync.ArenaExists:
+    pass
+for command in (["gc"], ["gc", "--dry-run"], ["list"], ["inspect", name, "--interval", "0"], ["doctor"]):
+    cli.main(command)
+with shmsync.Publisher({"t": torch.ones(1)}, name=name + ".inside") as pub, shmsync.Subscriber(pub.handle) as sub:
+    pub.publish({"t": torch.zeros(1)})
+    assert sub.snapshot().weights["t"] == 0
+print("well")
+"""
+
+
+@pytest.mark.parametrize("ours", ["alive", "dead"])
+def test_containers_that_share_dev_shm_alone(start, name, ours):
+    """Each leaves the other's arenas alone, dead or not: it cannot know."""
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    if ours == "dead":
+        copy = segment_path(name).read_bytes()
+        trainer.kill()
+    path = segment_path(name)
+    if ours == "dead" and not path.exists():  # another publisher was quicker
+        path.write_bytes(copy)
+        path.chmod(0o600)
+    done = subprocess.run(
+        ["unshare", "-pf", "--mount-proc", sys.executable, "-c", APART, name],
+        capture_output=True, text=True, check=False, cwd="/", timeout=120,
+    )  # fmt: skip
+    if done.stderr.startswith("unshare"):
+        pytest.skip(f"this system lets nobody have a pid namespace: {done.stderr.strip()}")
+    if ours == "alive":
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "well"), done.stdout + done.stderr
+        assert f"kept {name}" in done.stdout and path.exists()
+    else:  # as above, unless a publisher out here removed it meanwhile
+        assert done.returncode == 0 or not path.exists(), done.stderr
+        assert f"removed {name} " not in done.stdout
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_futex_word_that_wraps_around(start, consistency):
+    """Readers sleep on it; the value before the last, the last, and 0 are values like others."""
+    reader = start()
+    with shmsync.Publisher(stamped(1), slots=2) as pub:
+        reader.call(attach, pub.handle, consistency=consistency)
+        for version, value in enumerate((2**32 - 2, 2**32 - 1, 0, 2**31), start=2):
+            write_at(pub.name, NOTIFY, word32(value))
+            reader.start(wait_version, version, timeout=60)
+            assert pub.publish(stamped(version)) == version
+            reader.result()
+            assert reader.call(look) == (version,) * 3
+        write_at(pub.name, ASKED, word32(2**32 - 1))
+        assert reader.call(look) == (5, 5, 5)
+
+
+def test_the_largest_version_is_the_last():
+    """2^55 - 1: one more would be taken for the gate. It is refused before anything is written."""
+    largest = 2**55 - 1
+    with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        assert pub._side.writer.skip_to(largest)
+        assert not pub._side.writer.skip_to(largest + 1)
+        assert pub.publish(stamped(2)) == largest
+        assert sub.refresh() and sub.version == largest
+        with pytest.raises(shmsync.ProtocolError, match="largest version"):
+            pub.publish(stamped(3))
+        with sub.read() as section:
+            assert (section.version, int(section.weights["large"][0])) == (largest, 2)

@@ -1,0 +1,161 @@
+"""Little of everything: a small or full /dev/shm, few descriptors, little address space, a small cgroup."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMON = """
+import gc, os, resource, sys, threading
+import torch, shmsync
+
+def state():
+    gc.collect()
+    mine = sorted(entry for entry in os.listdir("/dev/shm") if entry.startswith(f"shmsync.{os.getpid()}-"))
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), mine
+
+def life(words):
+    with shmsync.Publisher({"t": torch.ones(words)}, slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        pub.publish({"t": torch.full((words,), 2.0)})
+        with sub.read() as section:
+            assert section.weights["t"][-1] == 2 and section.version == 2
+        sub.snapshot()
+
+def refused(call, *errors):
+    before = state()
+    said = None
+    try:
+        call()
+    except errors as error:
+        said = str(error)
+    assert said is not None, "it was not refused"
+    assert state() == before, (before, state(), said)  # now that nobody holds the error's frames
+    return said
+
+def fill():
+    fd = os.open("/dev/shm/full", os.O_WRONLY | os.O_CREAT)
+    try:
+        while True:
+            os.write(fd, bytes(4096))
+    except OSError:
+        os.close(fd)
+
+life(4)
+"""
+
+ROOMS = {
+    "weights larger than /dev/shm": ("64m", """
+life(20_000_000)  # 2 x 80 MB: the weights lie in a memfd, not there
+assert state()[2] == []
+"""),
+    "full": ("4m", """
+fill()
+said = refused(lambda: life(4), shmsync.NoSpace)
+assert "/dev/shm" in said and "larger" in said, said
+os.truncate("/dev/shm/full", 0)
+life(4)
+"""),
+    "filled while an arena is open": ("4m", """
+with shmsync.Publisher({"t": torch.ones(4)}) as pub:
+    sub = shmsync.Subscriber(pub.name)
+    fill()
+    for value in range(2, 50):
+        assert pub.publish({"t": torch.full((4,), float(value))}) == value
+        assert sub.snapshot().weights["t"][0] == value
+    shmsync.Subscriber(pub.name).close()
+    sub.close()
+"""),
+    "no room for an entry": ("nr_inodes=3,size=4m", """
+with shmsync.Publisher({"t": torch.ones(4)}), shmsync.Publisher({"t": torch.ones(4)}):
+    refused(lambda: life(4), shmsync.NoSpace)
+life(4)
+"""),
+}  # fmt: skip
+
+
+def run(program, *before):
+    done = subprocess.run(
+        [*before, sys.executable, "-c", COMMON + program + "\nprint('well')"],
+        capture_output=True, text=True, check=False, cwd="/", timeout=240,
+    )  # fmt: skip
+    if before and (done.returncode == 77 or done.stderr.startswith("unshare")):
+        pytest.skip(f"this system lets nobody mount: {done.stderr.strip()}")
+    assert (done.returncode, done.stdout.strip()) == (0, "well"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("what", ROOMS)
+def test_a_small_dev_shm(what):
+    size, program = ROOMS[what]
+    options = size if "=" in size else f"size={size}"
+    mount = f'mount -t tmpfs -o {options} none /dev/shm || exit 77; exec "$@"'
+    run(program, "unshare", "-Urm", "sh", "-c", mount, "sh")
+
+
+def test_few_descriptors():
+    """64: as many arenas as fit, then a typed error; all of it is given back."""
+    run("""
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+before = state()
+life(4)
+held, said = [], None
+while said is None:
+    try:
+        pub = shmsync.Publisher({"t": torch.ones(4)})
+        held.append(pub)
+        held.append(shmsync.Subscriber(pub.handle))
+    except shmsync.NoSpace as error:
+        said = str(error)
+assert len(held) > 4 and "open files" in said, (len(held), said)
+with held[1].read() as section:  # those that are open need no more
+    assert section.weights["t"][0] == 1
+held[0].publish({"t": torch.zeros(4)})
+while held:
+    held.pop().close()
+pub = error = section = None
+assert state() == before, (before, state())
+life(4)
+""")
+
+
+def test_little_address_space():
+    run("""
+size = int(open("/proc/self/statm").read().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), resource.RLIM_INFINITY))
+weights = {"t": torch.ones(10_000_000)}  # 40 MB
+before = state()
+refused(lambda: shmsync.Publisher(weights, slots=12), shmsync.NoSpace)
+life(1000)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+with shmsync.Publisher(weights, slots=4) as pub:
+    size = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+    refused(lambda: shmsync.Subscriber(pub.handle), shmsync.NoSpace)
+    assert pub.readers() == []
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    shmsync.Subscriber(pub.handle).close()
+""")
+
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def test_a_cgroup_with_little_memory():
+    """What does not fit is refused before anybody is killed for it."""
+    group = CGROUP / f"shmsync-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(900 << 20))
+    except OSError as error:
+        pytest.skip(f"no cgroup of memory can be made here: {error}")
+    try:
+        run(
+            """
+refused(lambda: shmsync.Publisher({"t": torch.empty(50_000_000)}, slots=8), shmsync.NoSpace)
+life(1000)
+""",
+            "sh", "-c", f'echo $$ > {group}/cgroup.procs || exit 77; exec "$@"', "sh",
+        )  # fmt: skip
+    finally:
+        group.rmdir()
