@@ -20,26 +20,47 @@
     ├── ClosedError        the handle, or the publisher, is closed
     └── ForkedHandle       the handle belongs to the parent process
 
-Every error carries `version` (the version it is about, or None) and `missing` (the workers it names: the index
-given as `worker=`, or "pid N" for a subscriber without one).
+Every error carries `version` (the version it is about, or None), `missing` (the workers it names: the index given as
+`worker=`, or "pid N" for a subscriber without one), and `help`, the address of its entry in the troubleshooting page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
+
+# Where the pages of the documentation are, as pyproject.toml says it too. It stands here because an error may be about
+# a process that can open no file any more.
+DOCUMENTATION = "https://github.com/shmsync/shmsync/blob/main/docs"
 
 
 class ShmSyncError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    `help` is the address of the entry of the class in the troubleshooting page. It is a note of the exception, so that
+    a traceback ends with it (from Python 3.11 on), and the message stays what it is.
+
+    What to do: https://github.com/shmsync/shmsync/blob/main/docs/troubleshooting.md#shmsyncerror
+    """
+
+    help: str = f"{DOCUMENTATION}/troubleshooting.md#shmsyncerror"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class of this file the address of its entry; others have that of their parent."""
+        super().__init_subclass__(**kwargs)
+        if cls.__module__ == __name__:
+            cls.help = f"{DOCUMENTATION}/troubleshooting.md#{cls.__name__.lower()}"
+            cls.__doc__ = cls.__doc__ and f"{cls.__doc__}\n\nWhat to do: {cls.help}"  # None under python -OO
 
     def __init__(self, message: str = "", *, version: int | None = None, missing: Iterable[int | str] = ()) -> None:
         super().__init__(message)
         self.version = version
         self.missing = list(missing)
+        self.__notes__ = [f"help: {self.help}"]
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default would drop the keyword arguments, and errors travel between processes.
-        return _rebuild, (type(self), str(self), self.version, self.missing)
+        return _rebuild, (type(self), str(self), self.version, self.missing), {"__notes__": list(self.__notes__)}
 
 
 def _rebuild(cls: type[ShmSyncError], message: str, version: int | None, missing: list[int | str]) -> ShmSyncError:
@@ -115,7 +136,8 @@ class NotDelivered(ShmSyncError):
         self.leaves = tuple(leaves)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_not_delivered, (str(self), self.version, self.missing, self.leaves)
+        arguments = str(self), self.version, self.missing, self.leaves
+        return _rebuild_not_delivered, arguments, {"__notes__": list(self.__notes__)}
 
 
 def _rebuild_not_delivered(

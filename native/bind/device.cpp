@@ -23,7 +23,6 @@ void bind_device(nb::module_& m) {
       .def(
           "cancel", [](HostCall& call) { return call.later->cancel(); },
           "True: it will not be done. False: it is done, or just being done.")
-      .def_prop_ro("done", [](const HostCall& call) { return call.later->done(); })
       .def(
           "wait",
           [](const HostCall& call, std::int64_t timeout_ns) {

@@ -1,7 +1,8 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), and _look_for_heir() for one that follows.
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _look_for_heir() for one that follows,
+// _reads_end() and _copies_read() at the end of a section that a device works for.
 // Below code that Dynamo compiles it calls _enter_slow(), _refresh_slow() and _answer_slow(), which keep it out.
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
@@ -124,6 +125,7 @@ class Reader {
       return torn;
     }
     try {
+      if (copies_apart) call_method(self, "_copies_read");
       if (side->device()) tell_device(self);
     } catch (...) {
       side->leave();
@@ -338,8 +340,9 @@ class Reader {
   int dropped = 0;  // of these, those whose object is gone
   int closing = 0;  // threads in close()
   bool follows = false;
-  bool lost = false;      // follows, and its publisher is gone
-  bool entering = false;  // a hook is at work
+  bool lost = false;          // follows, and its publisher is gone
+  bool entering = false;      // a hook is at work
+  bool copies_apart = false;  // private copies lie on a device that the arena does not lie on
   bool closed = false;
   std::uintptr_t slab_begin = 0, slab_end = 0;
 };

@@ -22,6 +22,8 @@ class Writer : public PublicationWriter {
 };
 
 bool begin(Writer& writer) {
+  if (writer.next_version() > kMaxVersion)
+    raise("ProtocolError", "this arena has the largest version that there is; close it and make a new Publisher");
   if (!writer.may_wait_for_readers()) return writer.begin() == Begin::ready;
   const WithoutGil released;  // a reader that waits for its turn may be a thread of this process
   return writer.begin() == Begin::ready;
@@ -146,7 +148,7 @@ void bind_writer(nb::module_& m) {
           "commit", [](Writer& w) { return w.commit(); }, "Publish what was written; the new version.")
       .def(
           "commit_later", [](Writer& w) { return HostCall{commit_later(w)}; },
-          "A commit() that a device makes. Until it is done or cancelled, call nothing of this writer.",
+          "A commit() that a device makes. Until it is done or cancelled, call nothing of this writer but `published`.",
           nb::keep_alive<0, 1>())
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
@@ -154,6 +156,13 @@ void bind_writer(nb::module_& m) {
       .def_prop_ro("slot", [](const Writer& w) { return w.slot(); })
       .def_prop_ro("current_slot", [](const Writer& w) { return w.current_slot(); })
       .def_prop_ro("version", [](const Writer& w) { return w.version(); })
+      .def_prop_ro(
+          "published",
+          [](const Writer& w) {
+            const std::uint64_t current = w.published();
+            return std::make_tuple(version_of(current), slot_of(current));
+          },
+          "Version and slot that readers find now; any thread may ask, while a device commits too.")
       .def_prop_ro("next_version", [](const Writer& w) { return w.next_version(); })
       .def_prop_ro("writing", [](const Writer& w) { return w.writing(); })
       .def_prop_ro("poisoned", [](const Writer& w) { return w.poisoned(); })

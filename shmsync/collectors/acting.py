@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.arena import nested
+from ..memory.devices import fetched, named
 from ..memory.manifest import Key
 from . import spaces
 from .buffers import RESULTS, Leaves, frame
@@ -20,9 +21,11 @@ ACTION: Key = ("action",)
 
 
 class Actor:
-    """The policy, for so many environments at once."""
+    """The policy, for so many environments at once. `device`: where it computes; None: in the host's memory."""
 
-    def __init__(self, policy: nn.Module, observations: Observations, count: int) -> None:
+    def __init__(self, policy: nn.Module, observations: Observations, count: int, device: str | None = None) -> None:
+        place = None if device is None else named(device)
+        self._there = None if place is None else place.torch_device
         self._policy = policy
         self._parts = observations.parts
         self._layout = observations.layout
@@ -44,10 +47,12 @@ class Actor:
         finally:
             torch._C._set_grad_enabled(recording)
         if type(out) is torch.Tensor:
-            return {ACTION: out}
-        if self._out_keys is not None:
-            return {key: out.get(key) for key in self._out_keys}
-        return spaces.as_mapping(out)
+            found: Mapping[Key, Any] = {ACTION: out}
+        elif self._out_keys is not None:
+            found = {key: out.get(key) for key in self._out_keys}
+        else:
+            found = spaces.as_mapping(out)
+        return found if self._there is None else {key: _at_home(value) for key, value in found.items()}
 
     def layout(self, out: Mapping[Key, torch.Tensor]) -> Leaves:
         """The leaves of one frame, with what the policy returned."""
@@ -107,8 +112,11 @@ class Actor:
         A TensorDict for policies that take one, else the observation itself.
         """
         if self._plain:
-            return torch.from_numpy(now[0].copy())
+            given = torch.from_numpy(now[0].copy())
+            return given if self._there is None else given.to(self._there)
         tensors = {part.key: torch.from_numpy(leaf.copy()) for part, leaf in zip(self._parts, now, strict=True)}
+        if self._there is not None:
+            tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
         made = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
         made.batch_size = torch.Size([self._count])
         return made
@@ -123,6 +131,10 @@ def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
             "be tensors, and the same keys each time"
         )
     return value
+
+
+def _at_home(value: Any) -> Any:
+    return fetched(value) if isinstance(value, torch.Tensor) else value
 
 
 def _check_words(key: Key) -> None:

@@ -68,7 +68,6 @@ def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> in
 def arguments(
     numbers: CollectorNumbers,
     sync: bool,
-    device: torch.device | str,
     on_lag: str,
     discrete_actions: str | None,
     makers: Sequence[Any],
@@ -88,8 +87,6 @@ def arguments(
             "environments a worker has is envs_per_worker="
         )
     steps(numbers, numbers.envs_per_worker, sync)
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"collectors run their policies on the CPU in this version, not on {device}; use device='cpu'")
     if on_lag not in ("warn", "wait", "drop"):
         raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
     if discrete_actions not in (None, "index", "value"):

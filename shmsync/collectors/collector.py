@@ -23,6 +23,7 @@ from ..engine.wrappers import state_of
 from ..errors import AckTimeout, ClosedError, WorkerDied
 from ..memory.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
+from ..schemes.worker_devices import DeviceChoice, WorkerDevices
 from . import buffers, checks
 from .batches import Batches, OnLag
 from .buffers import RESULTS
@@ -83,7 +84,9 @@ class MultiprocessCollector:
         weight_sync_scheme: None is a SharedMemWeightSyncScheme(). The collector shuts it down.
         sync: True: each batch is collected when it is asked for, by all workers, with the newest weights. False:
             workers never stop; each batch is from whichever worker is ready.
-        device: "cpu".
+        device: where the workers' policies compute: one device for all workers, or a list or tuple with one for each,
+            None for the CPU; by default where the scheme has its weights, else on the CPU. Workers on one device share
+            one copy of the weights there. Observations are brought to it, and what the policy returns to the host.
         envs_per_worker: how often a worker calls create_env_fn. All its environments are stepped with one call of the
             policy.
         seed: environments and policies are seeded from it; in sync mode the same seed gives the same frames. None: at
@@ -123,7 +126,7 @@ class MultiprocessCollector:
         total_frames: SupportsIndex = -1,
         weight_sync_scheme: WeightSyncScheme | None = None,
         sync: bool = True,
-        device: torch.device | str = "cpu",
+        device: DeviceChoice = None,
         envs_per_worker: SupportsIndex = 1,
         seed: SupportsIndex | None = None,
         restart_workers: bool = False,
@@ -139,7 +142,11 @@ class MultiprocessCollector:
         numbers = checks.counts(num_workers, frames_per_batch, envs_per_worker, total_frames, seed, max_lag)
         given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
         makers = [create_env_fn] * numbers.num_workers if given is None else given
-        checks.arguments(numbers, sync, device, on_lag, discrete_actions, makers, envs_in_threads)
+        checks.arguments(numbers, sync, on_lag, discrete_actions, makers, envs_in_threads)
+        if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
+            device = getattr(weight_sync_scheme, "device", None)
+        devices = WorkerDevices(device)
+        devices.check_workers(numbers.num_workers)
         timeout = checks.timeout("timeout", timeout, math.inf)
         self._start_timeout = checks.timeout("start_timeout", start_timeout, START_TIMEOUT)
         steps = checks.steps(numbers, numbers.envs_per_worker, sync)
@@ -161,13 +168,14 @@ class MultiprocessCollector:
                 base + index * numbers.envs_per_worker,
                 discrete_actions=discrete_actions,
                 envs_in_threads=envs_in_threads,
+                device=devices.of(index),
             )
             for index, maker in enumerate(makers)
         ]
         self._fleet = Fleet(start_method)
         self._ending = Ending(self._fleet, scheme)
         orders = Orders(self._fleet, numbers.num_workers)
-        self._crew = Crew(self._fleet, orders, scheme, specs, self._start_timeout)
+        self._crew = Crew(self._fleet, orders, scheme, specs, self._start_timeout, devices)
         self._batches = Batches(
             self._fleet,
             orders,

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import WorkerDied
 from ..schemes import WeightSyncScheme
+from ..schemes.worker_devices import WorkerDevices
 from . import buffers, checks
 from .checks import CollectorNumbers
 from .ending import Ending
@@ -27,11 +28,20 @@ class Crew:
     """The workers of one collector. Any of its calls may be interrupted by a signal handler that raises."""
 
     def __init__(
-        self, fleet: Fleet, orders: Orders, scheme: WeightSyncScheme, specs: list[WorkerSpec], start_timeout: float
+        self,
+        fleet: Fleet,
+        orders: Orders,
+        scheme: WeightSyncScheme,
+        specs: list[WorkerSpec],
+        start_timeout: float,
+        devices: WorkerDevices,
     ) -> None:
         self._fleet = fleet
         self._orders = orders
         self._scheme = scheme
+        # Schemes that know nothing of devices bring weights to wherever a policy is.
+        placed = not devices.unset and "device" in scheme.sender_takes
+        self._placed: dict[str, Any] = {"device": devices} if placed else {}
         self._start_timeout = start_timeout
         self.specs = specs
         self.restarts = 0
@@ -47,6 +57,7 @@ class Crew:
                 pipes=[member.weights for member in members],
                 procs=[member.process for member in members],
                 model=policy,
+                **self._placed,
             )
             self.sender = self._scheme.get_sender()
             self.sender.send(timeout=self._start_timeout)

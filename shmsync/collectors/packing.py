@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..engine.admission import is_a
+from ..memory.devices import brought, fetched, named, place_of
 
 
 def pack(policy: nn.Module, *, values: bool) -> bytes:
@@ -23,6 +24,14 @@ def pack(policy: nn.Module, *, values: bool) -> bytes:
     return file.getvalue()
 
 
+def bring(policy: nn.Module, device: str) -> None:
+    """Move what the policy has brought along to a device; parameters without values get theirs from shared memory."""
+    there = named(device)
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        if tensor.device.type != "meta":
+            tensor.data = brought(tensor.data, there)
+
+
 class _PolicyPickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO, left_out: set[int]) -> None:
         super().__init__(file)
@@ -31,6 +40,10 @@ class _PolicyPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self._left_out:
             return _parameter, (torch.empty_like(obj, device="meta").detach(), obj.requires_grad)
+        if type(obj) in (torch.Tensor, nn.Parameter) and place_of(obj) not in ("cpu", "meta"):
+            # A worker may not see the trainer's device.
+            home = fetched(obj.detach())
+            return (_parameter, (home, obj.requires_grad)) if type(obj) is nn.Parameter else (_itself, (home,))
         inner = _compiled(obj)
         return super().reducer_override(obj) if inner is None else (_itself, (inner,))
 

@@ -25,7 +25,7 @@ from .vectors import VectorGroup, is_vector
 class Rollout:
     """The environments of one worker, and the policy that acts in them.
 
-    `version()` says which weights the last call of the policy used.
+    `version()` says which weights the last call of the policy used. `device`: where it computes; None: on the host.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Rollout:
         worker: int,
         discrete_actions: spaces.DiscreteActions | None = None,
         in_threads: bool = False,
+        device: str | None = None,
     ) -> None:
         self.envs = envs
         self._version = version
@@ -59,7 +60,7 @@ class Rollout:
         singles = _singles(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._observations = Observations(found[0][0], self.count)
-        self._actor = Actor(policy, self._observations, self.count)
+        self._actor = Actor(policy, self._observations, self.count, device)
         self._singles: SingleEnvs | None = None
         self._vectors: list[tuple[VectorGroup, slice]] = []
         if in_threads:

@@ -26,6 +26,7 @@ from ..memory.system import poll
 from ..schemes import WeightSyncScheme
 from . import saved
 from .buffers import Buffers, BufferSpec
+from .packing import bring
 from .rollout import Rollout
 from .spaces import DiscreteActions
 from .threads import EnvInThread
@@ -49,6 +50,7 @@ class WorkerSpec:
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
     discrete_actions: DiscreteActions | None = None
     envs_in_threads: bool = False
+    device: str | None = None  # where the policy computes; None: where it is
 
 
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
@@ -109,6 +111,8 @@ def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: lis
     np.random.seed(spec.seed % 2**32)
     torch.manual_seed(spec.seed)
     policy = cloudpickle.loads(spec.policy)
+    if spec.device is not None:
+        bring(policy, spec.device)
     for make in cloudpickle.loads(spec.makers):
         env = EnvInThread(make) if spec.envs_in_threads else make()
         envs.append(env)  # one by one: those that were made are closed
@@ -132,6 +136,7 @@ class _Worker:
             worker=spec.index,
             discrete_actions=spec.discrete_actions,
             in_threads=spec.envs_in_threads,
+            device=spec.device,
         )
         self._weights_fd = weights.fileno()
         self._control_fd = control.fileno()

@@ -27,7 +27,6 @@ from .sources import EVERYTHING, collect, not_saved
 from .verifying import HeldTensors
 from .wrappers import modules_in
 
-_SLICE = 0.05  # seconds
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
 _bound_to: ByIdentity[nn.Module, list[weakref.ref[Binding]]] = ByIdentity()
 
@@ -137,6 +136,7 @@ class Binding:
         if path is not None:
             others = [each for each in path.followers if isinstance(each, Binding) and each is not self]
             path._set_copies([part for each in (*others, self) for part in each.copies()])
+            path.order_copies(tensor for each in (*others, self) for tensor in each.private_copies())
         for _, module in places:
             _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
 
@@ -180,20 +180,16 @@ class Binding:
         return True
 
     def _copy(self, slot: int) -> None:
-        """Renew the private copies, after what earlier sections have asked a device for with the old ones.
-
-        It is done when this returns: the next section may use another stream, which would not wait for it.
-        """
+        """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
         made = self._arena.views(slot)
-        place = self._arena.on_device
-        if place is not None:
-            mine = place.device.current()
-            place.device.follow(mine, place.stream)
-        with plainly():
+        path = self.path()
+        with nullcontext() if path is None else path.copy_order.renewing(), plainly():
             for key, buffer in self.copied:
                 assign(buffer, made[key])
-        while place is not None and not place.device.wait(mine, _SLICE):
-            place.device.check()
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """The tensors that a move copies into."""
+        return [tensor for _, tensor in self.copied]
 
     def copies(self) -> list[tuple[int, int]]:
         """[begin, end) of the private copies that have addresses."""

@@ -7,27 +7,26 @@ reads the other. Tied leaves share one.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from ..errors import ProtocolError
 from ..memory.arena import Arena
+from ..memory.devices import assign, fetched
 from ..memory.manifest import Manifest
 from ..memory.plainly import run_plainly
 
 BYTES_PER_SECOND = 1e9  # a checksum is never slower on the machines we know; says whether there is time for one
 
 
-def check_checksum(wanted: object, *, on_device: bool = False) -> None:
-    """Raise what speaks against `checksum=`: another type, no xxhash, an arena on a device."""
+def check_checksum(wanted: object) -> None:
+    """Raise what speaks against `checksum=`: another type, no xxhash."""
     if not isinstance(wanted, bool):
         raise TypeError(f"checksum is True or False, not {wanted!r}")
-    if not wanted:
-        return
-    if on_device:
-        raise ValueError("checksum=True is for arenas in the host's memory, not on a device; leave it out")
-    _library()
+    if wanted:
+        _library()
 
 
 def refuse_without_checksums(manifest: Manifest, name: str) -> None:
@@ -45,7 +44,7 @@ def checksum(data: Any) -> int:
 @run_plainly
 def checksum_of(tensor: torch.Tensor) -> int:
     """Of a tensor's values, as they would lie in an arena: contiguous, in the host's memory."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = fetched(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     return checksum(memory(plain.data_ptr(), plain.nbytes))
 
 
@@ -58,6 +57,9 @@ def checksums_in(arena: Arena, slot: int) -> dict[int, int]:
     """The checksums that a slot shows, by the offset of their leaf. Call it inside a section."""
     manifest = arena.manifest
     assert manifest.sums is not None
+    if arena.on_device is not None:
+        words = bytes_on_device(arena, slot, manifest.sums, manifest.written_bytes)
+        return dict(zip(manifest.places, memoryview(words).cast("Q"), strict=True))
     start = int(arena.slab.readonly.data_ptr()) + slot * manifest.slot_bytes
     words = (ctypes.c_uint64 * len(manifest.places)).from_address(start + manifest.sums)
     return dict(zip(manifest.places, words, strict=True))
@@ -70,6 +72,7 @@ class ChecksumWriter:
         manifest = arena.manifest
         assert manifest.sums is not None
         self._arena = arena
+        self._on_device = arena.on_device is not None
         self._at = manifest.sums
         self._places = manifest.places
         self._known: dict[int, int] = {}  # of the published version
@@ -81,19 +84,48 @@ class ChecksumWriter:
         self._given = given
 
     def write(self, slot: int) -> None:
-        """Read the leaves that have changed, and write every checksum into the slot. The caller commits."""
+        """Read the leaves that have changed, and write every checksum into the slot. The caller commits.
+
+        On a device the leaves are fetched, and must be there; the checksums are there when its current stream is done.
+        """
+        if self._on_device:
+            self._write_there(slot)
+            return
         start = self._arena.slot_address(slot)
         whole = memory(start, self._arena.manifest.slot_bytes)
         digest = _library().xxh3_64_intdigest
-        given = self._given
+        changed = self._changed()
         self._new = {
-            offset: self._known[offset]
-            if given is not None and offset not in given and offset in self._known
-            else digest(whole[offset : offset + size])
+            offset: digest(whole[offset : offset + size]) if offset in changed else self._known[offset]
             for offset, size in self._places.items()
         }
         words = (ctypes.c_uint64 * len(self._places)).from_address(start + self._at)
         words[:] = list(self._new.values())
+
+    def _changed(self) -> Collection[int]:
+        """The offsets of the leaves whose checksums are not known."""
+        if self._given is None:
+            return self._places
+        return {offset for offset in self._places if offset in self._given or offset not in self._known}
+
+    @run_plainly
+    def _write_there(self, slot: int) -> None:
+        new: dict[int, int] = {}
+        changed = self._changed()
+        whole = len(changed) == len(self._places)  # one copy from the device, and else one for each leaf
+        used = bytes_on_device(self._arena, slot, 0, self._at) if whole else b""
+        for offset, size in self._places.items():
+            if whole:
+                new[offset] = checksum(memoryview(used)[offset : offset + size])
+            elif offset in changed:
+                new[offset] = checksum(bytes_on_device(self._arena, slot, offset, offset + size))
+            else:
+                new[offset] = self._known[offset]
+        self._new = new
+        if not new:
+            return
+        words = torch.frombuffer(bytearray(b"".join(s.to_bytes(8, "little") for s in new.values())), dtype=torch.uint8)
+        assign(_raw(self._arena, slot, self._at, self._at + len(words)), words)
 
     def committed(self) -> None:
         """What was written is published."""
@@ -102,6 +134,17 @@ class ChecksumWriter:
     def undone(self) -> None:
         """What was begun was not published; the only slot may be half written."""
         self._given = None
+
+
+def _raw(arena: Arena, slot: int, begin: int, end: int) -> torch.Tensor:
+    start = slot * arena.manifest.slot_bytes + begin
+    return torch.empty(0, dtype=torch.uint8, device=arena.device).set_(arena.slab.readonly, start, (end - begin,), (1,))
+
+
+@run_plainly
+def bytes_on_device(arena: Arena, slot: int, begin: int, end: int) -> Any:
+    """A copy of this part of a slot on a device, in the host's memory."""
+    return fetched(_raw(arena, slot, begin, end)).numpy()
 
 
 def _library() -> Any:

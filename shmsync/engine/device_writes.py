@@ -43,15 +43,21 @@ def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: ob
             )
         devices[0].follow(devices[0].current(), devices[0].as_stream(after))
     for device in devices:
-        while not device.wait(device.current(), slice_until(deadline) / 1e9):
-            stay_if_exiting()
-            device.check()
-            if time.monotonic() >= deadline:
-                raise WriterBusy(
-                    f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; "
-                    "give it more time with timeout="
-                )
+        late = (
+            f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; give it "
+            "more time with timeout="
+        )
+        _await(device, device.current(), deadline, late)
+
+
+def _await(device: Device, stream: Stream, deadline: float, late: str) -> None:
+    """Wait for what a stream has now. Raises WriterBusy, which says `late`, at the deadline; DeviceFailed."""
+    while not device.wait(stream, slice_until(deadline) / 1e9):
+        stay_if_exiting()
         device.check()
+        if time.monotonic() >= deadline:
+            raise WriterBusy(late)
+    device.check()
 
 
 class DeviceWrites:
@@ -73,14 +79,6 @@ class DeviceWrites:
         self._commit: _native.HostCall | None = None
         self._left_over = False  # copies of a version that was given up may be under way
         self._number = 0  # the version that is under way
-        self._seen = (0, 0)  # version and slot before it
-
-    @property
-    def current(self) -> tuple[int, int]:
-        """The version that is published, and its slot."""
-        if self._commit is not None and not self._commit.done:
-            return self._seen
-        return int(self._writer.version), int(self._writer.current_slot)
 
     @property
     def under_way(self) -> bool:
@@ -162,10 +160,21 @@ class DeviceWrites:
         """What the calling thread asks its stream for now comes after the copies so far."""
         self._device.follow(self._device.current(), self._stream)
 
+    def finish(self, deadline: float) -> None:
+        """Wait until all that was written is there, what the calling thread's stream does to it too.
+
+        Raises WriterBusy at the deadline, DeviceFailed.
+        """
+        self._device.follow(self._stream, self._device.current())
+        late = (
+            f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
+            "need the copy; nothing was published, give it more time with timeout="
+        )
+        _await(self._device, self._stream, deadline, late)
+
     def commit(self) -> int:
         """Let the device publish what was written, when it is written; its version."""
         self._device.follow(self._stream, self._device.current())
-        self._seen = self.current
         self._number = int(self._writer.next_version)
         self._commit = self._writer.commit_later()
         self._device.call(self._stream, self._commit)

@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
+from ..memory.devices import fetched
 from ..memory.manifest import Key
 from ..memory.plainly import run_plainly
 from .pickling import dumps
@@ -101,7 +102,7 @@ def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
 
 
 def _states(leaf: torch.Tensor) -> States:
-    data = leaf.numpy()
+    data = fetched(leaf).numpy()
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
     return states

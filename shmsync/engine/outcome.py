@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import AckTimeout, ManifestMismatch, WorkerDied
+from ..errors import AckTimeout, ManifestMismatch, ShmSyncError, WorkerDied
 
 
 class Failure(NamedTuple):
@@ -26,6 +26,8 @@ class Failure(NamedTuple):
     def of(cls, error: BaseException, tag: Any = None) -> Failure:
         """Pack an exception that was just caught."""
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        if isinstance(error, ShmSyncError):  # its notes are for the end of a traceback
+            summary = summary.partition(f"\nhelp: {error.help}")[0]
         if not isinstance(error, Exception):  # a worker's Ctrl-C or exit() must not end its sender
             return cls(tag, None, summary, traceback.format_exc())
         try:

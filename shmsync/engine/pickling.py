@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.devices import fetched
 from ..memory.plainly import run_plainly
 from .admission import problem_with
 
@@ -44,7 +45,7 @@ def dumps_apart(message: object, least: int) -> tuple[bytes, list[memoryview]]:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, nn.Parameter) and _plain(obj):
-            obj = obj.detach().cpu().contiguous()
+            obj = fetched(obj.detach()).contiguous()
             data = obj.view(-1).view(torch.uint8).numpy() if obj.numel() else b""
             return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape))
         return NotImplemented

@@ -101,7 +101,7 @@ class Publisher:
         with plainly():
             tensors, manifest = _manifest_of(weights, self._filter, dtype, checksum)
             place = place_for(tensors, device)
-            check_checksum(checksum, on_device=place.device is not None)
+            check_checksum(checksum)
         del tensors
         self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
         self._side = WriteSide(self._arena, name, me().owner, timeout)
@@ -497,6 +497,8 @@ def _publish(publications: Sequence[Publication], version: int | None, deadline:
     try:
         for side, plan in plans:
             side.write(plan)
+        for side, _ in plans:
+            side.add_sums(deadline)
         while uncommitted:
             versions.append(uncommitted[0].commit())
             del uncommitted[0]

@@ -6,10 +6,11 @@ The common case is native (native/bind/reader.hpp): nothing new, and the gate is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch._dynamo.decorators import skip
@@ -17,11 +18,12 @@ from torch.compiler import disable
 
 from .. import _native
 from .._native import Consistency, Enter, HostCall
-from ..errors import DeviceFailed, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ..errors import ArenaCorrupt, DeviceFailed, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ..memory.arena import Arena
 from ..memory.attaching import Attached, Release
 from ..memory.devices import Stream
 from ..memory.process import Peers, pid_of
+from .copy_reads import CopyOrder
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
@@ -53,6 +55,9 @@ class Follower(Protocol):
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
 
+    def private_copies(self) -> list[torch.Tensor]:
+        """Its tensors that a move copies into."""
+
 
 class Pinned(float):
     """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
@@ -79,6 +84,7 @@ class ReadPath(WaitPath):
         self._moves = 0
         self._waits = Samples()
         self._streams: list[Stream] = []  # of a device, that the open section has used besides the current one
+        self.copy_order = CopyOrder()
 
     @property
     def name(self) -> str:
@@ -203,6 +209,11 @@ class ReadPath(WaitPath):
                 f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
                 "and look for what writes beyond its memory"
             )
+        if outcome == Enter.CORRUPT:
+            raise ArenaCorrupt(
+                f"arena {self._name!r} says that its newest version lies in slot {self._shown_slot} but it has "
+                f"{self.arena.slots} slots; something wrote into its control segment, restart its publisher"
+            )
         # Death is established first: then the state is final.
         if not self._peers.alive(self._writer_owner):
             if self._follow():
@@ -231,6 +242,7 @@ class ReadPath(WaitPath):
         if self._shown is not self.arena:
             for follower in self.followers:
                 follower.rebase(self.arena)
+            self.order_copies(tensor for each in self.followers for tensor in each.private_copies())
         for follower in self.followers:
             follower.prepare()
         gone = None
@@ -251,6 +263,20 @@ class ReadPath(WaitPath):
         place = self.arena.on_device
         if place is not None:
             self._streams.append(place.device.as_stream(stream))
+        elif self.copy_order.apart:
+            self._streams.append(self.copy_order.apart[0].as_stream(stream))
+
+    def order_copies(self, copies: Iterable[torch.Tensor]) -> None:
+        """From now on these are the private copies of all bound modules."""
+        self.copy_order.order(copies, self.arena.on_device)
+        self._copies_apart = bool(self.copy_order.apart)
+
+    @disable
+    def _copies_read(self) -> None:
+        """A section is over that may have asked devices for something with private copies."""
+        self.copy_order.end(self._streams)
+        if self.arena.on_device is None:
+            self._streams.clear()
 
     def _end_reads(self) -> None:
         """For close(): wait until the device has done what sections have asked for."""
@@ -319,6 +345,9 @@ class ReadPath(WaitPath):
     def _answer_now(self) -> None:
         """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
         question = self._asked
+        if self.arena.manifest.sums is None:  # no publisher asks that of an arena without checksums
+            self._answer(question, Verdict.unusable())
+            return
         try:
             outcome = self._try_enter(True)
             if outcome == Enter.MOVED:
@@ -335,7 +364,9 @@ class ReadPath(WaitPath):
 
     def _answer_waiting(self, deadline: float) -> None:
         # Nothing is applied here: a version that is new is for the next section, and so is the question then.
-        if not self._asked or self._mine or deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
+        if not self._asked or self.arena.manifest.sums is None or self._mine:
+            return
+        if deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
             return
         try:
             with self._exclusive(max(0.0, deadline - time.monotonic())):

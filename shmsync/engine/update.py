@@ -62,6 +62,8 @@ class Update(_native.Scope):
             side.adopted.look()  # the body may have replaced tensors too
             side.take_in()
             side.counts.bytes_copied += side.adopted.copy_buffers()
+        if side.later is not None:
+            side.add_sums(deadline_after(self._timeout, side.timeout))
         version = side.commit()
         side.set_updating(None)
         side.counts.updates += 1

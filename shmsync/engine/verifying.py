@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ArenaNotFound, NotDelivered
 from ..memory import segment
-from ..memory.arena import Arena
+from ..memory.arena import Arena, has_address
 from ..memory.manifest import Key, Leaf, Manifest
 from ..memory.plainly import plainly
 from .checksums import BYTES_PER_SECOND, checksum_of, checksums_in, refuse_without_checksums
@@ -164,7 +164,8 @@ class _Look:
             if checksum_of(tensor) == checksum_of(view.to(tensor.dtype)):
                 return ""
             return f"is not the published value cast to {tensor.dtype}"
-        if tensor.is_cpu and tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride():
+        same = tensor.device == view.device and has_address(tensor) and tensor.data_ptr() == view.data_ptr()
+        if same and tensor.stride() == view.stride():
             return ""  # the arena's own bytes, which were compared
         found = checksum_of(tensor)
         if found == self._sums[leaf.offset]:

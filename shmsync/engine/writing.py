@@ -162,7 +162,7 @@ class WriteSide:
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
         if self.later is not None:
-            return self.later.current
+            return self._writer.published
         return int(self._writer.version), int(self._writer.current_slot)
 
     def settle(self, deadline: float) -> None:
@@ -175,6 +175,8 @@ class WriteSide:
         try:
             if self.later.settle(deadline):
                 self._stale.written()
+                if self._sums is not None:
+                    self._sums.committed()
         except DeviceFailed:
             self.undo()
             raise
@@ -212,6 +214,8 @@ class WriteSide:
         try:
             self.begin_alone(deadline, version)
             self.write(plan)
+            if self.later is not None:
+                self.add_sums(deadline)
             version = self.commit()
         except BaseException:  # an interrupt may land anywhere
             self.undo()
@@ -235,6 +239,15 @@ class WriteSide:
             self._sums.begin(plan.given)
         self.counts.publishes += 1
         self.counts.bytes_copied += plan.nbytes
+
+    def add_sums(self, deadline: float) -> None:
+        """On a device: wait until what was written is there, and write its checksums. Before commit().
+
+        Raises WriterBusy at the deadline, DeviceFailed; then nothing is published.
+        """
+        if self.later is not None and self._sums is not None:
+            self.later.finish(deadline)
+            self._sums.write(self._writer.slot)
 
     def commit(self) -> int:
         """Publish what was written; the new version. On a device: when it is written."""

@@ -9,7 +9,6 @@ behind the reads of a section.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from importlib import import_module
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,7 +21,35 @@ Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Hashable
 
 
-class Device(Protocol):
+class Streams(Protocol):
+    """The streams of one device, as one process uses them. Its errors are DeviceFailed; they may come later."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def current(self) -> Stream:
+        """The stream that the calling thread's own work goes to."""
+
+    def as_stream(self, given: object) -> Stream:
+        """A stream, or what one has done when it was recorded (an event), as the users of this device have them.
+
+        Raises TypeError for anything else.
+        """
+
+    def follow(self, later: Stream, first: Stream) -> None:
+        """What `later` gets from now on is done when all that `first` has now is done."""
+
+    def capturing(self, stream: Stream) -> bool:
+        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
+
+    def wait(self, stream: Stream, seconds: float) -> bool:
+        """Wait until all that the stream has now is done; False: it is not, after so many seconds."""
+
+    def check(self) -> None:
+        """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""
+
+
+class Device(Streams, Protocol):
     """One device, as one process uses it. Its errors are DeviceFailed; they may come with a later call.
 
     Attributes:
@@ -53,35 +80,11 @@ class Device(Protocol):
     def staging(self, size: int) -> torch.Tensor:
         """Memory of the host that the device copies from without stopping the calling thread; bytes."""
 
-    def stream(self) -> Stream:
-        """A new stream."""
-
-    def current(self) -> Stream:
-        """The stream that the calling thread's own work goes to."""
-
-    def as_stream(self, given: object) -> Stream:
-        """A stream, or what one has done when it was recorded (an event), as the users of this device have them.
-
-        Raises TypeError for anything else.
-        """
-
-    def follow(self, later: Stream, first: Stream) -> None:
-        """What `later` gets from now on is done when all that `first` has now is done."""
-
     def copy(self, stream: Stream, pieces: Sequence[Piece]) -> None:
         """Copy between memory of this device, or from staging memory to it. The sources stay as they are until then."""
 
-    def capturing(self, stream: Stream) -> bool:
-        """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
-
     def call(self, stream: Stream, call: _native.HostCall) -> None:
         """Make this call when all that the stream has now is done. It is not made if the device fails before."""
-
-    def wait(self, stream: Stream, seconds: float) -> bool:
-        """Wait until all that the stream has now is done; False: it is not, after so many seconds."""
-
-    def check(self) -> None:
-        """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""
 
 
 @runtime_checkable
@@ -120,6 +123,11 @@ def register(device: Device, *, default: bool = False) -> None:
 def default() -> Device | None:
     """Where arenas lie for which no device was asked; None: in the host's memory."""
     return _default[0] if _default else None
+
+
+def usual() -> str:
+    """The name of where arenas lie that nobody has placed, wherever their weights are made: "cpu"."""
+    return _default[0].name if _default else "cpu"
 
 
 def of_kind(kind: int, name: str, handle: bytes) -> Device | None:
@@ -161,8 +169,9 @@ def named(device: torch.device | str) -> Device | None:
         index = found.index
         if index is None:
             index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        made: Device = import_module(f"{__package__}.cuda").device(index)
-        return made
+        from . import cuda  # nothing of it is needed for other devices
+
+        return cuda.device(index)
     if found.type != "cpu":
         raise ValueError(
             f"{wanted}; an arena cannot lie on {str(found)!r}. With device='cpu' its weights are fetched from there to "
@@ -209,6 +218,26 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.clone()`, where the tensor lies, as work of the calling thread's current stream."""
     device = next((device for device in _visible if device.holds(tensor)), None)
     return tensor.clone() if device is None else device.clone(tensor)
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the host's memory: itself, or a copy of what the calling thread's current stream has made."""
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    if holding(tensor) is None:
+        return tensor
+    there = torch.empty_like(tensor)
+    assign(there, tensor)
+    return there
+
+
+def brought(tensor: torch.Tensor, device: Device | None) -> torch.Tensor:
+    """The tensor in memory of this device (None: the host's): itself, or a copy by the current stream."""
+    if device is None:
+        return fetched(tensor)
+    if device.holds(tensor):
+        return tensor
+    return device.clone(tensor) if isinstance(device, HostVisible) else tensor.to(device.torch_device)
 
 
 class OnDevice:

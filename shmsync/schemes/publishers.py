@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing import util
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..engine import extra_state
@@ -18,8 +17,9 @@ from ..engine.second_names import tied_along
 from ..engine.sources import EVERYTHING, Weights, collect, not_saved
 from ..engine.strategy import WeightStrategy
 from ..errors import ManifestMismatch
-from ..memory.devices import named
+from ..memory.devices import usual
 from ..memory.manifest import Key
+from .worker_devices import DeviceChoice, WorkerDevices, devices_for
 
 ALL = 0  # the group of every worker, where no groups= were given
 
@@ -61,12 +61,9 @@ class Publishers:
         alias: bool,
         partial: bool = False,
         dtype: Dtypes = None,
-        device: torch.device | str | None = None,
+        device: DeviceChoice | WorkerDevices = None,
         checksum: bool = False,
     ) -> None:
-        if device is not None:
-            named(device)
-        self._device = device
         self.partial = partial
         self._checksum = checksum
         self.dtype = dtype
@@ -74,18 +71,59 @@ class Publishers:
         self._slots = slots
         self._timeout = timeout
         self._alias = alias
+        self._groups = None if groups is None else [list(group) for group in groups]
+        if self._groups is not None and len({w for g in self._groups for w in g}) != sum(map(len, self._groups)):
+            raise ValueError(f"each worker is in one group, but some are in several of {self._groups}")
         self._group_of: dict[int, int] | None = None
-        if groups is not None:
-            self._group_of = {worker: number for number, group in enumerate(groups) for worker in group}
-            if len(self._group_of) != sum(len(group) for group in groups):
-                raise ValueError(f"each worker is in one group, but some are in several of {[list(g) for g in groups]}")
+        self._device_of: dict[int, str | None] = {}  # by group
+        self._take(devices_for(device))
         self._publishers: dict[str, dict[int, Publisher]] = {}
         self._optional: dict[str, set[Key]] = {}  # buffers of the model that no state_dict() has
         # close() warns nobody: a scheme of this shape has no close(), so collecting it is the normal end.
         self._finalizer = util.Finalize(self, _close_all, (self._publishers,), exitpriority=25)
 
+    def place(self, devices: WorkerDevices) -> None:
+        """The workers' devices, where none were given. Raises ValueError when others were, or there are arenas."""
+        if devices.unset or devices == self._devices:
+            return
+        if not self._devices.unset:
+            raise ValueError(
+                f"the scheme has device={self._devices}, but its workers are on device={devices}; leave one "
+                "of the two out"
+            )
+        if self._publishers:
+            raise ValueError(
+                f"device={devices} comes too late: the weights of {', '.join(self._publishers)} lie in their arenas "
+                "already; say it when you make the scheme"
+            )
+        self._take(devices)
+
+    def check_workers(self, count: int) -> None:
+        """Raise ValueError when the devices are those of another number of workers."""
+        self._devices.check_workers(count)
+
+    def _take(self, devices: WorkerDevices) -> None:
+        """Workers of one group that are on one device share an arena."""
+        places = devices.distinct
+        if self._alias and len(places) > 1:
+            raise ValueError(
+                f"alias=True is one storage for all workers, but they are on {' and '.join(places)}; give one device, "
+                "or leave alias= out"
+            )
+        listed = None if self._groups is None else {w: number for number, g in enumerate(self._groups) for w in g}
+        if listed is None and len(places) < 2:
+            self._group_of, self._device_of = None, {ALL: places[0] if places else None}
+        else:
+            workers: Iterable[int] = range(devices.workers or 0) if listed is None else listed
+            keys = {worker: (ALL if listed is None else listed[worker], devices.of(worker)) for worker in workers}
+            numbers: dict[tuple[int, str | None], int] = {}
+            self._group_of = {worker: numbers.setdefault(key, len(numbers)) for worker, key in keys.items()}
+            self._device_of = {number: place for (_, place), number in numbers.items()}
+        self._devices = devices
+
     def group_of(self, worker: int) -> int:
-        """Which group a worker belongs to. Raises ValueError when it is in none."""
+        """Which group a worker belongs to. Raises ValueError when it is in none, or has no device."""
+        self._devices.of(worker)
         if self._group_of is None:
             return ALL
         if worker not in self._group_of:
@@ -171,7 +209,7 @@ class Publishers:
         try:
             for group in groups:
                 if group not in made:
-                    fresh[group] = self._make(first, readers, version)
+                    fresh[group] = self._make(first, readers, version, self._device_of[group])
         except BaseException:
             discard()
             raise
@@ -179,7 +217,7 @@ class Publishers:
         old = [Publication(made[group], source, optional) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
-    def _make(self, source: Weights, readers: int, version: int) -> Publisher:
+    def _make(self, source: Weights, readers: int, version: int, device: str | None) -> Publisher:
         if self._alias and not isinstance(source, nn.Module):
             raise ValueError(
                 f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
@@ -189,7 +227,7 @@ class Publishers:
             source,
             slots=self._slots,
             max_readers=max(64, 2 * readers),
-            device=self._device if self._device is not None or self._alias else "cpu",  # a trainer on a GPU sends too
+            device=device if device is not None or self._alias else usual(),  # a trainer on a GPU sends too
             dtype=self._dtype_for(source),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,

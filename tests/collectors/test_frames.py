@@ -105,7 +105,7 @@ def test_logits_are_no_actions(collector):
     [
         ({"num_workers": 0}, "num_workers must be 1"),
         ({"frames_per_batch": 41}, "use 40"),
-        ({"device": "cuda"}, "on the CPU"),
+        ({"device": ["cpu"]}, "is for 1 workers, but there are 2"),
         ({"on_lag": "panic"}, "on_lag"),
         ({"max_lag": -1}, "max_lag"),
         ({"env": [Counting]}, "1 functions for 2 workers"),

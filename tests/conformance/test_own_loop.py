@@ -148,6 +148,7 @@ def test_loop_and_receive_take_turns(fleet):
 
 
 @only(SHM)
+@pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
 @start_methods("forkserver")
 @pytest.mark.parametrize("form", FORMS)
 def test_worker_that_gave_its_index_is_named_when_it_reads_the_handle_itself(fleet, form):

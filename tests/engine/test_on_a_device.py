@@ -76,6 +76,16 @@ def test_a_version_is_visible_when_it_is_copied_and_the_trainer_goes_on(arena, s
     assert pub.version == 2
 
 
+@pytest.mark.parametrize("slots", SLOTS)
+def test_the_publisher_knows_a_version_as_soon_as_its_readers_do(arena, slots):
+    pub, sub = arena({"t": torch.ones(1)}, slots)
+    for version in range(2, 302):
+        pub.publish()
+        while sub.latest < version:
+            pass
+        assert pub.version == version
+
+
 def test_in_place_readers_wait_for_the_copy(arena):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, 1)

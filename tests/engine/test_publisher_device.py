@@ -4,6 +4,7 @@ Two simulated devices (support/simulated.py): what they are asked for is done la
 """
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -212,8 +213,13 @@ def test_a_module_is_adopted_on_a_device(two):
     assert set(net.weight.flatten().tolist()) == {5.0}
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(two, slots):
+@pytest.mark.parametrize("named", [False, True], ids=["current stream", "release_after"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("arena", PLACES)
+def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(
+    two, arena, slots, consistency, named
+):
     device = two["simulated:0"]
     source = {"weight": torch.full((64, 64), 1.0)}
     net = torch.nn.Linear(64, 64, bias=False)
@@ -221,8 +227,8 @@ def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_d
     net.weight.data = there
     wrong = []
     with (
-        shmsync.Publisher(source, device=device.name, slots=slots) as pub,
-        shmsync.Subscriber(pub.handle, timeout=60.0) as sub,
+        shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=60.0, consistency=consistency) as sub,
     ):
         sub.bind_copies(net, guard=False)
         copy = net.weight.data
@@ -238,6 +244,11 @@ def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_d
             source["weight"].fill_(version)
             pub.publish(wait=[])
             for turn in range(2):
-                with device.on(streams[(version + turn) % 3]), sub.read() as section:
-                    device.kernel(lambda shown=section.version: look(shown))
+                stream = streams[(version + turn) % 3]
+                with nullcontext() if named else device.on(stream), sub.read() as section:
+                    device.kernel(lambda shown=section.version: look(shown), stream)
+                    if named:
+                        section.release_after(stream)
+        for stream in streams:
+            stream.record().done.wait()
     assert wrong == []

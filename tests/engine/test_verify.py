@@ -25,7 +25,7 @@ from support.verifying import (
     waits_for_ever,
 )
 
-pytestmark = pytest.mark.skipif(shmsync.memory.devices.default() is not None, reason="checksums are for host memory")
+pytestmark = pytest.mark.host_memory(reason="test_sums_on_a_device.py has arenas on a device")
 
 
 @pytest.fixture(params=[1, 2])

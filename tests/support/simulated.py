@@ -31,11 +31,37 @@ _DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+class Done:
+    """As threading.Event, but an interrupt in wait() leaves no lock behind, as none does in a driver."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiting: list[Any] = []  # a lock of each waiter's own
+
+    def set(self) -> None:
+        self._set = True
+        for lock in list(self._waiting):
+            with suppress(RuntimeError):  # released by an earlier set()
+                lock.release()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._set:
+            lock = threading.Lock()
+            lock.acquire()
+            self._waiting.append(lock)
+            if not self._set:
+                lock.acquire(timeout=-1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        return self._set
+
+
 class Event:
     """What a stream had to do when it was recorded."""
 
     def __init__(self) -> None:
-        self.done = threading.Event()
+        self.done = Done()
 
 
 class Stream:
@@ -43,13 +69,13 @@ class Stream:
 
     def __init__(self, device: Simulated, seed: int) -> None:
         self._line: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._room = threading.BoundedSemaphore(_DEPTH)
         weakref.finalize(self, self._line.put, None).atexit = False
-        arguments = self._line, self._room, device, random.Random(seed)
+        arguments = self._line, device, random.Random(seed)
         threading.Thread(target=_serve, args=arguments, name="simulated stream", daemon=True).start()
 
     def give(self, work: Callable[[], None]) -> None:
-        self._room.acquire()
+        while self._line.qsize() >= _DEPTH:  # no semaphore: an interrupt would lose its room
+            time.sleep(0.00005)
         self._line.put(work)
 
     def record(self) -> Event:
@@ -58,9 +84,8 @@ class Stream:
         return event
 
 
-def _serve(line: queue.SimpleQueue, room: threading.BoundedSemaphore, device: Simulated, chance: random.Random) -> None:
+def _serve(line: queue.SimpleQueue, device: Simulated, chance: random.Random) -> None:
     while (work := line.get()) is not None:
-        room.release()
         device.delay(chance)
         if device.failed is None or getattr(work, "__name__", "") == "set":  # who waits for an event must wake
             try:
@@ -256,7 +281,7 @@ class Simulated:
         stream = self.current() if stream is None else stream
         work() if stream is HOST else stream.give(work)
 
-    def gate(self, stream: Any) -> threading.Event:
+    def gate(self, stream: Any) -> Done:
         """What the stream is given from now on is done after this is set."""
         event = Event()
         stream.give(lambda: _wait(event))
@@ -326,7 +351,9 @@ def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
 
 
 def install(devices: Any) -> Simulated:
-    """Let all arenas of this process lie on one. `devices`: the module shmsync.memory.devices."""
-    device = Simulated(seed=int(os.environ.get("SIMULATED_SEED", "0")) + os.getpid(), longest=0.0005, prompt=True)
+    """Let all arenas of this process lie on one, and let it know another. `devices`: shmsync.memory.devices."""
+    seed = int(os.environ.get("SIMULATED_SEED", "0")) + os.getpid()
+    device, other = (Simulated(seed + index, longest=0.0005, prompt=True, index=index) for index in range(2))
     devices.register(device, default=True)
+    devices.register(other)
     return device

@@ -21,10 +21,11 @@ from shmsync import _native
 from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHandle, NoSpace, ProtocolError, ShmSyncError
 from shmsync.memory import devices
 from shmsync.memory.cuda import causes, visible
+from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.calls import Bindings
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
 from shmsync.memory.cuda.handle import SlabHandle, unpacked
-from support.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, StandIn, World, torch_event, torch_stream
+from support.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, Code, StandIn, World, torch_event, torch_stream
 
 needs_bindings = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -106,6 +107,22 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     assert calls_of(worker).left() == {}
     assert worker._blocks.open_handles == 0
     assert worker.open(handle, 100).nbytes() == 100  # and anew
+
+
+def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_is_mapped_anew():
+    closed, users = [], []
+    blocks = Blocks(closed.append)
+
+    class Found(dict):
+        def get(self, key):
+            found = super().get(key)
+            users.clear()  # as a garbage collection may, between any two lines
+            return found
+
+    users.append(blocks.opened(b"handle", 10, lambda: 0x1000))
+    blocks._open = Found(blocks._open)
+    again = blocks.opened(b"handle", 10, lambda: 0x2000)
+    assert closed == [0x1000] and again.address == 0x2000
 
 
 def test_threads_that_open_and_let_go_always_find_the_memory():
@@ -287,6 +304,56 @@ def test_a_stream_is_destroyed_when_nobody_has_it():
     assert calls_of(device).left() == {}
 
 
+def fails(calls, name, code):
+    """From now on this call fails."""
+
+    def fail(*arguments):
+        calls.log.append((name, arguments))
+        calls.last_error = code
+        return Code(code), None
+
+    setattr(calls, name, fail)
+
+
+def test_an_event_that_cannot_be_recorded_is_destroyed():
+    device = gpu()
+    one, two = device.stream(), device.stream()
+    fails(calls_of(device), "cudaEventRecord", 999)
+    for _ in range(3):
+        with pytest.raises(DeviceFailed):
+            device.follow(one, two)
+    assert calls_of(device).events == {}
+
+
+def test_the_default_stream_counts_as_captured_while_a_stream_that_it_would_wait_for_is():
+    device = gpu()
+    fails(calls_of(device), "cudaStreamIsCapturing", 906)
+    assert device.capturing(device.current())
+    assert calls_of(device).last_error == 0  # torch is not blamed for it
+
+
+def test_torch_is_not_blamed_for_memory_that_cannot_be_given_back():
+    device = gpu()
+    storage = device.allocate(100)
+    fails(calls_of(device), "cudaFree", 999)
+    device.free(storage)
+    del storage
+    gc.collect()
+    assert "cudaFree" in calls_of(device).names()
+    assert calls_of(device).last_error == 0
+
+
+def test_giving_back_leaves_the_thread_in_the_capture_mode_that_it_had():
+    device = gpu()
+    stream, storage, staging = device.stream(), device.allocate(100), device.staging(100)
+    device.free(storage)
+    calls_of(device).modes.relaxed = False
+    del stream, storage, staging
+    gc.collect()
+    assert calls_of(device).left() == {}
+    assert not calls_of(device).modes.relaxed
+
+
 @pytest.mark.parametrize("use", ["wait", "follow"])
 def test_a_stream_that_is_captured_is_not_waited_for(use):
     device = gpu()
@@ -364,6 +431,17 @@ def test_a_gpu_that_is_not_visible_is_named(process):
         visible.device(1)
     with pytest.raises(ArenaCorrupt):
         visible.holder(b"\0" * 96, "weights")
+
+
+def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
+    process(World())
+    of_the_parent, generation = visible.device(0), _native.fork_generation()
+    assert visible.device(0) is of_the_parent
+    mine = StandIn(World())
+    monkeypatch.setattr(visible, "_of_generation", visible._of_generation)  # and back afterwards
+    monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
+    monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
+    assert calls_of(visible.device(0)) is mine
 
 
 def test_without_cuda_the_reason_is_said(monkeypatch):
@@ -682,7 +760,7 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
         assert writer.begin()
         call = writer.commit_later()
         assert int(calls.launch(1, type(call).function, call.ticket())[0]) == 0
-        assert call.done
+        assert call.wait(0)
         assert pub.version == 2
     assert int(calls.launch(0, 1, 1)[0]) == 400
 

@@ -22,6 +22,7 @@ from ...engine.strategy import WeightStrategy, is_flat
 from ...engine.timing import timeout_or_default
 from ...engine.verifying import Proof
 from ...errors import ClosedError, ProtocolError
+from ...schemes.worker_devices import DeviceChoice, WorkerDevices
 from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
 from .trainer.groups import Groups
@@ -53,6 +54,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             mapping of glob patterns on dotted keys to dtypes casts those that match.
         checksum: write a checksum of each leaf with each version, for verify(). Each update then reads what it has
             written once more. Needs shmsync[verify].
+        device: where the weights lie: one device for all workers, or a list or tuple with one for each, None for the
+            host's memory. Workers on one device share one arena there. None: where the collector's policy_device says
+            that their policies are; where no arena can lie, in the host's memory, and each worker has a copy.
 
     An update raises ManifestMismatch (a ValueError; nothing was published), a worker's own exception, WorkerDied, or
     AckTimeout and ReaderStalled (TimeoutErrors).
@@ -69,6 +73,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         alias: bool = False,
         dtype: Dtypes = None,
         checksum: bool = False,
+        device: DeviceChoice = None,
     ) -> None:
         super().__init__(strategy)
         check_dtypes(dtype)
@@ -83,6 +88,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                 f"alias=True is one storage for everybody: it needs slots=1 and no per_worker_weights, but "
                 f"slots={slots} and per_worker_weights={per_worker_weights}"
             )
+        self._devices = WorkerDevices(device)
+        if alias and not self._devices.unset:
+            raise ValueError(
+                f"alias=True shares the trainer's own parameters where they are, but device={self._devices} says where "
+                "weights are copied to; give one of the two"
+            )
+        self.device = device
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.slots = slots
@@ -156,9 +168,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
             return
-        if self._sender is not None:
-            self._sender.close()
-        self._first = first = first_weights(
+        first = first_weights(
             model_id=model_id,
             context=context,
             weights=weights,
@@ -168,6 +178,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             device_map_fn=device_map_fn,
             num_workers=num_workers,
         )
+        self._devices.check_workers(len(first.sources))
+        given = self._devices
+        places = first.places() if given.unset else {worker: str(given.of(worker)) for worker in first.sources}
+        if self._sender is not None:
+            self._sender.close()
+        self._first = first
         groups = Groups(
             first.sources,
             apart=first.apart or self.per_worker_weights,
@@ -176,6 +192,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             alias=self.alias,
             dtype=self.dtype,
             checksum=self.checksum,
+            places=places,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
         self._sender = Sender(model_id or "policy", groups, self.timeout, _processes(self._context_ref))

@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
+from torch import nn
 from typing_extensions import override
 
 from ...engine.dtypes import Dtypes
 from ...engine.outcome import Failure, Outcome
 from ...engine.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
-from ...engine.timing import deadline_after, timeout_or_default
+from ...engine.timing import check_worker, deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..owed import Leaves, Owed, private_leaves
 from ..proving import SentSums
 from ..publishers import Plan
+from ..worker_devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
 from . import messages
 from .carrier import PipeCarrier, Posted
 from .loads import Load, Unreadable
@@ -40,8 +42,9 @@ class _Open(NamedTuple):
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
-    def __init__(self, *, partial: bool = False, checksum: bool = False) -> None:
+    def __init__(self, *, partial: bool = False, checksum: bool = False, devices: WorkerDevices | None = None) -> None:
         super().__init__()
+        self._devices = WorkerDevices(None) if devices is None else devices
         self._sums = SentSums() if checksum else None
         self._versions: dict[str, int] = {}
         self._lent: list[tuple[Link, Tag, Load]] = []  # messages that lead to what this process keeps, not answered
@@ -53,6 +56,11 @@ class MultiProcessCarrier(PipeCarrier):
         self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
         self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
         self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
+
+    @override
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        self._devices.of(index)
+        super().add(index, pipe, process)
 
     @override
     def version(self, model_id: str) -> int:
@@ -228,9 +236,12 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         partial: see WeightSyncScheme.
         dtype: see WeightSyncScheme.
         checksum: see WeightSyncScheme.
+        device: where the workers' modules lie: one device for all, or a list or tuple with one for each worker, None
+            for the host's memory. What travels is fetched from the trainer's device once, and each worker copies it to
+            its own. A worker whose module lies on another kind of device is refused. None: wherever they lie.
     """
 
-    sender_takes = WeightSyncScheme.sender_takes | {"procs"}
+    sender_takes = WeightSyncScheme.sender_takes | {"procs", "device"}
 
     def __init__(
         self,
@@ -240,14 +251,26 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         partial: bool = False,
         dtype: Dtypes = None,
         checksum: bool = False,
+        device: DeviceChoice = None,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
         self.timeout = timeout_or_default(timeout)
+        self.device = device
+        self.worker_devices = WorkerDevices(device)
 
     @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         if kwargs.get("pipes") is None and getattr(context, "pipes", None) is None:
             raise ValueError("pipes must be given, as pipes= or by a context that has .pipes")
+        pipes = kwargs.get("pipes")
+        given = devices_for(kwargs.pop("device", None))
+        if not (given.unset or self.worker_devices.unset or given == self.worker_devices):
+            raise ValueError(
+                f"the scheme has device={self.worker_devices}, but its workers are on device={given}; leave "
+                "one of the two out"
+            )
+        for devices in (given, self.worker_devices):
+            devices.check_workers(len(context.pipes if pipes is None else pipes))
         super().init_on_sender(model_id, context, **kwargs)
 
     @override
@@ -264,13 +287,21 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def create_carrier(self) -> MultiProcessCarrier:
         """What a new sender sends with."""
-        return MultiProcessCarrier(partial=self.partial, checksum=self.checksum)
+        return MultiProcessCarrier(partial=self.partial, checksum=self.checksum, devices=self.worker_devices)
 
 
 class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
     _checked: tuple[Message, Fit] | None = None  # so that _use() need not look again
+
+    @override
+    def set_up(self, arguments: Any) -> None:
+        """Refuse a model that lies on another kind of device than the scheme says."""
+        devices, worker, model = self._scheme.worker_devices, arguments.get("worker_idx"), arguments.model()
+        if isinstance(model, nn.Module) and (worker is not None or devices.workers is None):
+            check_lies_on(model, devices.of(0 if worker is None else check_worker(worker)))
+        super().set_up(arguments)
 
     @override
     def _check(self, message: Message) -> None:

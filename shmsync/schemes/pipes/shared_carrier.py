@@ -61,8 +61,10 @@ class SharedMemCarrier(PipeCarrier):
     def set_up(self, model_id: str, pipes: Sequence[Any]) -> None:
         """This model's workers are now those at the other ends of these pipes, and no others: the models share them.
 
-        Raises ValueError when another model has other workers in their places.
+        Raises ValueError when another model has other workers in their places, or devices were given for another number
+        of workers.
         """
+        self.publishers.check_workers(len(pipes))
         others = sorted(self._set_up - {model_id})
         for index, pipe in enumerate(pipes):
             known = self.links.get(index)

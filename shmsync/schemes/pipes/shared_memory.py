@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
@@ -19,6 +18,7 @@ from ..api import WeightSyncScheme
 from ..publishers import Publishers
 from ..subscriptions import Subscriptions
 from ..turns import turn
+from ..worker_devices import DeviceChoice, WorkerDevices, devices_for
 from . import messages
 from .messages import Message
 from .receiver import PipeReceiver
@@ -48,7 +48,7 @@ class SharedMemTransport(PipeTransport):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
-        device: torch.device | str | None = None,
+        device: DeviceChoice | WorkerDevices = None,
         checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
@@ -125,8 +125,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
         alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
-        device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A worker's
-            module on another device gets a private copy of each version.
+        device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A list or
+            tuple names the device of each worker, None for the host's memory: each device has one arena, which all
+            workers on it share. A worker's module on another device gets a private copy of each version.
         partial: see WeightSyncScheme. The first weights that are sent make the arena; with partial=True the worker's
             module may have other leaves besides, which stay its own. Leaves that a send lacks keep the values of the
             newest version.
@@ -134,7 +135,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         checksum: of the arenas; see Publisher.
     """
 
-    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}
+    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights", "device"}
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         alias: bool = False,
         partial: bool = False,
         dtype: Dtypes = None,
-        device: torch.device | str | None = None,
+        device: DeviceChoice = None,
         checksum: bool = False,
     ) -> None:
         super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
@@ -161,6 +162,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.timeout = timeout_or_default(timeout)
         self.alias = alias
         self.device = device
+        self._devices = WorkerDevices(device)
         self._transport = self.make_transport()
 
     def make_transport(self) -> SharedMemTransport:
@@ -175,7 +177,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
             alias=self.alias,
             partial=self.partial,
             dtype=self.dtype,
-            device=self.device,
+            device=self._devices,
             checksum=self.checksum,
         )
 
@@ -254,7 +256,10 @@ class SharedMemSender(PipeSender):
 
     @override
     def set_up(self, arguments: Any) -> None:
-        """Weights that are known already are registered with the workers."""
+        """Weights that are known already are registered with the workers, and `device=` places those of the scheme."""
+        devices = devices_for(arguments.given("device"))
+        devices.check_workers(len(arguments.needed("pipes")))
+        self.carrier.publishers.place(devices)
         self.carrier.set_up(arguments.model_id, arguments.needed("pipes"))
         super().set_up(arguments)
         cached = arguments.get("cached_weights")

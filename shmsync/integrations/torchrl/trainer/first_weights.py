@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchrl.weight_update.utils import _resolve_model
 
 from ....engine.strategy import WeightStrategy
 from ....errors import ManifestMismatch
+from ....memory.devices import place_of, usual
+from ....schemes.worker_devices import place_of_arena
 
 
 class First(NamedTuple):
@@ -21,6 +24,18 @@ class First(NamedTuple):
     again: Callable[[], dict[int, Any]]  # `sources` again, with the values that they have at the call
     devices: dict[int, Any]  # of each worker's policy, where it is known
     apart: bool  # each worker has weights of its own
+
+    def places(self) -> dict[int, str]:
+        """By worker, where its arena should lie: where its policy is, if an arena can lie there.
+
+        A worker whose policy's device nobody has named has it where its first weights are.
+        """
+        of_source: dict[int, Any] = {id(source): source for source in self.sources.values()}
+        own = {key: _place(source) for key, source in of_source.items()}
+        return {
+            worker: own[id(source)] if self.devices.get(worker) is None else place_of_arena(self.devices[worker])
+            for worker, source in self.sources.items()
+        }
 
 
 def first_weights(
@@ -106,6 +121,21 @@ def _from_context(model_id: str, context: Any) -> First:
         )
     model = _ready(_module(model, model_id), context, 0)
     return _fixed(dict.fromkeys(range(context.num_workers), model), devices, False)
+
+
+def _place(source: Any) -> str:
+    """Where an arena of these weights should lie that nobody has placed."""
+    tensors: Iterable[Any] = ()
+    if isinstance(source, nn.Module):
+        tensors = _tensors(source)
+    elif isinstance(source, TensorDictBase):
+        tensors = source.values(True, True)
+    elif isinstance(source, Mapping):
+        tensors = source.values()
+    found = [each for each in tensors if isinstance(each, torch.Tensor) and not is_lazy(each)]
+    places = {place_of(tensor) for tensor in found if tensor.numel()}
+    (place,) = places if len(places) == 1 else {"cpu"}
+    return usual() if place in ("cpu", "meta") else place_of_arena(place)
 
 
 def _fixed(sources: dict[int, Any], devices: dict[int, Any], apart: bool) -> First:

@@ -11,6 +11,7 @@ from torch import nn
 from ....engine import extra_state
 from ....engine.dtypes import Dtypes
 from ....engine.publisher import Publication, Publisher, publish_all
+from ....memory.devices import usual
 from ....memory.reader_table import RowId
 from ....memory.segment import new_name
 
@@ -78,10 +79,11 @@ class Groups:
     """The arenas of one model.
 
     Args:
-        sources: the first weights by worker; workers with the same object share an arena.
+        sources: the first weights by worker; workers with the same object share an arena, on each device one.
         apart: give each worker an arena of its own in any case.
         slots, timeout, dtype, checksum: of each Publisher.
-        alias: the one source is a module whose parameters become the shared memory (Publisher.adopt).
+        alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
+        places: by worker, the device on which its arena lies; the others' lies in the host's memory.
 
     Nothing is made before open(), but the arenas' names are known: workers may look for them already.
     """
@@ -96,14 +98,17 @@ class Groups:
         alias: bool = False,
         dtype: Dtypes = None,
         checksum: bool = False,
+        places: Mapping[int, str] | None = None,
     ) -> None:
         self._checksum = checksum
+        places = {} if places is None else places
         self._slots, self._timeout, self._alias, self._dtype = slots, timeout, alias, dtype
         self._readers = max(64, 2 * len(sources))
-        planned: dict[int, tuple[str, list[int]]] = {}  # name, workers
+        planned: dict[Any, tuple[str, list[int], str]] = {}  # name, workers, device
         for worker, source in sources.items():
-            key = worker if apart else id(source)
-            planned.setdefault(key, (new_name(), []))[1].append(worker)
+            place = places.get(worker, usual())
+            key = worker if apart else (id(source), None if alias else place)
+            planned.setdefault(key, (new_name(), [], place))[1].append(worker)
         self._planned = list(planned.values())
         self.workers = set(sources)
         self._members: tuple[Membership, ...] = ()  # replaced as a whole: an interrupt may land anywhere
@@ -113,7 +118,7 @@ class Groups:
     @property
     def names(self) -> dict[int, str]:
         """The name of the arena that each worker starts with."""
-        return {worker: name for name, workers in self._planned for worker in workers}
+        return {worker: name for name, workers, _ in self._planned for worker in workers}
 
     def open(self, weights_of: Callable[[int], Any]) -> None:
         """Make the arenas, each with the weights that one of its workers has now. Idempotent.
@@ -123,7 +128,7 @@ class Groups:
         if self._members:
             return
         members = []
-        for name, workers in self._planned:
+        for name, workers, place in self._planned:
             source = weights_of(workers[0])
             tensors, states = extra_state.separate(source)
             if self._alias and not isinstance(source, nn.Module):
@@ -136,7 +141,8 @@ class Groups:
                     "alias=True cannot share what get_extra_state() returns, which is no tensor; make the scheme "
                     "without alias="
                 )
-            group = self._make(tensors if states is None else extra_state.together(tensors, states), name, workers)
+            first = tensors if states is None else extra_state.together(tensors, states)
+            group = self._make(first, name, None if self._alias else place, workers)
             members.append(Membership(group, frozenset(workers)))
             if self._alias:
                 group.publisher.adopt(source)
@@ -221,17 +227,17 @@ class Groups:
         if states is not None:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
-        branch = self._make(current, new_name())
+        branch = self._make(current, new_name(), group.publisher.place)
         branch.publisher.forget_source()  # it would keep the arena that it was copied from; each send passes weights
         return branch
 
-    def _make(self, weights: Any, name: str, told: Collection[int] = ()) -> Group:
+    def _make(self, weights: Any, name: str, device: str | None, told: Collection[int] = ()) -> Group:
         publisher = Publisher(
             weights,
             name=name,
             slots=self._slots,
             max_readers=self._readers,
-            device="cpu",
+            device=device,
             dtype=self._dtype,
             timeout=self._timeout,
             checksum=self._checksum,

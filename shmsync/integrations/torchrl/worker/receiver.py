@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ....engine import extra_state
@@ -18,6 +19,7 @@ from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.arena import Arena
 from ....memory.segment import Handle
+from ....schemes.subscriptions import is_elsewhere
 from .clock import VersionClock
 from .line import Line
 from .listener import LineListener
@@ -174,8 +176,7 @@ class Receiver:
 
     def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
-        devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
-        copies = not devices <= {"cpu", "meta"}  # an arena lies in CPU memory
+        copies = is_elsewhere(module, subscriber.arena.device)
         return bind_module(
             subscriber, bindable(module), Fitting(subscriber.arena, subscriber.name, copies=copies, beside=beside)
         )
@@ -252,6 +253,10 @@ class _After:
 
     def rebase(self, arena: Arena) -> None:
         """Nothing to do: the arena is looked up in each move."""
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """None."""
+        return []
 
     def prepare(self) -> None:
         """Nothing can be in the way."""

@@ -1,0 +1,115 @@
+"""Where the arenas of the adapter lie: on each worker's device one, by device= or by where the policies are."""
+
+import pytest
+import torch
+from torch import nn
+
+from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from shmsync.memory import devices
+from support.processes import segments
+from support.simulated import Simulated, installed
+from support.torchrl.pair import Counting, filled, net
+
+
+@pytest.fixture
+def two():
+    first, second = Simulated(3, 0.0005), Simulated(4, 0.0005, index=1)
+    with installed(first, second):
+        yield {first.name: first, second.name: second}
+
+
+def places(made, name="0.weight"):
+    return [devices.place_of(dict(own.named_parameters())[name]) for own in made.models]
+
+
+def values(made):
+    return [set(own[0].weight.flatten().tolist()) for own in made.models]
+
+
+def start(model, where):
+    return {"model": model, "devices": where}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_each_device_of_the_policies_has_one_arena(two, pair, slots):
+    model = filled(net(), 1.0)
+    where = ["simulated:0", None, "simulated:1", "simulated:0"]
+    before, allocated = set(segments()), {name: device.allocated for name, device in two.items()}
+    made = pair(model, 4, start=start(model, where), slots=slots)
+    assert len(set(segments()) - before) == 3
+    assert {name: device.allocated - allocated[name] for name, device in two.items()} == dict.fromkeys(two, 1)
+    for value in (2.0, 3.0):
+        made.sender.send(filled(model, value))
+        assert values(made) == [{value}] * 4
+    assert places(made) == ["simulated:0", "cpu", "simulated:1", "simulated:0"]
+
+
+def test_device_of_the_scheme_wins_over_that_of_the_policies(two, pair):
+    model = filled(net(), 1.0)
+    made = pair(model, 2, start=start(model, [None, None]), device=["simulated:1", None])
+    made.sender.send(filled(model, 2.0))
+    assert (values(made), places(made)) == ([{2.0}] * 2, ["simulated:1", "cpu"])
+
+
+def test_without_a_word_the_arena_lies_where_the_first_weights_are(two, pair):
+    model = filled(net(), 1.0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = two["simulated:1"].tensor(tensor.data)
+    made = pair(model, 2, start=start(model, [None, None]))
+    assert places(made) == ["simulated:1"] * 2
+
+
+def test_where_no_arena_can_lie_the_weights_lie_in_the_hosts_memory(two, pair):
+    model = filled(net(), 1.0)
+    made = pair(model, 2, start=start(model, ["mps", "simulated:0"]))
+    made.sender.send(filled(model, 2.0))
+    assert (values(made), places(made)) == ([{2.0}] * 2, ["cpu", "simulated:0"])
+
+
+def test_an_update_for_some_workers_stays_on_their_device(two, pair):
+    model = filled(net(), 1.0)
+    made = pair(model, 3, start=start(model, ["simulated:0"] * 2 + ["simulated:1"]))
+    made.sender.send(filled(model, 2.0), worker_ids=[1])
+    assert values(made) == [{1.0}, {2.0}, {1.0}]
+    made.sender.send(filled(model, 3.0), worker_ids="simulated:0")
+    assert values(made) == [{3.0}, {3.0}, {1.0}]
+    assert places(made) == ["simulated:0"] * 2 + ["simulated:1"]
+
+
+def test_extra_state_comes_along_on_a_device(two, pair):
+    model = filled(Counting(), 1.0)
+    made = pair(model, 2, start=start(model, ["simulated:0", None]))
+    model.words.append("b")
+    made.sender.send(filled(model, 2.0))
+    assert [own.words for own in made.models] == [["a", "b"]] * 2
+    assert places(made, "linear.weight") == ["simulated:0", "cpu"]
+
+
+def test_what_cannot_be_is_refused_before_anything_is_made(two):
+    before = segments()
+    with pytest.raises(ValueError, match=r"device=\['simulated:0'\] is for 1 workers, but there are 2"):
+        ShmWeightSyncScheme(device=["simulated:0"]).init_on_sender(
+            model_id="policy", model=nn.Linear(2, 2), devices=[None, None]
+        )
+    with pytest.raises(ValueError, match="'nowhere', which is no device"):
+        ShmWeightSyncScheme(device="nowhere")
+    with pytest.raises(TypeError, match="not 3"):
+        ShmWeightSyncScheme(device=[3])
+    with pytest.raises(ValueError, match="alias=True shares the trainer's own parameters where they are"):
+        ShmWeightSyncScheme(device="simulated:0", alias=True)
+    assert segments() == before
+
+
+def test_verify_finds_what_a_worker_on_a_device_has_replaced(two, pair):
+    pytest.importorskip("xxhash", reason="checksums need xxhash, which shmsync[verify] brings")
+    model = filled(net(), 1.0)
+    made = pair(model, 2, start=start(model, ["simulated:0", None]), checksum=True, slots=2)
+    made.sender.send(filled(model, 2.0))
+    assert made.sender.verify().workers == (0, 1)
+    with torch.no_grad():
+        made.models[0][0].weight.data = torch.zeros(4, 3)
+    from shmsync.errors import NotDelivered
+
+    with pytest.raises(NotDelivered) as caught:
+        made.sender.verify(timeout=30)
+    assert list(caught.value.missing) == [0]
