@@ -15,7 +15,7 @@ void Later::run() noexcept {
   std::uint32_t pending = kPending;
   if (!state_.compare_exchange_strong(pending, kRunning, std::memory_order_acquire)) return;
   work();
-  // SYNC later.done: release; pairs with done(). Who sees it sees what the work has done.
+  // SYNC later.done: release; pairs with wait(). Who sees it sees what the work has done.
   state_.store(kDone, std::memory_order_release);
   futex_wake_all(state_);
 }
@@ -25,13 +25,10 @@ bool Later::cancel() {
   return state_.compare_exchange_strong(pending, kCancelled, std::memory_order_acquire);
 }
 
-// SYNC later.done: acquire; pairs with run().
-bool Later::done() const { return state_.load(std::memory_order_acquire) == kDone; }
-
 bool Later::wait(Nanoseconds timeout) const {
   const std::uint64_t start = monotonic_ns();
   for (;;) {
-    const std::uint32_t seen = state_.load(std::memory_order_acquire);
+    const std::uint32_t seen = state_.load(std::memory_order_acquire);  // SYNC later.done: pairs with run()
     if (seen == kDone) return true;
     const auto waited = Nanoseconds(monotonic_ns() - start);
     if (seen == kCancelled || waited >= std::min(timeout, kSlice)) return false;

@@ -22,7 +22,6 @@ class Later : public std::enable_shared_from_this<Later> {
   void* ticket();
   // True: it will not be done. False: it is done, or just being done.
   bool cancel();
-  bool done() const;
   // At most one slice. True when it is done.
   bool wait(Nanoseconds timeout) const;
 

@@ -52,6 +52,9 @@ class PublicationWriter {
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
   std::uint64_t next_version() const { return next_; }
+  // Packed; what readers find now, for a thread that does not write: a device may be about to commit.
+  // SYNC current.commit: acquire; pairs with commit(). Who sees the version sees its bytes.
+  std::uint64_t published() const { return line_.current.load(std::memory_order_acquire); }
   bool poisoned() const { return poisoned_; }
   bool writing() const { return writing_; }  // from ready to commit(), abort() or poison()
   const ReaderTable& readers() const { return readers_; }
