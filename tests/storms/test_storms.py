@@ -8,7 +8,7 @@ import pytest
 
 from support import storm
 
-HERE = ["multiprocess", "shared-memory", "shared-memory-3", "groups"]
+HERE = ["engine", "engine-device", "multiprocess", "shared-memory", "shared-memory-3", "groups"]
 AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
 NEEDS = {"ray": "ray", "collector": "gymnasium", "torchrl": "torchrl"}
 

@@ -27,8 +27,18 @@ from support.storm_engine import ENGINES
 TARGETS = [*ENGINES, *STORMS, *COLLECTORS]
 BEGIN, END = "<!-- soak -->", "<!-- end of soak -->"
 PUBLISHES = ("send", "wait_async", "resend", "send_together")
-NO_FAULTS = {*PUBLISHES, "send_async", "failed", "kills", "sections", "steps", "worker restarts", "trainer restarts"}
-NO_FAULTS |= {"looks at what is used"}
+NO_FAULTS = {
+    *PUBLISHES,
+    "send_async",
+    "failed",
+    "kills",
+    "sections",
+    "glances",
+    "steps",
+    "worker restarts",
+    "trainer restarts",
+}
+NO_FAULTS |= {"looks at what is used", "frames"}
 BROKEN = {  # what ends a storm, and the words by which it is known
     "torn accepted": "saw weights that are (torn|wrong|split)",
     "wrong versions": "backwards|computes with|returned version",
@@ -68,7 +78,8 @@ class Tally:
             "targets": ", ".join(self.targets),
             "publishes and sends": f"{sum(counts[each] for each in PUBLISHES):,}",
             "of them failed, as they had to": f"{counts['failed']:,}",
-            "forwards, each checked in full": f"{counts['sections']:,}",
+            "sections": f"{counts['sections'] + counts['glances']:,}",
+            "of them with every element checked": f"{counts['sections']:,}",
             "faults": f"{sum(counts[kind] for kind in self.kinds()):,}",
             "new workers, new trainers": f"{counts['worker restarts']:,}, {counts['trainer restarts']:,}",
             **{each: self.broken[each] for each in (*BROKEN, "hangs", "other")},

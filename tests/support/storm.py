@@ -61,7 +61,7 @@ class Sky:
         self.lateness = Lateness(self.board)
         self.judge = Judge(self.lateness)
         self._rows = 0
-        self._sections = 0
+        self._sections = self._glances = 0
         self._struck = {}  # kinds of trouble, and when, since when no call has reached everybody
         self.recovery = {}  # the longest time in seconds until one did, by kind
         self.pids = set()
@@ -72,17 +72,19 @@ class Sky:
         self._rows += 1
         row = self.board.row(number)
         self._sections += row.get("forwards")
+        self._glances += row.get("glances")
         for place in range(len(row._words)):
             row._words[place] = 0
         return number, row
 
     def sections(self):
-        """How many forwards there were, of all workers."""
+        """How many sections there were that looked at all elements, and that looked at a few, of all workers."""
         rows = [self.board.row(number) for number in range(min(self._rows, ROWS - 1))]
-        found = self._sections + sum(row.get("forwards") for row in rows)
+        whole = self._sections + sum(row.get("forwards") for row in rows)
+        glances = self._glances + sum(row.get("glances") for row in rows)
         for row in rows:
             row.close()
-        return found
+        return whole, glances
 
     def struck(self, kind):
         """A trouble begins."""
@@ -363,7 +365,7 @@ def run(name, seconds, seed, say=print):
                 said = time.monotonic()
                 say(line(name, sky, said - start))
         storm.end()
-        sky.counts["sections"] = sky.sections()
+        sky.counts["sections"], sky.counts["glances"] = sky.sections()
         return sky
     except BaseException:
         say(f"seed {seed}; the last events:\n" + "\n".join(sky.log))

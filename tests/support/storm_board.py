@@ -11,10 +11,10 @@ import os
 import time
 
 ROWS, RING = 512, 256
-_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "split", "detail", "changes")
+_FIELDS = ("pid", "command", "phase", "forwards", "torn", "wrong", "backwards", "split", "detail", "changes", "glances")
 _WIDTH = 16 + 2 * RING + 2 * RING
 NOTHING, STOP, EXIT, EXEC, FORK, STRIDE = range(6)  # what a worker is told
-IDLE, RECEIVING, COMPUTING = range(3)  # where it is
+IDLE, RECEIVING, COMPUTING, REFUSED = range(4)  # where it is; refused: no version is whole
 
 
 class Board:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import shmsync
 from support import processes
 from support.processes import segment_path
-from support.storm_board import EXEC, EXIT, FORK, STRIDE
+from support.storm_board import EXEC, EXIT, FORK, REFUSED, STRIDE
 from support.storm_engine_ends import befall, make_publisher, read_on, send, used_by
 from support.storm_fleets import Call, take
 from support.storm_judge import CALM, Violation
@@ -28,9 +28,9 @@ from support.worker import Gone, Worker, fork_server
 WORKERS = 8
 TIMEOUTS = (0.05, 0.3, 10.0, 20.0)
 OF_WORKERS = (
-    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors",
+    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory",
 )  # fmt: skip
-OF_TRAINERS = ("kill", "exec", "stop and go on", "interrupt", "fork", "clock", "no descriptors")
+OF_TRAINERS = ("kill", "exec", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory")
 LONG_BREAK = 0.03  # seconds that a limit lasts
 
 
@@ -118,7 +118,9 @@ class EngineStorm:
         sent = {self._number} if earlier is None else {*earlier.sent, self._number}
         life = self.lives[index] = Life(index, worker, row, number, sent=sent)
         worker.start(read_on, self.sky.board.path, number, self._name, index, consistency, self.device)
-        self._await(lambda: row.get("forwards"), life)
+        self._await(
+            lambda: row.get("forwards") or row.get("phase") == REFUSED, life
+        )  # or the update() before it failed
         self.sky.pids.add(row.get("pid"))
 
     def _await(self, condition, life):
@@ -232,8 +234,10 @@ class EngineStorm:
                     life.row.set("command", FORK)
                 elif kind == "clock":
                     life.row.set("command", STRIDE)
-                else:
+                elif kind == "no descriptors":
                     limited(pid, resource.RLIMIT_NOFILE, 3)
+                else:
+                    limited(pid, resource.RLIMIT_AS, 1 << 20)  # less than it has: it gets no more
             finally:
                 end = time.monotonic_ns() + 100_000_000  # so long it may feel it
                 life.touched[-1] = (now, end)
@@ -264,21 +268,24 @@ class EngineStorm:
         take(call, found)
         named = getattr(call.error, "missing", ())
         for life in self.lives:  # whose row an earlier call has taken, or this one while it waited for a pin
-            if life.doomed and life.dead_since < call.start and life.index not in named:
-                life.reported |= life.index not in rows or (reaped and ids == "all")
+            if life.doomed and life.dead_since < call.sent and life.index not in named:
+                here = life.dead_since < call.start
+                life.reported |= life.left or (here and (life.index not in rows or (reaped and ids == "all")))
         self.counts["send"] += 1
         self.counts["failed"] += call.error is not None
         self.sky.note(f"{self._steps}: {call} -> {call.value if call.error is None else repr(call.error)[:300]}")
         if not self.trainer.untouched(call.start, call.end):
             call.waited += 1.0
-            if isinstance(call.error, (InterruptedError, shmsync.NoSpace)):
+            if isinstance(call.error, (InterruptedError, shmsync.NoSpace, MemoryError)):
                 return
+            if isinstance(call.error, RuntimeError) and "allocate memory" in str(call.error):
+                return  # torch's own, for the weights that were to be sent
+        if isinstance(call.error, shmsync.Poisoned):
+            return  # an update() after one that failed
         if step.how == "fails in place":
             if not isinstance(call.error, (LookupError, shmsync.ReaderStalled)):
                 raise Violation(f"{call} raised {call.error!r}")
             return
-        if isinstance(call.error, shmsync.Poisoned):
-            return  # an update() after one that failed
         if ids is None and call.error is None:
             self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
             for life in self.lives:

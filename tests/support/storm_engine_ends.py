@@ -11,15 +11,17 @@ from pathlib import Path
 import torch
 
 import shmsync
-from support.storm_board import COMPUTING, EXEC, EXIT, FORK, IDLE, NOTHING, STOP, STRIDE, Board
+from support.storm_board import COMPUTING, EXEC, EXIT, FORK, IDLE, NOTHING, REFUSED, STOP, STRIDE, Board
 from support.storm_fleets import timed
-from support.storm_model import FINE, TORN, Weather, leaf
+from support.storm_model import FINE, GLANCE, TORN, Weather, element, leaf
+from support.storm_worker import look
 
 # What a reader may meet while its publisher is dead, stopped or half way; it goes on.
 EXPECTED = (shmsync.ArenaNotFound, shmsync.WriterDied, shmsync.Poisoned, shmsync.WriterBusy, shmsync.ClosedError)
 EXPECTED += (shmsync.NoSpace, OSError, MemoryError)
 
 
+GLANCES = 96  # sections that look at a few elements only, for one that looks at all
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 
@@ -140,8 +142,9 @@ class ReaderEnd:
     def __init__(self, row, name, worker, consistency):
         self.row, self._name, self._worker, self._consistency = row, name, worker, consistency
         self._sub = self._model = None
-        self._newest = 0
+        self._newest = {0: 0}
         self._calls = 0
+        self._arrays = {}  # of the leaves, by the weights that a section gave
 
     def go_on(self):
         """Until something has befallen it. False: until the end."""
@@ -150,10 +153,14 @@ class ReaderEnd:
                 self.compute()
                 time.sleep(0.003)  # eight of them must leave the machine some time
             return False
-        except EXPECTED:
+        except EXPECTED as error:
+            self.row.set("phase", REFUSED if isinstance(error, shmsync.Poisoned) else IDLE)
             time.sleep(0.002)
         except shmsync.ManifestMismatch:
             self.close()
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):  # torch's own
+                raise
         return True
 
     def obey(self, command):
@@ -186,6 +193,10 @@ class ReaderEnd:
             )
             more = sum(str(key).startswith("more") for key in sub.weights.keys())  # noqa: SIM118  a TensorDict
             self._model, self._sub = sub.bind(Wide(0, more)), sub
+        self.row.set("phase", COMPUTING)
+        for _ in range(GLANCES):
+            self.glance()
+        self._arrays.clear()  # they would keep the memory of an earlier trainer
         self._calls += 1
         if self._calls % 64 == 0:
             self._sub.refresh()  # raises when the layout has changed
@@ -196,15 +207,25 @@ class ReaderEnd:
                 number, matter, where = forecast(self._sub.snapshot().weights)
             else:
                 number, _, matter, where = self._model()
-        if matter != FINE:
-            self.row.set("detail", number * 100 + where)
-            self.row.add("torn" if matter == TORN else "wrong")
-        if number < self._newest:
-            self.row.set("detail", number)
-            self.row.add("backwards")
-        self._newest = number
+        look(self.row, self._newest, 0, (number, 0, matter, where))
         self.row.forward(start, number)
         self.row.set("phase", IDLE)
+
+    def glance(self):
+        """A section that looks at one element of each leaf."""
+        with self._sub.read() as section:
+            weights = section.weights
+            arrays = self._arrays.get(id(weights))
+            if arrays is None or arrays[0] is not weights:
+                leaves = [weights["leaves", str(index)].numpy() for index in range(4)]
+                arrays = self._arrays[id(weights)] = (weights, weights["number"].numpy(), leaves)
+            number = int(arrays[1][0])
+            seen = [float(array[place]) for array, place in zip(arrays[2], GLANCE, strict=True)]
+        if section.torn:  # so it says, when it is optimistic
+            return
+        odd = [i for i, value in enumerate(seen) if value != element(number, i, GLANCE[i])]
+        look(self.row, self._newest, 0, (number, 0, TORN if odd else FINE, odd[0] if odd else 0))
+        self.row.add("glances")
 
 
 def forecast(weights):

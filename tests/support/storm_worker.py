@@ -9,7 +9,9 @@ import time
 import torch
 
 from support.storm_board import COMPUTING, EXEC, EXIT, IDLE, RECEIVING, STOP, Board
-from support.storm_model import FINE, TORN
+from support.storm_model import FINE, GLANCE, TORN
+
+GLANCES = 32  # sections that look at a few elements only, for one that looks at all
 
 
 def live(state, path, index, called):
@@ -47,18 +49,28 @@ def compute(state, row, newest):
     row.set("phase", COMPUTING)
     found = {}
     with state.using, torch.no_grad():
+        for _ in range(GLANCES):
+            for model_id, model in state.models.items():
+                look(row, newest, model_id, model(GLANCE))
+            row.add("glances")
         start = time.monotonic_ns()
         for model_id, model in state.models.items():
             found[model_id] = model()
-    for model_id, (number, _, matter, leaf) in found.items():
-        if matter != FINE:
-            row.set("detail", number * 100 + leaf)
-            row.add("torn" if matter == TORN else "wrong")
-        if number < newest[model_id]:
-            row.set("detail", number)
-            row.add("backwards")
-        newest[model_id] = number
+    for model_id, seen in found.items():
+        look(row, newest, model_id, seen)
     numbers = [number for number, *_ in found.values()]
     if all(numbers) and any(pair > min(numbers) for _, pair, *_ in found.values()):
         row.add("split")  # one of two models that were sent together came without the other
     row.forward(start, found["policy"][0])
+
+
+def look(row, newest, model_id, seen):
+    """Note what is the matter with what a forward saw, if anything is."""
+    number, _, matter, leaf = seen
+    if matter != FINE:
+        row.set("detail", number * 100 + leaf)
+        row.add("torn" if matter == TORN else "wrong")
+    if number < newest[model_id]:
+        row.set("detail", number)
+        row.add("backwards")
+    newest[model_id] = number
