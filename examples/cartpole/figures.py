@@ -24,8 +24,10 @@ class Figures:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=EPISODES))
     episodes: list[tuple[int, float]] = field(default_factory=list)  # (environment steps, return)
     lags: list[tuple[int, int, float, int]] = field(default_factory=list)  # (steps, min, mean, max) versions
+    publishes: list[tuple[int, float]] = field(default_factory=list)  # (steps, mean seconds since the last)
     acks: list[float] = field(default_factory=list)  # seconds from a version until every actor used it
     _last_rate: tuple[float, int] = (0.0, 0)
+    _published: tuple[int, float] = (0, 0.0)
     rate: float = 0.0  # environment steps per second, of late
 
     def hear(self, rollout: Rollout, message: Message, version: int) -> None:
@@ -38,6 +40,12 @@ class Figures:
             self.episodes.append((self.env_steps, value))
         lag = version - rollout.version
         self.lags.append((self.env_steps, int(lag.min()), float(lag.double().mean()), int(lag.max())))
+
+    def published(self, count: int, total: float) -> None:
+        """So many publishes have taken so many seconds: one point of the plot for each rollout that came since."""
+        if count > self._published[0]:
+            self.publishes.append((self.env_steps, (total - self._published[1]) / (count - self._published[0])))
+            self._published = (count, total)
 
     @property
     def seconds(self) -> float:

@@ -15,6 +15,9 @@ from .figures import EPISODES, Figures
 from .fleet import Fleet
 from .options import Options
 
+# Legends stand beside the axes, where no data is.
+_BESIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
+
 
 def results(
     options: Options, outcome: str, figures: Figures, fleet: Fleet, stats: shmsync.PublisherStats
@@ -75,6 +78,7 @@ def write_json(options: Options, r: dict[str, Any], figures: Figures) -> Path:
     series = {
         "episodes": {"columns": ["env_steps", "return"], "rows": figures.episodes},
         "lag": {"columns": ["env_steps", "min", "mean", "max"], "rows": figures.lags},
+        "publish": {"columns": ["env_steps", "seconds"], "rows": figures.publishes},
         "ack_seconds": figures.acks,
     }
     path.write_text(json.dumps({"results": r, "series": series}) + "\n")
@@ -82,13 +86,13 @@ def write_json(options: Options, r: dict[str, Any], figures: Figures) -> Path:
 
 
 def draw(options: Options, figures: Figures) -> Path:
-    """Return and policy lag over environment steps, as `training.png` in `options.out`."""
+    """Return, policy lag and publish latency over environment steps, as `training.png` in `options.out`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, so not before it is due
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
+    figure = Figure(figsize=(10, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
+    upper, lower, lowest = figure.subplots(3, 1, sharex=True)
     upper.set_title(options.title)
     if figures.episodes:
         steps, returns = zip(*figures.episodes, strict=True)
@@ -97,14 +101,20 @@ def draw(options: Options, figures: Figures) -> Path:
         upper.plot(steps, [sum(w) / len(w) for w in windows], label=f"mean of the last {EPISODES}")
     upper.axhline(options.target, linestyle="--", linewidth=1, color="grey", label="target")
     upper.set_ylabel("return")
-    upper.legend(loc="lower right")
+    upper.legend(**_BESIDE)
     if figures.lags:
         steps, low, mean, high = zip(*figures.lags, strict=True)
         lower.fill_between(steps, low, high, alpha=0.3, label="min to max in a rollout")
         lower.plot(steps, mean, linewidth=1, label="mean")
-        lower.legend(loc="upper right")
+        lower.legend(**_BESIDE)
     lower.set_ylabel("policy lag (versions)")
-    lower.set_xlabel("environment steps")
+    if figures.publishes:
+        steps, seconds = zip(*figures.publishes, strict=True)
+        lowest.plot(steps, [1e6 * each for each in seconds], ".", markersize=3, label="mean since the last point")
+        lowest.set_yscale("log")
+        lowest.legend(**_BESIDE)
+    lowest.set_ylabel("publish (µs)")
+    lowest.set_xlabel("environment steps")
     path = options.out / "training.png"
     figure.savefig(path, dpi=120)
     return path
