@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml
+SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml README.md tools/readme_elsewhere.py
 
-.PHONY: demo test test-device storm-device test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
+.PHONY: fuzz demo test test-device storm-device test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -21,9 +21,17 @@ PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml)
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
 
-# The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py).
+# The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py), and
+# what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
+ON_DEVICES := engine unit/test_verify.py $(addprefix collectors/test_,devices.py verify.py weights.py) \
+  integrations/scheme/test_sends.py integrations/collectors/test_updates.py
+SCHEMES_ON_DEVICES := $(addprefix conformance/test_,cast.py death.py many_sends.py own_loop.py own_messages.py partial.py \
+  receive.py refused.py send.py threads.py together.py verify.py)
 test-device: $(STAMP)
-	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering $(abspath tests/engine) $(ARGS)
+	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering \
+	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)
+	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering -k "shm and forkserver" \
+	  $(abspath $(addprefix tests/,$(SCHEMES_ON_DEVICES)))
 
 # Many publishes to kernels that run late, on that device; none may see another version than its section's.
 PUBLISHES ?= 100000
@@ -57,6 +65,18 @@ storm: $(STAMP)
 soak: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.soak \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
+
+# The fuzzers: INPUTS for each target, libFuzzer's over the native core where there is clang. SEED repeats the inputs.
+INPUTS ?= 1000000
+FUZZ := $(abspath build)/native-fuzz
+fuzz: $(STAMP)
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.fuzz --inputs $(INPUTS) \
+	  $(addprefix --seed ,$(SEED)) $(ARGS)
+	@command -v clang++ >/dev/null || { echo "the native fuzzers are skipped: they need clang (apt install clang)"; exit 0; }; \
+	cd native && $(abspath $(BIN))/cmake --preset fuzz && $(abspath $(BIN))/cmake --build --preset fuzz -j2 || exit 1; \
+	for each in segment frames; do mkdir -p $(FUZZ)/found/$$each; \
+	  $(FUZZ)/fuzz/fuzz_$$each -runs=$(INPUTS) -max_len=512 -timeout=60 -rss_limit_mb=1024 $(addprefix -seed=,$(SEED)) \
+	    -print_final_stats=1 -artifact_prefix=$(FUZZ)/found/ $(FUZZ)/found/$$each fuzz/corpus/$$each || exit 1; done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

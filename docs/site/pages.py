@@ -12,6 +12,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ REFERENCE = {
 }
 
 
+@event_priority(100)  # before mkdocstrings, which reads its paths there
 def on_config(config):
     """Put the decisions into the navigation, and let the reference read the installed package: it has the stubs."""
     installed = Path(importlib.util.find_spec("shmsync").origin).parents[1]
@@ -128,6 +130,7 @@ def reference(title, modules):
         lines += [f"## {module}", ""] if len(modules) > 1 else []
         for name in names:
             lines += [f"::: {module}.{name}", f"    options: {{heading_level: {3 if len(modules) > 1 else 2}}}", ""]
+            lines += [f"[What to do](../troubleshooting.md#{name.lower()})", ""] if module == "shmsync.errors" else []
     return "\n".join(lines)
 
 

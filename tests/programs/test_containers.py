@@ -1,0 +1,128 @@
+"""The guide for containers: what it says of /dev/shm, users and namespaces, in namespaces made here; its manifests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from support.pages import File, Typed, same, steps
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "guides" / "containers.md"
+FILES = {each.name: each.text for each in steps(PAGE) if isinstance(each, File)}
+PYTHON = sys.executable
+
+
+def shell(script, directory, *before):
+    """Run it with a /dev/shm of its own, of 64 MB, as Docker makes it."""
+    script = f"set -e; mount -t tmpfs -o size=64m,mode=1777 tmpfs /dev/shm; {script}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = ["unshare", "--mount", *before, "bash", "-c", script]
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=250)
+
+
+@pytest.fixture
+def container():
+    """A folder with the files of the page. Other users may look into it, which they may not into pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="container-") as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        for name, text in FILES.items():
+            (folder / name).write_text(text)
+        if shell("true", folder).returncode != 0:
+            pytest.skip("needs the right to make namespaces: run as root, outside of a restricted container")
+        yield folder
+
+
+def test_weights_need_no_room_in_dev_shm(container):
+    done = shell(f"{PYTHON} check.py", container)
+    assert done.returncode == 0, done.stderr
+    (shown,) = (each.output for each in steps(PAGE) if isinstance(each, Typed) and "docker run" in each.command)
+    assert same(shown, done.stdout, loose=True), done.stdout
+    assert done.stdout.startswith("/dev/shm has 64 MiB") and "200 MB" in done.stdout
+    assert int(re.search(r"(\d+) KiB", done.stdout)[1]) < 1024
+
+
+TRAINER = """
+import sys, torch, shmsync
+with shmsync.Publisher({"w": torch.arange(4.0)}, name="policy"):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+WORKER = """
+from attach import attach
+with attach("policy", seconds=float({seconds}), worker=0) as sub, sub.read() as section:
+    print("sum", section.weights["w"].sum().item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("around", "said"),
+    [
+        pytest.param("unshare --mount", "sum 6.0", id="a container of the same pod"),
+        pytest.param(
+            "unshare --mount --pid --fork --mount-proc",
+            "has pid namespace",
+            id="another process namespace",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "setpriv --reuid 65534 --regid 65534 --clear-groups",
+            "uid 65534 may not open arena",
+            id="user",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "unshare --mount bash -c 'mount -t tmpfs tmpfs /dev/shm; exec \"$@\"' _",
+            "there is no arena",
+            id="shm",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_worker_in_another_container(container, around, said):
+    (container / "trainer.py").write_text(TRAINER)
+    (container / "work.py").write_text(WORKER.replace("{seconds}", "60" if said.startswith("sum") else "0"))
+    script = (
+        f"mkfifo end; {PYTHON} trainer.py <end >ready & exec 3>end; until grep -q ready ready; do sleep 0.1; done; "
+        f"set +e; {around} {PYTHON} work.py; echo >&3; wait"
+    )
+    if around.startswith("setpriv") and shell(f"{around} {PYTHON} -c 'import shmsync'", container).returncode != 0:
+        pytest.skip("needs an interpreter that other users may run, with all that is installed")
+    done = shell(script, container)
+    assert said in done.stdout + done.stderr, done.stdout + done.stderr
+    if not said.startswith("sum"):
+        assert "ArenaNotFound" in done.stderr
+        assert said.replace("65534", "...") in PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", ["pod.yaml", "pod-of-two.yaml"])
+def test_the_manifests_are_of_kubernetes_schema(name):
+    yaml = pytest.importorskip("yaml")
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: shmsync[guides] brings it")
+    pod = yaml.safe_load(FILES[name])
+    validate.validate(pod, validate.latest_version(), strict=True)
+    spec = pod["spec"]
+    if len(spec["containers"]) > 1:
+        assert spec["shareProcessNamespace"] is True and "runAsUser" in spec["securityContext"]
+        (volume,) = (each["name"] for each in spec["volumes"] if each["emptyDir"]["medium"] == "Memory")
+        for each in spec["containers"]:
+            assert {"name": volume, "mountPath": "/dev/shm"} in each["volumeMounts"]
+    with pytest.raises(validate.ValidationError):
+        validate.validate({**pod, "spec": {**spec, "restartPolicies": "Never"}}, validate.latest_version(), strict=True)
+
+
+def test_the_image_copies_what_there_is():
+    lines = re.findall(r"^(FROM|RUN|COPY|USER|WORKDIR|CMD) (.*)$", FILES["Dockerfile"], re.MULTILINE)
+    assert len(lines) == len([line for line in FILES["Dockerfile"].splitlines() if line])
+    stages = [each.split(" AS ")[1] for word, each in lines if word == "FROM" and " AS " in each]
+    for source, _ in (each.split() for word, each in lines if word == "COPY" and "--from" not in each):
+        assert source in FILES or (ROOT / source).exists()
+    for stage in re.findall(r"--from=(\w+)", FILES["Dockerfile"]):
+        assert stage in stages

@@ -1,0 +1,57 @@
+"""The tutorial and the guides, followed from their text alone, in an empty directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from support.pages import Reader, same, steps
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+# Its guide, how many commands it has, what it needs besides. Notebooks and containers have files of their own.
+GUIDES = [
+    ("share-memory", 3, ()),
+    pytest.param("cleanrl", 3, ("gymnasium",), marks=pytest.mark.full),
+    pytest.param("stable-baselines3", 1, ("stable_baselines3",), marks=pytest.mark.full),
+    pytest.param("torchrl", 1, ("torchrl", "gymnasium"), marks=pytest.mark.full),
+    pytest.param("ray", 4, ("ray", "gymnasium"), marks=pytest.mark.full),
+    pytest.param("language-models", 2, ("transformers", "peft"), marks=pytest.mark.full),
+]
+
+
+@pytest.fixture
+def reader(tmp_path):
+    return Reader(tmp_path)
+
+
+def test_the_tutorial_prints_what_it_shows(reader):
+    assert reader.follow(DOCS / "tutorial.md") == 5
+
+
+@pytest.mark.parametrize(("name", "commands", "needed"), GUIDES)
+def test_a_guide_prints_what_it_shows(reader, name, commands, needed):
+    for module in needed:
+        pytest.importorskip(module, reason=f"the guide needs {module}, which shmsync[test] brings")
+    if not shutil.which("patch"):
+        pytest.skip("the guides need patch: apt-get install patch")
+    assert reader.follow(DOCS / "guides" / f"{name}.md") == commands
+
+
+def test_every_guide_is_followed_by_a_test():
+    elsewhere = {"notebooks", "containers"}
+    followed = {getattr(each, "values", each)[0] for each in GUIDES} | elsewhere
+    assert {page.stem for page in (DOCS / "guides").glob("*.md")} == followed
+
+
+def test_another_output_would_be_noticed(reader, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text('```python title="a.py"\nprint(1, 2)\n```\n\n```console\n$ python a.py\n1 3\n```\n')
+    with pytest.raises(AssertionError, match="but the page shows"):
+        reader.follow(page)
+    assert len(steps(page)) == 2
+    assert same("1 ...\n", "1 2\n", loose=False) and same("1 3.5\n", "1 2\n", loose=True)
+    assert not same("1 3\n", "1 2\n", loose=False) and not same("1 3\n", "one 3\n", loose=True)

@@ -1,0 +1,97 @@
+"""The guide for notebooks: its cells in a real kernel, which is interrupted and restarted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from support.pages import File, steps
+from support.processes import until
+
+pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which shmsync[guides] brings")
+jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need jupyter_client, which ipykernel brings")
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "notebooks.md"
+BLOCKS = {each.name: each.text for each in steps(PAGE) if isinstance(each, File)}
+
+
+class Notebook:
+    """A kernel in an empty directory."""
+
+    def __init__(self, directory):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        self.manager = jupyter_client.KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(directory), env=environment)
+        self.connect()
+
+    def connect(self):
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
+
+    def run(self, number, interrupt_when_it_says=None):
+        """(what the cell prints on stdout, the name of the error that it ends with)."""
+        said, error, heard = [], [], threading.Event()
+
+        def hear(message):
+            content = message["content"]
+            if message["msg_type"] == "stream" and content["name"] == "stdout":
+                said.append(content["text"])
+                if interrupt_when_it_says and interrupt_when_it_says in "".join(said):
+                    heard.set()
+            elif message["msg_type"] == "error":
+                error.append(content["ename"])
+
+        def interrupt():  # in a thread, because this one is in the cell's loop
+            if heard.wait(200):
+                self.manager.interrupt_kernel()
+
+        button = threading.Thread(target=interrupt)
+        if interrupt_when_it_says:
+            button.start()
+        self.client.execute_interactive(BLOCKS[f"In [{number}]"], output_hook=hear, timeout=250)
+        if interrupt_when_it_says:
+            button.join()
+        return "".join(said), *(error or [None])
+
+    def prints_what_it_shows(self, *numbers):
+        for number in numbers:
+            assert self.run(number) == (BLOCKS.get(f"Out [{number}]", "Writing workers.py\n"), None)
+
+    def children(self):
+        kernel = psutil.Process(self.manager.provisioner.process.pid)
+        return [child for child in kernel.children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
+
+    def end(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    opened = Notebook(tmp_path)
+    yield opened
+    opened.end()
+
+
+@pytest.mark.full  # three times the workers of the tutorial, which `make test` follows
+def test_the_cells_print_what_the_page_shows_also_after_interrupt_second_run_and_restart(notebook):
+    notebook.prints_what_it_shows(1, 2, 3)
+    said, error = notebook.run(4, interrupt_when_it_says="training")
+    assert error == "KeyboardInterrupt"
+    notebook.prints_what_it_shows(5, 6)
+    first = notebook.children()
+    assert len(first) == 2
+    notebook.prints_what_it_shows(2, 3)  # the cell is run again
+    second = notebook.children()
+    assert len(second) == 2 and not {each.pid for each in first} & {each.pid for each in second}
+    notebook.client.stop_channels()
+    notebook.manager.restart_kernel(now=True)
+    notebook.connect()
+    until(lambda: not any(each.is_running() for each in first + second))
+    said, error = notebook.run(2)
+    assert error is None and said == BLOCKS["Out [2]"]
