@@ -107,8 +107,13 @@ class Cover {
         flight_->under_way = true;
         if (flight_->due) call_method(self, "_begin", args);
       }
-      const Running running(*this, inner);
-      return finished(self, call(inner, args, kwargs), args, kwargs);
+      nb::object out;
+      {
+        const Running running(*this, inner);
+        out = finished(self, call(inner, args, kwargs), args, kwargs);
+      }
+      entered.leave();
+      return out;
     }
   }
 
@@ -200,22 +205,31 @@ class Cover {
           (*readers)[count].reader->enter((*readers)[count].owner, nb::none(), nb::none());
         mark.emplace(cover);
       } catch (...) {
-        leave();
+        leave_quietly();
         throw;
       }
     }
-    ~Entered() {
+    ~Entered() { leave_quietly(); }
+    // All of them; then it throws what the first one that failed has raised.
+    void leave() {
       mark.reset();
-      leave();
-    }
-    void leave() noexcept {
+      std::optional<nb::python_error> first;
       while (count > 0) {
         const Covered& each = (*readers)[--count];
         try {
           each.reader->leave(each.owner);
-        } catch (nb::python_error& error) {  // what a device has failed with; the next call of its driver says it too
-          error.discard_as_unraisable("leaving the read section of a guarded call");
+        } catch (nb::python_error& error) {
+          if (!first) first.emplace(error);
         }
+      }
+      if (first) throw *first;
+    }
+    // For an error that is on its way already.
+    void leave_quietly() noexcept {
+      try {
+        leave();
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("leaving the read section of a guarded call");
       }
     }
     const Readers readers;  // the cover may get others meanwhile

@@ -1,6 +1,7 @@
 // Memory services for Python: populating, mapping the slab read-only, also in forked children; the control segment.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <mutex>
 #include <system_error>
+#include <tuple>
 #include <vector>
 
 #include "control.hpp"
@@ -294,7 +296,17 @@ void bind_memory(nb::module_& m) {
               if (const auto row = table.look(i); row.acked == version) workers.push_back(row.worker);
             return workers;
           },
-          "version"_a, "The workers whose last ack is `version`, including those that have left since.");
+          "version"_a, "The workers whose last ack is `version`, including those that have left since.")
+      .def(
+          "rows_of",
+          [](const Control& c, std::int32_t worker) {
+            std::vector<std::tuple<std::uint32_t, std::uint64_t>> rows;
+            const auto table = c.readers();
+            for (std::uint32_t i = 0; i < table.size(); ++i)
+              if (const auto row = table.look(i); row.worker == worker) rows.emplace_back(i, row.owner);
+            return rows;
+          },
+          "worker"_a, "(row, owner) of every row with this index; owner 0: whoever had it has left.");
 }
 
 }  // namespace shmsync::bind

@@ -124,24 +124,23 @@ class Reader {
       mutex.unlock();
       return torn;
     }
-    try {
-      if (copies_apart) call_method(self, "_copies_read");
-      if (side->device()) tell_device(self);
-    } catch (...) {
-      side->leave();
-      mutex.unlock();
-      throw;
-    }
+    std::optional<nb::python_error> error;
+    if (copies_apart) insist(error, [&] { call_method(self, "_copies_read"); });
+    if (side->device()) tell_device(self, error);
     torn = side->leave();
     if (torn) side->forget();
     mutex.unlock();
+    if (error) throw *error;
     return torn;
   }
 
   // Leaves what _enter_slow() or _refresh_slow() has entered, in the middle of their work.
   bool abandon(nb::handle self) {
-    if (side->device()) tell_device(self);
-    return side->leave();
+    std::optional<nb::python_error> error;
+    if (side->device()) tell_device(self, error);
+    const bool torn = side->leave();
+    if (error) throw *error;
+    return torn;
   }
 
   // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
@@ -278,13 +277,33 @@ class Reader {
   }
 
   // Before a section's pin goes: what it has asked the device for is still to be done, and holds the slot until then.
-  // An optimistic section has no pin: it is done when this returns, so that what it has read can be judged. Raises what
-  // the device has failed with; then the slot stays held.
-  void tell_device(nb::handle self) {
-    if (side->holds_pin())
-      call_method(self, "_reads_end", nb::cast(HostCall{side->device()->begin(slot_of(side->held()))}));
-    else if (side->consistency() == Consistency::optimistic && !side->pinned())
-      call_method(self, "_reads_end", nb::none());
+  // An optimistic section has no pin: it is done when this returns, so that what it has read can be judged. The error
+  // is what the device has failed with, then the slot stays held, or what a signal's handler has raised meanwhile.
+  void tell_device(nb::handle self, std::optional<nb::python_error>& error) {
+    if (side->holds_pin()) {
+      const nb::object call = nb::cast(HostCall{side->device()->begin(slot_of(side->held()))});
+      insist(error, [&] { call_method(self, "_reads_end", call); });
+    } else if (side->consistency() == Consistency::optimistic && !side->pinned()) {
+      try {
+        call_method(self, "_reads_end", nb::none());
+      } catch (nb::python_error& raised) {
+        if (!error) error.emplace(raised);
+      }
+    }
+  }
+
+  // Has a hook done, though a signal's handler may raise in the middle of it: left half done it would hold a slot for
+  // ever, or let a private copy be overwritten that is still read. A hook may be called again. The first error is kept.
+  template <class Hook>
+  static void insist(std::optional<nb::python_error>& error, Hook hook) {
+    constexpr int kTries = 100;
+    for (int tries = 0; tries < kTries; ++tries) try {
+        return hook();
+      } catch (nb::python_error& raised) {
+        const bool final = raised.matches(nb::module_::import_("shmsync.errors").attr("ShmSyncError"));
+        if (!error) error.emplace(raised);
+        if (final) return;
+      }
   }
 
   // Give up a pin that became no section; an error is on its way already.
@@ -292,11 +311,9 @@ class Reader {
     if (!side->holds_pin()) return;
     if (side->device()) {
       nb::error_scope earlier;
-      try {
-        tell_device(self);
-      } catch (nb::python_error& error) {
-        error.discard_as_unraisable("telling the device that a read section was given up");
-      }
+      std::optional<nb::python_error> error;
+      tell_device(self, error);
+      if (error) error->discard_as_unraisable("telling the device that a read section was given up");
     }
     side->drop();
   }

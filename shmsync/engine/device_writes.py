@@ -182,8 +182,8 @@ class DeviceWrites:
 
     def take_back(self) -> None:
         """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
+        self._left_over = True
         commit, self._commit = self._commit, None
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):
                 stay_if_exiting()
-        self._left_over = True

@@ -413,6 +413,10 @@ class Publisher:
         """The workers whose last ack is for this version, including those that have left or died since."""
         return list(self._arena.control.workers_at(version))
 
+    def forget_acks(self, worker: int) -> None:
+        """Another process has this index from now on: what was applied under it by the dead, or by who left, is not its."""
+        reader_table.forget(self._arena.control, worker, self._side.peers, me().owner)
+
     def attached_rows(self) -> dict[int, RowId]:
         """The row of each attached worker, by its index."""
         return {row.worker: row.id for row in reader_table.claimed(self._arena.control)}

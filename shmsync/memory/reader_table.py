@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import _native
-from .process import pid_of
+from .process import Peers, pid_of
 
+_NOBODY = -1
 RowId = tuple[int, int]  # (number, owner): a row, for as long as it has this owner
 
 
@@ -38,6 +39,15 @@ def claimed(control: _native.Control) -> list[Row]:
     """Every row that has an owner."""
     rows = ((owner, read(control, number)) for number, owner in control.owners())
     return [row for owner, row in rows if row.owner == owner]
+
+
+def forget(control: _native.Control, worker: int, peers: Peers, me: int) -> None:
+    """Take this index off the rows of processes that are gone. `me`: the calling process."""
+    for number, owner in control.rows_of(worker):
+        if owner and (peers.alive(owner) or not control.reap(number, owner, me)):
+            continue
+        if control.take_over(number, 0, me, _NOBODY):  # a free row: its words stay until somebody claims it
+            control.reap(number, me, me)
 
 
 def name_of(control: _native.Control, row: RowId) -> int | str:

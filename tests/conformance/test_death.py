@@ -245,3 +245,18 @@ def test_infinite_timeout_ends_with_a_death(fleet):
     sending = Call(sender.send, Stamped(1))
     until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
     raises_worker_died(sending, kill(fleet.workers[1]))
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet):
+    sender = fleet.open()
+    assert sender.send(Stamped(1)) == 1
+    fleet.workers[1].kill()
+    fleet.replace(1)
+    fleet.register(sender, 1)
+    assert fleet.workers[1].finish() == 0  # by itself, and before it has received anything
+    with pytest.raises(WorkerDied) as died:
+        sender.resend(timeout=LONG)
+    assert died.value.missing == [1]
+    assert fleet.stamps(workers=[0, 2]) == [1, 1]

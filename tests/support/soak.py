@@ -78,9 +78,9 @@ class Tally:
             "targets": ", ".join(self.targets),
             "publishes and sends": f"{sum(counts[each] for each in PUBLISHES):,}",
             "of them failed, as they had to": f"{counts['failed']:,}",
-            "sections": f"{counts['sections'] + counts['glances']:,}",
+            "sections": f"{self.sections:,}",
             "of them with every element checked": f"{counts['sections']:,}",
-            "faults": f"{sum(counts[kind] for kind in self.kinds()):,}",
+            "faults": f"{self.faults:,}",
             "new workers, new trainers": f"{counts['worker restarts']:,}, {counts['trainer restarts']:,}",
             **{each: self.broken[each] for each in (*BROKEN, "hangs", "other")},
             "worst return after a deadline": f"{max(self.worst_overrun, 0.0) * 1000:.0f} ms",
@@ -94,6 +94,14 @@ class Tally:
 
     def kinds(self):
         return sorted(kind for kind in self.counts if kind not in NO_FAULTS)
+
+    @property
+    def faults(self):
+        return sum(self.counts[kind] for kind in self.kinds())
+
+    @property
+    def sections(self):
+        return self.counts["sections"] + self.counts["glances"]
 
 
 def storm(name, seconds, seed, tally):
@@ -130,7 +138,8 @@ def main():
         name = given.of[number % len(given.of)]
         kept = storm(name, turn, seed + number, tally)
         number += 1
-        print(f"{time.monotonic() - start:6.0f} s: {name} {'ok' if kept else 'BROKE A PROMISE'}", flush=True)
+        so_far = f"{tally.faults:,} faults, {tally.sections:,} sections so far"
+        print(f"{time.monotonic() - start:6.0f} s: {name} {'ok' if kept else 'BROKE A PROMISE'}; {so_far}", flush=True)
     said = f"`make soak SECONDS={given.seconds:g} SEED={seed}`"
     if given.of != TARGETS:
         said += f" with `ARGS='--of {' '.join(given.of)}'`"

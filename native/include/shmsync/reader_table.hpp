@@ -3,8 +3,8 @@
 // INV: nobody writes a row that it does not own. Ownership moves by one CAS on `owner`: from 0 (claim), from
 //      a dead owner (take_over, reap), never from a live one except to evict a row that holds garbage.
 // INV: a free row (owner 0) has pin 0, held 0 and want 0. Its last `acked` and `worker` stay until the next claim: the
-// writer
-//      may look for an ack only after the reader that gave it has left.
+//      writer may look for an ack only after the reader that gave it has left. It claims the row itself to take the
+//      index off, when another process gets that index.
 //
 // Whether an owner is dead is for the caller to establish, with a pidfd; the table only acts on it.
 #pragma once

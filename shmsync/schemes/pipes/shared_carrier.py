@@ -203,9 +203,11 @@ class SharedMemCarrier(PipeCarrier):
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
             if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:
-                handle = self.publishers.publisher(model_id, self.publishers.group_of(index)).handle
+                publisher = self.publishers.publisher(model_id, self.publishers.group_of(index))
+                if joined.get(index) is not link:
+                    publisher.forget_acks(index)
                 tag = Tag(model_id, 0)
-                link.end.send(dumps(Tagged(((model_id, handle), messages.REGISTER), tag, index)), tag)
+                link.end.send(dumps(Tagged(((model_id, publisher.handle), messages.REGISTER), tag, index)), tag)
                 joined[index] = link
                 link.end.tellers[model_id] = self.sign
                 self._unconfirmed.setdefault(model_id, set()).add(index)
