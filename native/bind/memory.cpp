@@ -274,10 +274,26 @@ void bind_memory(nb::module_& m) {
       .def(
           "ask",
           [](Control& c, std::uint32_t question) {
-            // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked().
-            c.publication().asked.store(question, std::memory_order_release);
+            Word64& asked = c.publication().asked;
+            std::uint64_t before = asked.load(std::memory_order_relaxed);
+            // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked_now(). Another thread
+            // may change the trace.
+            while (!asked.compare_exchange_weak(before, pack_asked(question, trace_of(before)),
+                                                std::memory_order_release, std::memory_order_relaxed)) {
+            }
           },
           "question"_a, "For the publisher: ask every reader what it holds; 0 takes the question back.")
+      .def(
+          "ask_for_trace",
+          [](Control& c, std::uint32_t which) {
+            Word64& asked = c.publication().asked;
+            std::uint64_t before = asked.load(std::memory_order_relaxed);
+            while (!asked.compare_exchange_weak(before, pack_asked(question_of(before), which),
+                                                std::memory_order_release, std::memory_order_relaxed)) {
+            }
+          },
+          "which"_a,
+          "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.")
       .def(
           "answer",
           [](const Control& c, std::uint32_t i) {

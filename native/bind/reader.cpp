@@ -2,6 +2,7 @@
 #include "reader.hpp"
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
@@ -261,8 +262,21 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("_held_version", [](const Reader& r) { return version_of(r.side->held()); })
       .def_prop_ro("_held_slot", [](const Reader& r) { return slot_of(r.side->held()); })
       .def_prop_ro(
-          "_asked", [](const Reader& r) { return r.side->asked(); },
+          "_asked", [](const Reader& r) { return r.side->question(); },
           "The number of a question of the publisher that is not answered yet; 0: none.")
+      .def_prop_ro(
+          "_trace_asked", [](const Reader& r) { return r.side->trace(); },
+          "The file in which this reader should write what it does, see layout.hpp; 0: none.")
+      .def(
+          "_write_trace",
+          [](Reader& r, std::uint32_t which, std::shared_ptr<Trace> into) {
+            r.side->write_trace(which, std::move(into));
+          },
+          "which"_a, "into"_a = nb::none(),
+          nb::sig("def _write_trace(self, which: int, into: Trace | None = None) -> None"))
+      .def_prop_ro(
+          "_trace", [](const Reader& r) { return r.side->written_trace(); },
+          nb::sig("def _trace(self) -> Trace | None"))
       .def(
           "_answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },
           "question"_a, "found"_a)

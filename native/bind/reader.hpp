@@ -1,9 +1,9 @@
 // ReadSide for Python: the lock around sections, and nesting.
 //
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
-// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _look_for_heir() for one that follows,
-// _reads_end() and _copies_read() at the end of a section that a device works for.
-// Below code that Dynamo compiles it calls _enter_slow(), _refresh_slow() and _answer_slow(), which keep it out.
+// _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_heir() for one that
+// follows, _reads_end() and _copies_read() at the end of a section that a device works for. Below code that Dynamo
+// compiles it calls _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out.
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -94,10 +94,7 @@ class Reader {
           const Entering mark(entering);
           call_method(self, "_look_for_heir");
         }
-        if (side->asked() != 0 && version.is_none() && timeout.is_none()) {
-          const Entering mark(entering);
-          call_method(self, nothing_compiles() ? "_answer_now" : "_answer_slow");
-        }
+        if (side->is_asked()) heed(self, version.is_none() && timeout.is_none());
         const Enter outcome = version.is_none() ? side->try_enter() : Enter::gated;
         if (outcome != Enter::same) {
           const Entering mark(entering);
@@ -149,9 +146,10 @@ class Reader {
 
   bool refresh(nb::handle self) {
     check();
-    if ((side->unchanged() && !lost && !should_look() && side->asked() == 0) || inside()) return false;
+    if ((side->unchanged() && !lost && !should_look() && !side->is_asked()) || inside()) return false;
     lock(self, nb::none());
     try {
+      if (side->is_asked()) heed(self, true);
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
       unlock(self);
@@ -328,6 +326,15 @@ class Reader {
     raise("WriterBusy", (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
                                "parallel")
                             .c_str());
+  }
+
+  // Does what the publisher asks for, as far as it may now.
+  void heed(nb::handle self, bool may_answer) {
+    const Entering mark(entering);
+    const bool plain = nothing_compiles();
+    if (side->should_change_trace()) call_method(self, plain ? "_trace_now" : "_trace_slow");
+    side->forget_question();
+    if (may_answer && side->question() != 0) call_method(self, plain ? "_answer_now" : "_answer_slow");
   }
 
   bool should_look() {

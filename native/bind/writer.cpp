@@ -1,5 +1,6 @@
 // PublicationWriter for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -163,6 +164,11 @@ void bind_writer(nb::module_& m) {
             return std::make_tuple(version_of(current), slot_of(current));
           },
           "Version and slot that readers find now; any thread may ask, while a device commits too.")
+      .def_prop_rw(
+          "trace", [](const Writer& w) { return w.written_trace(); },
+          [](Writer& w, std::shared_ptr<Trace> into) { w.write_trace(std::move(into)); }, "into"_a.none(),
+          "Where what it does is written; None: nowhere.", nb::for_getter(nb::sig("def trace(self) -> Trace | None")),
+          nb::for_setter(nb::sig("def trace(self, into: Trace | None) -> None")))
       .def_prop_ro("next_version", [](const Writer& w) { return w.next_version(); })
       .def_prop_ro("writing", [](const Writer& w) { return w.writing(); })
       .def_prop_ro("poisoned", [](const Writer& w) { return w.poisoned(); })

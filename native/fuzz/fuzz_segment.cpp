@@ -103,7 +103,8 @@ void read(ReadSide& side, Arena& arena, Input& input) {
   } else {
     side.drop();
   }
-  if (side.asked() != 0) side.answer(side.asked(), 1);
+  if (side.question() != 0) side.answer(side.question(), 1);
+  side.forget_question();
   side.last_words();
   side.unchanged();
 }

@@ -90,6 +90,7 @@ Enter ReadSide::enter_live() {
 
 Enter ReadSide::entered(std::uint64_t current) {
   held_ = current;
+  if (trace_) entered_at_ = monotonic_ns();
   row_.reads.store(++reads_, std::memory_order_relaxed);
   SHMSYNC_FAILPOINT("section.entered");
   return current == applied_ ? Enter::same : Enter::moved;
@@ -119,6 +120,7 @@ Enter ReadSide::final() {
 
 void ReadSide::applied() {
   applied_ = held_;
+  if (trace_) trace_->mark("ack", version_of(held_));
   if (device_) return device_->ack(held_);
   SHMSYNC_FAILPOINT("ack.before");
   row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
@@ -128,7 +130,7 @@ void ReadSide::applied() {
 
 // The publisher looks again and again, so nobody has to be woken.
 void ReadSide::answer(std::uint32_t question, std::uint32_t found) {
-  answered_ = question;
+  heeded_ = pack_asked(question, trace_of(heeded_));
   if (owns_row())
     row_.answer.store(std::uint64_t{question} << 32 | found, std::memory_order_relaxed);  // one word: needs no order
 }
@@ -141,12 +143,14 @@ bool ReadSide::torn_so_far() const {
 
 bool ReadSide::leave() {
   SHMSYNC_FAILPOINT("section.leaves");
+  bool torn = false;
   if (entered_as_ == Consistency::pinned) {
     unpin();
-    return false;
+  } else {
+    torn = torn_so_far();
+    if (torn) row_.torn.store(++torn_, std::memory_order_relaxed);
   }
-  const bool torn = torn_so_far();
-  if (torn) row_.torn.store(++torn_, std::memory_order_relaxed);
+  if (trace_) trace_->span(torn ? "torn section" : "section", entered_at_, version_of(held_));
   return torn;
 }
 

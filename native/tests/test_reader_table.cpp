@@ -46,14 +46,14 @@ void a_question_is_answered_once() {
   PublicationWriter writer = memory.writer();
   publish(writer);
   ReadSide first = memory.reader(), second = memory.reader();
-  CHECK(first.asked() == 0);
-  memory.line.asked.store(7);
-  CHECK(first.asked() == 7 && second.asked() == 7);
+  CHECK(first.question() == 0);
+  memory.line.asked.store(pack_asked(7, 0));
+  CHECK(first.question() == 7 && second.question() == 7);
   first.answer(7, 3);
-  CHECK(first.asked() == 0 && second.asked() == 7);
+  CHECK(first.question() == 0 && second.question() == 7);
   CHECK(memory.table[0].answer.load() == (std::uint64_t{7} << 32 | 3) && memory.table[1].answer.load() == 0);
-  memory.line.asked.store(8);
-  CHECK(first.asked() == 8);
+  memory.line.asked.store(pack_asked(8, 0));
+  CHECK(first.question() == 8);
   CHECK(memory.table.reap(0, reader_id(0), kWriter));
   first.answer(8, 1);  // the row is not its own any more
   CHECK(memory.table.claim(reader_id(5), 1) == 0u);

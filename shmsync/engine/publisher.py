@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from multiprocessing import util
@@ -36,6 +37,7 @@ from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect,
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
 from .timing import check_count, check_timeout, check_worker, deadline_after
+from .tracing import VARIABLE, Tracing
 from .update import Update, step_inside_update
 from .verifying import Proof
 from .writing import NO_ACKS, Acks, WriteSide, begin_all
@@ -111,6 +113,8 @@ class Publisher:
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
+            if file := os.environ.get(VARIABLE):
+                self._side.trace(file)
             self.publish()
             self._side.settle(deadline_after(None, timeout))
             segment.make_ready(created)
@@ -331,6 +335,23 @@ class Publisher:
             meanwhile()
 
         return self._inquiry.ask(workers, self.version, deadline, look)
+
+    def trace(self, file: str | os.PathLike[str] | None = None) -> Tracing:
+        """Write what the processes of this arena do into a file, until stop() of what this returns, or its `with`.
+
+        These are publishes, read sections, acks and waits, in the Trace Event Format of Chrome; Perfetto
+        (https://ui.perfetto.dev) shows them. Subscribers of other processes join in at their next section. The
+        environment's SHMSYNC_TRACE=FILE traces every Publisher from its first version on.
+
+        Args:
+            file: its path. None: shmsync-NAME.trace.json in the working directory. To a file that is such a trace
+                already it is appended, so that one can have those of several arenas.
+
+        Raises:
+            FileExistsError: there is a file that is no trace. OSError: it cannot be made.
+            ProtocolError: this arena is being traced. WriterBusy: another thread is writing. ClosedError.
+        """
+        return self._side.trace(f"shmsync-{self.name}.trace.json" if file is None else file)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""

@@ -19,6 +19,7 @@ from torch.compiler import disable
 from .. import _native
 from .._native import Consistency, Enter, HostCall
 from ..errors import ArenaCorrupt, DeviceFailed, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ..memory import reader_table
 from ..memory.arena import Arena
 from ..memory.attaching import Attached, Release
 from ..memory.devices import Stream
@@ -27,6 +28,7 @@ from .copy_reads import CopyOrder
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
+from .tracing import joined
 from .verifying import Verdict
 from .waiting import WaitPath
 
@@ -187,6 +189,8 @@ class ReadPath(WaitPath):
             self._move()
         if waited:
             self._waits.add(time.perf_counter() - started)
+            if self._trace is not None:
+                self._trace.span("wait at the gate", started, self._held_version)
 
     def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
         """Enter again, under a pin if asked; first leave what the native side may have entered."""
@@ -328,8 +332,6 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._follow()
         before = self._moves
-        if self._asked:
-            self._answer_now()
         outcome = self._try_enter(False)
         if outcome == Enter.MOVED:
             self._move()
@@ -341,6 +343,14 @@ class ReadPath(WaitPath):
         return self._moves != before
 
     _refresh_slow = disable(_refresh_now)
+
+    def _trace_now(self) -> None:
+        """The publisher wants what this process does in a trace, or no more of it."""
+        which = self._trace_asked
+        worker = reader_table.read(self.arena.control, self._row).worker
+        self._write_trace(which, joined(self._writer_owner, which, self._name, worker) if which else None)
+
+    _trace_slow = disable(_trace_now)
 
     def _answer_now(self) -> None:
         """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""

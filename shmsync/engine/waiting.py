@@ -135,6 +135,14 @@ class WaitPath(_native.Reader):
             return False
 
     def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0) -> int:
+        trace, started = self._trace, time.perf_counter()
+        try:
+            return self._await(version, deadline, follow, spin_until)
+        finally:
+            if trace is not None:
+                trace.span("wait for a version", started, version)
+
+    def _await(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float) -> int:
         while True:
             spin = slice_until(spin_until) if spin_until else 0
             if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Container, Iterator, Sequence
@@ -37,6 +38,7 @@ from .device_writes import DeviceWrites, fetch_order
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
+from .tracing import Tracing, refuse_second
 
 _log = logging.getLogger("shmsync")
 _LOOK_AT_STOPPED = 0.005  # seconds between two looks at a stopped process
@@ -108,6 +110,7 @@ class WriteSide:
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
         self.waiting_thread: int | None = None  # the holder of the lock, while it waits for readers or acks
+        self.tracing: Tracing | None = None
         self._ending = False  # close() wants the lock: whoever waits gives it up
         self._generation = _native.fork_generation()
         self._me = owner
@@ -326,7 +329,7 @@ class WriteSide:
                     if self._held_by_stopped():
                         return False
         finally:
-            self.counts.pin_wait.add(time.perf_counter() - started)
+            self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version))
 
     def wait_while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
@@ -336,7 +339,7 @@ class WriteSide:
                 if self.ending():
                     raise self._closed_meanwhile()
                 time.sleep(_LOOK_AT_STOPPED)
-        self.counts.pin_wait.add(time.perf_counter() - started)
+        self._waited(self.counts.pin_wait, "wait for a stopped reader", started, self.next_version)
 
     def _held_by_stopped(self) -> bool:
         stopped = ProcessState.STOPPED
@@ -407,9 +410,15 @@ class WriteSide:
                     self.writer, control, self.peers, version, workers, deadline, self._me, self._died, self.ending
                 )
         finally:
-            self.counts.ack_wait.add(time.perf_counter() - started)
+            self._waited(self.counts.ack_wait, "wait for acks", started, version)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+
+    def _waited(self, samples: Samples, what: str, started: float, version: int) -> None:
+        """A wait of this kind is over that began at this time.perf_counter()."""
+        samples.add(time.perf_counter() - started)
+        if self.tracing is not None and self._writer.trace is not None:
+            self._writer.trace.span(what, started, version)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -434,6 +443,33 @@ class WriteSide:
         if self.later is not None:
             self.later.take_back()
         self._writer.close()
+        self._trace_no_more()
+
+    def trace(self, file: str | os.PathLike[str]) -> Tracing:
+        """As Publisher.trace()."""
+        with self.lock:
+            self.ready(deadline_after(None, self.timeout))
+            refuse_second(self.tracing, self.name)
+            self.tracing = Tracing(self, file)
+        return self.tracing
+
+    def write_trace(self, trace: _native.Trace | None, which: int) -> None:
+        """As in Traced."""
+        self._writer.trace = trace
+        self.arena.control.ask_for_trace(which)
+
+    def end_trace(self) -> None:
+        """As in Traced."""
+        if not self.closed and not self.in_parent:
+            with self.lock:
+                self.ready(deadline_after(None, self.timeout))
+                self._trace_no_more()
+
+    def _trace_no_more(self) -> None:
+        if self.tracing is not None:
+            self.write_trace(None, 0)
+            self.tracing.ended()
+            self.tracing = None
 
     @contextmanager
     def closing(self) -> Iterator[None]:

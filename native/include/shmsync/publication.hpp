@@ -8,11 +8,13 @@
 // INV: the writer trusts only its own copies of its state; what readers can write is bounds-checked.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "shmsync/futex.hpp"
 #include "shmsync/reader_table.hpp"
 #include "shmsync/spin.hpp"
+#include "shmsync/trace.hpp"
 
 namespace shmsync {
 
@@ -48,6 +50,10 @@ class PublicationWriter {
   void poison();           // slots = 1: the bytes are half written; no reader enters until a commit
   void close();
 
+  // What it writes from now on is traced; null: it is not.
+  void write_trace(std::shared_ptr<Trace> into) { trace_ = std::move(into); }
+  const std::shared_ptr<Trace>& written_trace() const { return trace_; }
+
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
   std::uint32_t current_slot() const { return current_slot_; }
   std::uint64_t version() const { return version_; }
@@ -77,6 +83,7 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
+  void trace_failure();
   void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);
@@ -94,6 +101,8 @@ class PublicationWriter {
   std::uint32_t current_slot_ = 0;
   std::uint32_t slot_ = 0;
   std::uint32_t notify_ = 0;
+  std::shared_ptr<Trace> trace_;  // null: nothing is traced
+  std::uint64_t marked_at_ = 0;   // when the write began, if it is traced
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;

@@ -1,0 +1,40 @@
+// A trace: what the processes of an arena do, as JSON of the Trace Event Format, which Perfetto and Chrome show.
+//
+// Each event is one line and one write() to a file that was opened with O_APPEND, so that the lines of all processes
+// stand in one file, whole, whoever is killed. Times are those of CLOCK_MONOTONIC, which all processes share.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace shmsync {
+
+class Trace {
+ public:
+  // `fd`: the file, from now on this object's. `arena`: its name, as a JSON string without its quotes.
+  Trace(int fd, std::string arena);
+  ~Trace();
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+
+  // Something that has taken from `begin`, ns, until now.
+  void span(const char* what, std::uint64_t begin, std::uint64_t version) noexcept;
+  // Something that happens now.
+  void mark(const char* what, std::uint64_t version) noexcept;
+  // How viewers name this process; a JSON string without its quotes.
+  void name_process(const char* name) noexcept;
+  // False once a line could not be written whole; nothing is written after it.
+  bool whole() const { return error_.load(std::memory_order_relaxed) == 0; }
+  int error() const { return error_.load(std::memory_order_relaxed); }
+
+ private:
+  template <class... Values>
+  void line(const char* format, Values... values) noexcept;
+
+  int fd_;
+  std::string arena_;
+  std::atomic<int> error_{0};
+};
+
+}  // namespace shmsync
