@@ -173,37 +173,43 @@ class Storm:
     def step(self):
         self.repair()
         timeout = self.timeout()
-        troubled = self.throw(timeout) if self.random.random() < 0.7 else None
+        troubles = self.throw(timeout) if self.random.random() < 0.7 else 0
         name = self.random.choices(
             ["send", "async", "resend", "together"], [6, 2, self.over.pipes, 2 * bool(self.critic)]
         )[0]
         try:
             getattr(self, f"do_{name}")(timeout)
         finally:
-            if troubled is not None:
-                self.hand.await_one()
+            self.hand.await_all(troubles)
         self.judge.look(self.lives)
 
     def throw(self, timeout):
-        """A trouble for one of the workers, beside the next call or just before it."""
+        """A trouble for one of the workers, beside the next call or just before it; others may stand still too.
+
+        How many are still to be carried out.
+        """
         choice = [life for life in self.lives if life.whole]
         if not choice:
-            return None
+            return 0
         life, kind = self.random.choice(choice), self.random.choice(KINDS)
         if kind == "stop" and timeout in LONG and self.random.random() < 0.9:
             kind = "stop and go on"
         if kind in ("exit", "exec") and not self.over.pipes:
             kind = "kill"
         delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
-        self.counts[kind] += 1
-        self.counts["kills"] += kind in DEADLY
-        self.sky.struck(kind)
-        self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
-        self.hand.order(kind, life, delay)
+        choice.remove(life)
+        gust = self.random.sample(choice, self.random.randint(0, len(choice))) if self.random.random() < 0.5 else []
+        troubles = [(kind, life, delay), *(("stop and go on", other, 0.0) for other in gust)]
+        for kind, life, delay in troubles:
+            self.counts[kind] += 1
+            self.counts["kills"] += kind in DEADLY
+            self.sky.struck(kind)
+            self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
+            self.hand.order(kind, life, delay)
         if self.random.random() < 0.3:
-            self.hand.await_one()
-            return None
-        return life
+            self.hand.await_all(len(troubles))
+            return 0
+        return len(troubles)
 
     def timeout(self):
         held = any(not life.whole and not life.doomed for life in self.lives)  # then a long one is waited for in full

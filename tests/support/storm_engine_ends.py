@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -248,7 +250,20 @@ def strike():
 
 
 def used_by(pid):
-    """What a process holds."""
+    """What a process holds; `files`: which descriptors, without their numbers."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     memory = int(status["RssAnon"].split()[0]) * 1024
-    return {"descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(status["Threads"]), "memory": memory}
+    files = Counter()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            files[re.sub("[0-9]+", "N", os.readlink(each))] += 1
+    return {"descriptors": files.total(), "threads": int(status["Threads"]), "memory": memory, "files": files}
+
+
+def more_than(first, now):
+    """In words, what a process holds more of than at first, beyond what comes and goes; empty: nothing."""
+    for what, slack in (("descriptors", 4), ("threads", 2), ("memory", 96 << 20)):
+        if now[what] > first[what] + slack:
+            more = f" (more are {dict(now['files'] - first['files'])})" if what == "descriptors" else ""
+            return f"{now[what]} {what}{more}, and had {first[what]}"
+    return ""

@@ -71,6 +71,11 @@ class Hand:
         if error is not None:
             raise error
 
+    def await_all(self, count):
+        """Until the last so many orders were carried out."""
+        for _ in range(count):
+            self.await_one()
+
     def close(self):
         self._orders.put(None)
         self._thread.join()

@@ -1,0 +1,272 @@
+"""A trace of an arena: one file, with what all its processes did, as the Trace Event Format has it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import shmsync
+from support import engine
+from support.calls import Call
+from support.processes import until
+
+
+def events(file):
+    """What the file has, which needs no end to be read."""
+    found = json.loads(file.read_text() + "]")
+    assert found[0]["name"] == "shmsync trace"
+    for event in found:
+        assert event["ph"] in "XiM" and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] > 0 and event["dur"] >= 0 and event["tid"]
+    return found
+
+
+def of(file, name, pid=None):
+    return [each for each in events(file) if each["name"] == name and pid in (None, each["pid"])]
+
+
+def versions(file, name, pid=None):
+    return [each["args"]["version"] for each in of(file, name, pid)]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_publishes_sections_acks_and_waits_of_all_processes(start, tmp_path, slots):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher(engine.stamped(1), slots=slots, timeout=20.0) as pub:
+        readers = start(2)
+        for index, each in enumerate(readers):
+            each.call(engine.attach, pub.handle, worker=index, timeout=20.0)
+        with pub.trace(file) as tracing:
+            assert tracing.file == str(file)
+            for each in readers:
+                each.call(engine.look)  # it joins in
+            pub.publish(engine.stamped(2))
+            for each in readers:
+                each.start(engine.wait_version, 3)
+            time.sleep(0.05)
+            pub.publish(engine.stamped(3))
+            for each in readers:
+                assert each.result() == 3
+                each.call(engine.enter)
+            leaving = Call(leave_later, readers)
+            assert pub.publish(engine.stamped(4)) == 4
+            leaving.result()
+            for each in readers:
+                each.start(engine.apply_until, 5)
+            assert pub.publish(engine.stamped(5), wait=[0, 1]) == 5
+            for each in readers:
+                each.result()
+        for each in readers:
+            each.call(engine.look)  # it sees that the trace is over
+        seen = file.read_bytes()
+        pub.publish(engine.stamped(6), wait=[])
+        for each in readers:
+            each.call(engine.look)
+        assert file.read_bytes() == seen
+
+        names = {each["pid"]: each["args"]["name"] for each in of(file, "process_name")}
+        assert names == {os.getpid(): "trainer", readers[0].pid: "worker 0", readers[1].pid: "worker 1"}
+        assert versions(file, "publish", os.getpid()) == [2, 3, 4, 5]
+        assert versions(file, "wait for acks", os.getpid()) == [5]
+        assert (4 in versions(file, "wait for readers", os.getpid())) == (slots == 1)  # of devices others may too
+        for each in readers:
+            assert {3, 5} <= set(versions(file, "ack", each.pid)) & set(versions(file, "section", each.pid))
+            (waited,) = of(file, "wait for a version", each.pid)
+            assert waited["args"]["version"] == 3 and waited["dur"] > 20_000
+            held = [section["dur"] for section in of(file, "section", each.pid) if section["args"]["version"] == 3]
+            assert max(held) > 50_000
+        assert all(each["args"]["arena"] == pub.name for each in events(file)[1:] if each["ph"] != "M")
+
+
+def leave_later(readers):
+    time.sleep(0.1)
+    for each in readers:
+        each.call(engine.leave)
+
+
+def test_times_of_all_processes_are_of_one_clock(start, tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher(engine.stamped(1), slots=2) as pub, pub.trace(file):
+        reader = start()
+        reader.call(engine.attach, pub.handle, worker=3)
+        for version in range(2, 20):
+            pub.publish(engine.stamped(version), wait=[])
+            assert reader.call(engine.look)[0] == version
+        published = {each["args"]["version"]: each["ts"] for each in of(file, "publish")}
+        acks = {each["args"]["version"]: each["ts"] for each in of(file, "ack", reader.pid)}
+        for version in range(3, 19):
+            assert published[version] < acks[version] < published[version + 1]
+
+
+def test_a_killed_worker_leaves_whole_lines(start, tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher(engine.stamped(1), slots=2, timeout=20.0) as pub, pub.trace(file):
+        for _ in range(3):
+            victim = start()
+            victim.call(engine.attach, pub.handle)
+            victim.start(engine.read_for_ever)
+            until(lambda victim=victim: len(of(file, "section", victim.pid)) > 100)
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.process.join()
+            assert {each["args"]["name"] for each in of(file, "process_name", victim.pid)} == {"reader"}
+        assert pub.publish(engine.stamped(2)) == 2
+
+
+def test_a_publish_that_fails_is_seen(tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub, pub.trace(file):
+        with pytest.raises(KeyError), pub.update():
+            raise KeyError
+        assert versions(file, "failed publish") == [2]
+        pub.publish()
+        assert versions(file, "publish") == [2]
+
+
+def test_the_environment_traces_every_publisher_from_its_first_version_on(monkeypatch, tmp_path):
+    file = tmp_path / "trace.json"
+    monkeypatch.setenv("SHMSYNC_TRACE", str(file))
+    with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
+        one.publish()
+        with pytest.raises(shmsync.ProtocolError, match="is being traced into .*trace.json; stop"):
+            one.trace(tmp_path / "another.json")
+        assert not (tmp_path / "another.json").exists()
+        found = [(each["args"]["arena"], each["args"]["version"]) for each in of(file, "publish")]
+        assert found == [(one.name, 1), (other.name, 1), (one.name, 2)]
+    monkeypatch.setenv("SHMSYNC_TRACE", str(tmp_path / "nowhere" / "trace.json"))
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        shmsync.Publisher({"t": torch.zeros(8)})
+
+
+def test_the_file_has_a_name_by_default_and_may_be_stopped_twice(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with shmsync.Publisher({"t": torch.zeros(8)}, name="policy-of-traces") as pub:
+        tracing = pub.trace()
+        pub.publish()
+        tracing.stop()
+        tracing.stop()
+        assert "stopped" in repr(tracing)
+        with pub.trace():
+            pub.publish()
+    assert versions(tmp_path / "shmsync-policy-of-traces.trace.json", "publish") == [2, 3]
+    with pytest.raises(shmsync.ClosedError):
+        pub.trace()
+
+
+@pytest.mark.parametrize("content", [b"", b"[\n", b"precious", b'[{"name":"another program"}]'])
+def test_a_file_that_is_no_trace_stays_as_it_is(tmp_path, content):
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
+        with pytest.raises(FileExistsError, match="no trace of shmsync"):
+            pub.trace(file)
+        assert file.read_bytes() == content
+        pub.publish()
+        with pub.trace(tmp_path / "another"):  # the failed one is forgotten
+            pub.publish()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / kind
+    os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub, pytest.raises(OSError, match=kind):
+        pub.trace(path)
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub, shmsync.Subscriber(pub.handle) as sub:
+        tracing = pub.trace("/dev/shm/shmsync-test-trace")
+        try:
+            full = os.open("/dev/full", os.O_WRONLY | os.O_APPEND)
+            os.dup2(full, descriptor_of("/dev/shm/shmsync-test-trace"), inheritable=False)
+            os.close(full)
+            pub.publish()
+            with sub.read() as section:
+                assert section.version == 2
+            with caplog.at_level(logging.WARNING, "shmsync"):
+                tracing.stop()
+        finally:
+            os.unlink("/dev/shm/shmsync-test-trace")
+        assert "lacks its end: No space left on device" in caplog.text
+        assert pub.publish() == 3
+
+
+def descriptor_of(path):
+    (found,) = [
+        int(fd) for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}") == path
+    ]  # fmt: skip
+    return found
+
+
+def test_a_reader_that_cannot_join_in_says_so_and_reads_on(caplog, tmp_path):
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub, shmsync.Subscriber(pub.handle) as sub:
+        file = tmp_path / "trace.json"
+        with pub.trace(file):
+            file.chmod(0o600)
+            file.write_bytes(b"another file " * 10)  # by whoever has the same idea of its name
+            with caplog.at_level(logging.WARNING, "shmsync"), sub.read() as section:
+                assert section.version == 1
+        assert "missing in the trace" in caplog.text and "no trace of shmsync" in caplog.text
+
+
+def test_a_subscriber_that_follows_is_traced_by_the_next_trainer_too(tmp_path):
+    file = tmp_path / "trace.json"
+    pub = shmsync.Publisher({"t": torch.zeros(8)}, name="traced-twice")
+    with shmsync.Subscriber("traced-twice", follow=True, worker=1) as sub:
+        with pub.trace(file), sub.read():
+            pass
+        pub.close()
+        with shmsync.Publisher({"t": torch.ones(8)}, name="traced-twice") as pub, pub.trace(file):
+            sub.refresh()
+            before = len(of(file, "section"))
+            with sub.read() as section:
+                assert section.weights["t"][0] == 1
+            assert len(of(file, "section")) == before + 1
+
+
+def test_verify_and_trace_are_asked_for_side_by_side(start, tmp_path):
+    pytest.importorskip("xxhash")
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub:
+        reader = start()
+        reader.call(engine.attach, pub.handle, worker=0)
+
+        def verified():
+            asking = Call(pub.verify)
+            while asking.is_alive():
+                reader.call(engine.look)
+            return asking.result().workers
+
+        for count in range(1, 4):
+            with pub.trace(file):
+                assert verified() == (0,)
+                assert len(of(file, "process_name", reader.pid)) == count
+            assert verified() == (0,)
+            seen = file.read_bytes()
+            assert verified() == (0,)
+            assert file.read_bytes() == seen
+
+
+def test_a_traced_publisher_leaves_no_descriptor(tmp_path):
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub, shmsync.Subscriber(pub.handle) as sub:
+        before = descriptors()
+        for _ in range(5):
+            with pub.trace(tmp_path / "trace.json"), sub.read():
+                pass
+            with sub.read():
+                pass
+        assert descriptors() == before
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
+        pub.trace(tmp_path / "trace.json")
+    assert descriptors() < before
