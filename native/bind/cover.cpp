@@ -272,9 +272,7 @@ PyObject* guard_call(PyObject* self, PyObject* args, PyObject* kwargs) {
 }
 
 int guard_traverse(PyObject* self, visitproc visit, void* arg) {
-#if PY_VERSION_HEX >= 0x03090000
   Py_VISIT(Py_TYPE(self));
-#endif
   if (!nb::inst_ready(self)) return 0;
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   Py_VISIT(guard.inner.ptr());

@@ -152,6 +152,7 @@ void bind_memory(nb::module_& m) {
 
   m.attr("MAGIC") = kMagic;
   m.attr("ABI") = kAbi;
+  m.attr("TRACE_FD_BITS") = kTraceFdBits;
   m.attr("ENDIAN_TAG") = kEndianTag;
   m.attr("SLAB_CUDA") = static_cast<std::uint32_t>(SlabKind::cuda);
   m.attr("OTHER_SLABS") = kOtherKinds;
@@ -249,6 +250,9 @@ void bind_memory(nb::module_& m) {
           },
           "row"_a, "dead"_a, "me"_a)
       .def(
+          "forget", [](Control& c, std::uint32_t row, std::uint64_t me) { c.readers().forget(row, me); }, "row"_a,
+          "me"_a, "Take the index and the ack of the last owner off a free row.")
+      .def(
           "owners",
           [](const Control& c) {
             nb::list rows;
@@ -288,6 +292,7 @@ void bind_memory(nb::module_& m) {
           [](Control& c, std::uint32_t which) {
             Word64& asked = c.publication().asked;
             std::uint64_t before = asked.load(std::memory_order_relaxed);
+            // SYNC asked: release; as in ask(), whose question stays.
             while (!asked.compare_exchange_weak(before, pack_asked(question_of(before), which),
                                                 std::memory_order_release, std::memory_order_relaxed)) {
             }

@@ -15,7 +15,8 @@ namespace {
 
 // What a weak reference refers to; invalid when it is gone.
 nb::object referent(nb::handle reference) {
-#if PY_VERSION_HEX >= 0x030D0000
+// The stable ABI that is built for is that of 3.12, whatever Python builds it, and has only the older function.
+#if PY_VERSION_HEX >= 0x030D0000 && (!defined(Py_LIMITED_API) || Py_LIMITED_API >= 0x030D0000)
   PyObject* found = nullptr;
   if (PyWeakref_GetRef(reference.ptr(), &found) < 0) throw nb::python_error();
   return nb::steal(found);

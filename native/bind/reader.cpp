@@ -275,6 +275,9 @@ void bind_reader(nb::module_& m) {
           "which"_a, "into"_a = nb::none(),
           nb::sig("def _write_trace(self, which: int, into: Trace | None = None) -> None"))
       .def_prop_ro(
+          "_entered_at", [](const Reader& r) { return static_cast<double>(r.side->entered_at()) / 1e9; },
+          "When the open section began, if it is traced, as time.perf_counter() has it.")
+      .def_prop_ro(
           "_trace", [](const Reader& r) { return r.side->written_trace(); },
           nb::sig("def _trace(self) -> Trace | None"))
       .def(

@@ -122,8 +122,14 @@ class Reader {
       return torn;
     }
     std::optional<nb::python_error> error;
-    if (copies_apart) insist(error, [&] { call_method(self, "_copies_read"); });
-    if (side->device()) tell_device(self, error);
+    try {
+      if (copies_apart) insist(error, [&] { call_method(self, "_copies_read"); });
+      if (side->device()) tell_device(self, error);
+    } catch (...) {  // no memory
+      side->leave();
+      mutex.unlock();
+      throw;
+    }
     torn = side->leave();
     if (torn) side->forget();
     mutex.unlock();
@@ -149,7 +155,7 @@ class Reader {
     if ((side->unchanged() && !lost && !should_look() && !side->is_asked()) || inside()) return false;
     lock(self, nb::none());
     try {
-      if (side->is_asked()) heed(self, true);
+      if (side->is_asked()) heed(self, false);  // the hook answers
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
       unlock(self);
@@ -298,10 +304,15 @@ class Reader {
     for (int tries = 0; tries < kTries; ++tries) try {
         return hook();
       } catch (nb::python_error& raised) {
-        const bool final = raised.matches(nb::module_::import_("shmsync.errors").attr("ShmSyncError"));
+        const bool final = raised.matches(shmsync_error());
         if (!error) error.emplace(raised);
         if (final) return;
       }
+  }
+
+  static nb::handle shmsync_error() {
+    static const nb::handle type = nb::object(nb::module_::import_("shmsync.errors").attr("ShmSyncError")).release();
+    return type;
   }
 
   // Give up a pin that became no section; an error is on its way already.

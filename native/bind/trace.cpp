@@ -7,6 +7,8 @@
 
 #include <string>
 
+#include "shmsync/futex.hpp"
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -14,14 +16,18 @@ namespace shmsync::bind {
 
 void bind_trace(nb::module_& m) {
   nb::class_<Trace>(m, "Trace", "Appends what happens to a file, as JSON of the Trace Event Format.")
-      .def(nb::init<int, std::string>(), "fd"_a, "arena"_a,
-           "`fd`: a descriptor with O_APPEND, its own from now on. Texts are JSON strings without their quotes.")
+      .def(
+          nb::init<int, std::string>(), "fd"_a, "arena"_a,
+          "`fd`: a descriptor with O_APPEND; this object has a duplicate. Texts are JSON strings without their quotes.")
       .def(
           "span",
-          [](Trace& t, const std::string& what, double begin, std::uint64_t version) {
-            t.span(what.c_str(), static_cast<std::uint64_t>(begin * 1e9), version);
+          [](Trace& t, const std::string& what, double begin, std::uint64_t version, double end) {
+            const std::uint64_t over = end == 0 ? monotonic_ns() : static_cast<std::uint64_t>(end * 1e9);
+            t.span(what.c_str(), static_cast<std::uint64_t>(begin * 1e9), over, version);
           },
-          "what"_a, "begin"_a, "version"_a, "Something that began at this time.perf_counter(), and ends now.")
+          "what"_a, "begin"_a, "version"_a, "end"_a = 0.0,
+          "Something that began and ended at these values of time.perf_counter(); 0: ends now.")
+      .def_prop_ro("fd", &Trace::fd)
       .def(
           "name_process", [](Trace& t, const std::string& name) { t.name_process(name.c_str()); }, "name"_a)
       .def_prop_ro("error", &Trace::error, "0, or the errno of the write that failed; nothing was written since.");

@@ -139,13 +139,12 @@ std::uint64_t PublicationWriter::commit() {
   writing_ = false;
   announce();
   SHMSYNC_FAILPOINT("commit.announced");
-  if (trace_) trace_->span("publish", marked_at_, version_);
+  if (trace_) trace_->span("publish", marked_at_, monotonic_ns(), version_, on_device_);
   return version_;
 }
 
 void PublicationWriter::abort() {
   SHMSYNC_FAILPOINT("abort.start");
-  trace_failure();
   if (!poisoned_) next_ = version_ + 1;
   // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
   if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
@@ -162,12 +161,7 @@ void PublicationWriter::abort() {
   announce();
 }
 
-void PublicationWriter::trace_failure() {
-  if (trace_ && writing_) trace_->span("failed publish", marked_at_, next_);
-}
-
 void PublicationWriter::poison() {
-  trace_failure();
   writing_ = false;
   poisoned_ = true;
   // SYNC state: release; before `notify`, so whoever it wakes sees it.

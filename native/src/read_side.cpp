@@ -120,12 +120,16 @@ Enter ReadSide::final() {
 
 void ReadSide::applied() {
   applied_ = held_;
-  if (trace_) trace_->mark("ack", version_of(held_));
-  if (device_) return device_->ack(held_);
+  if (device_) {
+    device_->ack(held_);
+    if (trace_) trace_->mark("ack", version_of(held_));
+    return;
+  }
   SHMSYNC_FAILPOINT("ack.before");
   row_.acked.store(version_of(held_), std::memory_order_release);  // SYNC ack: pairs with wait_acks()
   SHMSYNC_FAILPOINT("ack.stored");
   wake_writer(line_, reply_);
+  if (trace_) trace_->mark("ack", version_of(held_));
 }
 
 // The publisher looks again and again, so nobody has to be woken.
@@ -150,7 +154,7 @@ bool ReadSide::leave() {
     torn = torn_so_far();
     if (torn) row_.torn.store(++torn_, std::memory_order_relaxed);
   }
-  if (trace_) trace_->span(torn ? "torn section" : "section", entered_at_, version_of(held_));
+  if (trace_) trace_->span(torn ? "torn section" : "section", entered_at_, monotonic_ns(), version_of(held_));
   return torn;
 }
 

@@ -77,6 +77,13 @@ bool ReaderTable::reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me) 
   return true;
 }
 
+void ReaderTable::forget(std::uint32_t row, std::uint64_t me) {
+  std::uint64_t free = 0;
+  if (!rows_[row].owner.compare_exchange_strong(free, me, std::memory_order_acq_rel)) return;  // SYNC row.free
+  unname(rows_[row]);
+  release(row);
+}
+
 ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
   const ReaderRow& r = rows_[row];
   const auto acquire = std::memory_order_acquire, relaxed = std::memory_order_relaxed;

@@ -1,11 +1,13 @@
 #include "shmsync/trace.hpp"
 
+#include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <system_error>
 #include <utility>
 
 #include "shmsync/futex.hpp"
@@ -25,7 +27,9 @@ long this_thread() { return syscall(SYS_gettid); }
 
 }  // namespace
 
-Trace::Trace(int fd, std::string arena) : fd_(fd), arena_(std::move(arena)) {}
+Trace::Trace(int fd, std::string arena) : fd_(::fcntl(fd, F_DUPFD_CLOEXEC, 3)), arena_(std::move(arena)) {
+  if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "a descriptor for a trace");
+}
 
 Trace::~Trace() { ::close(fd_); }
 
@@ -45,14 +49,15 @@ void Trace::line(const char* format, Values... values) noexcept {
   if (written != length) error_.store(written < 0 ? errno : ENOSPC, std::memory_order_relaxed);
 }
 
-void Trace::span(const char* what, std::uint64_t begin, std::uint64_t version) noexcept {
-  const std::uint64_t now = monotonic_ns();
-  const Time start(begin), took(now > begin ? now - begin : 0);
+void Trace::span(const char* what, std::uint64_t begin, std::uint64_t end, std::uint64_t version,
+                 bool beside) noexcept {
+  constexpr long kNoThread = 1L << 22;  // the largest thread id that Linux gives
+  const Time start(begin), took(end > begin ? end - begin : 0);
   line(
       ",\n{\"name\":\"%s\",\"cat\":\"shmsync\",\"ph\":\"X\",\"ts\":%llu.%03u,\"dur\":%llu.%03u,\"pid\":%ld,\"tid\":%ld,"
       "\"args\":{\"arena\":\"%s\",\"version\":%llu}}",
-      what, start.micros, start.nanos, took.micros, took.nanos, static_cast<long>(getpid()), this_thread(),
-      arena_.c_str(), static_cast<unsigned long long>(version));
+      what, start.micros, start.nanos, took.micros, took.nanos, static_cast<long>(getpid()),
+      beside ? kNoThread + fd_ : this_thread(), arena_.c_str(), static_cast<unsigned long long>(version));
 }
 
 void Trace::mark(const char* what, std::uint64_t version) noexcept {

@@ -190,7 +190,7 @@ class ReadPath(WaitPath):
         if waited:
             self._waits.add(time.perf_counter() - started)
             if self._trace is not None:
-                self._trace.span("wait at the gate", started, self._held_version)
+                self._trace.span("wait at the gate", started, self._held_version, self._entered_at)
 
     def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
         """Enter again, under a pin if asked; first leave what the native side may have entered."""
@@ -332,6 +332,8 @@ class ReadPath(WaitPath):
         if self._successor is not None:
             self._follow()
         before = self._moves
+        if self._asked:
+            self._answer_now()
         outcome = self._try_enter(False)
         if outcome == Enter.MOVED:
             self._move()
@@ -347,8 +349,10 @@ class ReadPath(WaitPath):
     def _trace_now(self) -> None:
         """The publisher wants what this process does in a trace, or no more of it."""
         which = self._trace_asked
-        worker = reader_table.read(self.arena.control, self._row).worker
-        self._write_trace(which, joined(self._writer_owner, which, self._name, worker) if which else None)
+        self._write_trace(which)  # whatever comes of it: the next section does not try again
+        if which:
+            worker = reader_table.read(self.arena.control, self._row).worker
+            self._write_trace(which, joined(self._writer_owner, which, self._name, worker))
 
     _trace_slow = disable(_trace_now)
 

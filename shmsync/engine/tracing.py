@@ -7,6 +7,8 @@ their next section, open the same file through /proc, and append to it too: nati
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import json
 import logging
 import os
@@ -16,14 +18,15 @@ from types import TracebackType
 from typing import Protocol
 
 from .. import _native
-from ..errors import ProtocolError
+from ..errors import ProtocolError, WriterBusy
 from ..memory.process import pid_of
 
 VARIABLE = "SHMSYNC_TRACE"  # of the environment: the file in which every publisher traces
 _log = logging.getLogger("shmsync")
 _HEAD = '[\n{"name":"shmsync trace",'  # by which a trace is known; no end is ever written, and viewers want none
-_MODE = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-_PATIENCE = 1.0  # seconds in which another process that makes the file has written its first line
+_MODE = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_COUNTS = 1 << (32 - _native.TRACE_FD_BITS)
+_numbers = itertools.count(1)
 
 
 class Traced(Protocol):
@@ -47,22 +50,34 @@ class Tracing:
 
     def __init__(self, traced: Traced, file: str | os.PathLike[str]) -> None:
         self.file = os.path.abspath(os.fspath(file))
-        fd = _opened(self.file)
         self._traced, self._name = traced, traced.name
-        self._trace: _native.Trace | None = _native.Trace(fd, _text(traced.name))
+        fd = _opened(self.file)
+        try:
+            self._trace: _native.Trace | None = _native.Trace(fd, _text(traced.name))
+        finally:
+            os.close(fd)
+
+    def begin(self) -> None:
+        """Write from now on."""
+        assert self._trace is not None
+        descriptor = self._trace.fd + 1
+        if descriptor >> _native.TRACE_FD_BITS:
+            raise OSError(errno.EMFILE, f"descriptor {self._trace.fd} is too large for a trace; close some", self.file)
         self._trace.name_process("trainer")
-        traced.write_trace(self._trace, fd + 1)
+        which = next(_numbers) % _COUNTS << _native.TRACE_FD_BITS | descriptor
+        self._traced.write_trace(self._trace, which)
 
     def stop(self) -> None:
-        """Write nothing any more; readers write until their section of now is over. Idempotent.
+        """Write nothing any more; readers write until their section, or wait, of now is over. Idempotent.
 
-        Raises WriterBusy while another thread is in publish() or update().
+        Raises WriterBusy while another thread is in publish() or update(); DeviceFailed.
         """
         if self._trace is not None:
             self._traced.end_trace()
+            self.ended()
 
     def ended(self) -> None:
-        """For whose arena it is: it writes here no more."""
+        """For the writer of the arena, when it has stopped writing."""
         trace, self._trace = self._trace, None
         if trace is not None and trace.error:
             _log.warning("arena %r: the trace in %s lacks its end: %s", self._name, self.file, os.strerror(trace.error))
@@ -73,7 +88,12 @@ class Tracing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except WriterBusy:
+            if error is None:
+                raise
+            # The caller's own error tells more; the trace ends with the arena.
 
     def __repr__(self) -> str:
         return f"<shmsync.Tracing of {self._name!r} in {self.file}{'' if self._trace else ', stopped'}>"
@@ -82,7 +102,9 @@ class Tracing:
 def refuse_second(tracing: Tracing | None, name: str) -> None:
     """Raise ProtocolError if there is a trace already."""
     if tracing is not None:
-        raise ProtocolError(f"arena {name!r} is being traced into {tracing.file}; stop() that trace first")
+        raise ProtocolError(
+            f"arena {name!r} is being traced into {tracing.file}; stop() that trace first, or unset {VARIABLE}"
+        )
 
 
 def joined(owner: int, which: int, name: str, worker: int) -> _native.Trace | None:
@@ -90,20 +112,21 @@ def joined(owner: int, which: int, name: str, worker: int) -> _native.Trace | No
 
     Args:
         owner: the publisher.
-        which: 1 + its descriptor.
+        which: its descriptor, as layout.hpp packs it.
         name: the arena's.
         worker: the reader's index; -1: none.
     """
-    path = f"/proc/{pid_of(owner)}/fd/{which - 1}"
+    path = f"/proc/{pid_of(owner)}/fd/{which % (1 << _native.TRACE_FD_BITS) - 1}"
     try:
+        _refuse_odd(path)
         fd = os.open(path, _MODE)
         try:
             if not _is_trace(fd):
                 raise OSError(errno.EINVAL, "it is no trace of shmsync", path)
-            trace = _native.Trace(os.dup(fd), _text(name))
+            trace = _native.Trace(fd, _text(name))
         finally:
             os.close(fd)
-    except OSError as error:
+    except Exception as error:  # sections go on without it
         _log.warning("arena %r: what this process does is missing in the trace: %s", name, error)
         return None
     if pid_of(owner) != os.getpid():
@@ -115,29 +138,39 @@ def _text(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)[1:-1]
 
 
-def _opened(path: str) -> int:
-    """A descriptor that appends to this trace, which is made if there is none.
+def _refuse_odd(path: str) -> None:
+    """Raise OSError, before it is opened, for what is no plain file."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "a trace is a plain file, and this is none", path)
 
-    Raises FileExistsError for a file that is no trace, and what open() raises.
+
+def _opened(path: str) -> int:
+    """A descriptor that appends to this trace, which is begun in a file that is empty or not there.
+
+    Raises FileExistsError for a file that has something else, and what open() raises.
     """
+    if os.path.exists(path):
+        _refuse_odd(path)
+    fd = os.open(path, _MODE | os.O_CREAT, 0o666)
     try:
-        fd = os.open(path, _MODE | os.O_CREAT | os.O_EXCL, 0o666)
-        micros = time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6
-        head = f'{_HEAD}"cat":"shmsync","ph":"i","s":"g","ts":{micros:.3f},"pid":{os.getpid()},"tid":{os.getpid()}}}'
-        os.write(fd, head.encode())
-        return fd
-    except FileExistsError:
-        fd = os.open(path, _MODE)
-    until = time.monotonic() + _PATIENCE
-    while not _is_trace(fd):
-        if os.fstat(fd).st_size or time.monotonic() > until:
-            os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX)  # another process may be about to begin it
+        if os.fstat(fd).st_size == 0:
+            micros = time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6
+            where = f'"pid":{os.getpid()},"tid":{os.getpid()}'
+            head = f'{_HEAD}"cat":"shmsync","ph":"i","s":"g","ts":{micros:.3f},{where}}}'.encode()
+            if os.write(fd, head) < len(head):
+                os.ftruncate(fd, 0)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        elif not _is_trace(fd):
             raise FileExistsError(
                 errno.EEXIST, "this file is no trace of shmsync, and stays as it is; give another name", path
             )
-        time.sleep(0.001)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
 def _is_trace(fd: int) -> bool:
-    return stat.S_ISREG(os.fstat(fd).st_mode) and os.pread(fd, len(_HEAD), 0) == _HEAD.encode()
+    return os.pread(fd, len(_HEAD), 0) == _HEAD.encode()

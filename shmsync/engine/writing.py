@@ -329,7 +329,8 @@ class WriteSide:
                     if self._held_by_stopped():
                         return False
         finally:
-            self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version))
+            ended = writer.marked_at if writer.writing else 0.0  # there the write begins, in the trace too
+            self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version), ended)
 
     def wait_while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
@@ -374,12 +375,16 @@ class WriteSide:
         self.counts.aborted += 1
         if self.later is not None:
             self.later.take_back()
+        began = self._writer.marked_at if self._writer.writing else 0.0
         if self._sums is not None:
             self._sums.undone()
         if self.arena.slots == 1 and self.writer.writing:
             self.writer.poison()
         else:
             self.writer.abort()
+        trace = self._writer.trace
+        if began and trace is not None:
+            trace.span("failed publish", began, self.next_version)
 
     def refuse_poisoned(self) -> None:
         """Raise if the last update() failed half way."""
@@ -414,11 +419,12 @@ class WriteSide:
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
-    def _waited(self, samples: Samples, what: str, started: float, version: int) -> None:
-        """A wait of this kind is over that began at this time.perf_counter()."""
+    def _waited(self, samples: Samples, what: str, started: float, version: int, ended: float = 0.0) -> None:
+        """A wait of this kind is over; times of time.perf_counter(), 0: now."""
         samples.add(time.perf_counter() - started)
-        if self.tracing is not None and self._writer.trace is not None:
-            self._writer.trace.span(what, started, version)
+        trace = self._writer.trace
+        if trace is not None:
+            trace.span(what, started, version, ended)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -450,8 +456,13 @@ class WriteSide:
         with self.lock:
             self.ready(deadline_after(None, self.timeout))
             refuse_second(self.tracing, self.name)
-            self.tracing = Tracing(self, file)
-        return self.tracing
+            try:
+                self.tracing = tracing = Tracing(self, file)
+                tracing.begin()
+            except BaseException:  # an interrupt may land anywhere
+                self._trace_no_more()
+                raise
+        return tracing
 
     def write_trace(self, trace: _native.Trace | None, which: int) -> None:
         """As in Traced."""
@@ -460,16 +471,20 @@ class WriteSide:
 
     def end_trace(self) -> None:
         """As in Traced."""
-        if not self.closed and not self.in_parent:
-            with self.lock:
+        if self.closed or self.in_parent:
+            return
+        with self.lock:
+            try:
                 self.ready(deadline_after(None, self.timeout))
-                self._trace_no_more()
+            finally:
+                if self.later is None or not self.later.under_way:  # else the device may be about to write a line
+                    self._trace_no_more()
 
     def _trace_no_more(self) -> None:
-        if self.tracing is not None:
-            self.write_trace(None, 0)
-            self.tracing.ended()
-            self.tracing = None
+        self.write_trace(None, 0)
+        tracing, self.tracing = self.tracing, None
+        if tracing is not None:
+            tracing.ended()
 
     @contextmanager
     def closing(self) -> Iterator[None]:

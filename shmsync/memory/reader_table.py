@@ -7,7 +7,6 @@ from typing import NamedTuple
 from .. import _native
 from .process import Peers, pid_of
 
-_NOBODY = -1
 RowId = tuple[int, int]  # (number, owner): a row, for as long as it has this owner
 
 
@@ -46,8 +45,7 @@ def forget(control: _native.Control, worker: int, peers: Peers, me: int) -> None
     for number, owner in control.rows_of(worker):
         if owner and (peers.alive(owner) or not control.reap(number, owner, me)):
             continue
-        if control.take_over(number, 0, me, _NOBODY):  # a free row: its words stay until somebody claims it
-            control.reap(number, me, me)
+        control.forget(number, me)
 
 
 def name_of(control: _native.Control, row: RowId) -> int | str:

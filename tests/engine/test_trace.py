@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import linecache
 import logging
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -23,9 +27,19 @@ def events(file):
     assert found[0]["name"] == "shmsync trace"
     for event in found:
         assert event["ph"] in "XiM" and isinstance(event["pid"], int)
-        if event["ph"] == "X":
-            assert event["ts"] > 0 and event["dur"] >= 0 and event["tid"]
+    refuse_overlaps([event for event in found if event["ph"] == "X"])
     return found
+
+
+def refuse_overlaps(spans):
+    """Viewers drop a span that begins inside another one of its thread and ends after it."""
+    open_until = {}
+    for each in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+        end, ends = each["ts"] + each["dur"], open_until.setdefault((each["pid"], each["tid"]), [])
+        while ends and ends[-1] <= each["ts"] + 0.0005:  # of what is written in nanoseconds
+            ends.pop()
+        assert not ends or end <= ends[-1] + 0.0005, f"{each} ends after what it lies in"
+        ends.append(end)
 
 
 def of(file, name, pid=None):
@@ -159,7 +173,7 @@ def test_the_file_has_a_name_by_default_and_may_be_stopped_twice(monkeypatch, tm
         pub.trace()
 
 
-@pytest.mark.parametrize("content", [b"", b"[\n", b"precious", b'[{"name":"another program"}]'])
+@pytest.mark.parametrize("content", [b"[\n", b"precious", b'[{"name":"another program"}]'])
 def test_a_file_that_is_no_trace_stays_as_it_is(tmp_path, content):
     file = tmp_path / "file"
     file.write_bytes(content)
@@ -185,7 +199,8 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
         tracing = pub.trace("/dev/shm/shmsync-test-trace")
         try:
             full = os.open("/dev/full", os.O_WRONLY | os.O_APPEND)
-            os.dup2(full, descriptor_of("/dev/shm/shmsync-test-trace"), inheritable=False)
+            (fd,) = descriptors_of("/dev/shm/shmsync-test-trace")
+            os.dup2(full, fd, inheritable=False)
             os.close(full)
             pub.publish()
             with sub.read() as section:
@@ -198,11 +213,13 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
         assert pub.publish() == 3
 
 
-def descriptor_of(path):
-    (found,) = [
-        int(fd) for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}") == path
-    ]  # fmt: skip
+def descriptors_of(path):
+    """Those of this process."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of listdir() itself
+            if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+                found.append(int(fd))
     return found
 
 
@@ -270,3 +287,87 @@ def test_a_traced_publisher_leaves_no_descriptor(tmp_path):
     with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
         pub.trace(tmp_path / "trace.json")
     assert descriptors() < before
+
+
+def test_a_reader_that_saw_nothing_of_the_end_of_a_trace_joins_the_next(start, tmp_path):
+    with shmsync.Publisher(engine.stamped(1)) as pub:
+        reader = start()
+        reader.call(engine.attach, pub.handle, worker=0)
+        for number in range(3):
+            file = tmp_path / f"{number}.json"
+            with pub.trace(file):
+                reader.call(engine.look)
+                assert len(of(file, "section", reader.pid)) == 1
+
+
+def test_refresh_says_that_it_moved_though_it_was_asked_something():
+    pytest.importorskip("xxhash")
+    with (
+        shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, worker=0) as sub,
+    ):
+        asking = Call(pub.verify)
+        while not sub._asked:
+            time.sleep(0.001)
+        pub.publish(engine.stamped(2))
+        assert sub.refresh() is True and sub.version == 2
+        assert asking.result().workers == (0,)
+
+
+class Interrupt(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", ["trace", "stop"])
+def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(tmp_path, step):
+    """`step`: in which it lands."""
+    names = {"trace": {"trace", "__init__", "_opened", "begin", "write_trace"}, "stop": {"stop", "end_trace", "ended"}}
+    names["stop"] |= {"_trace_no_more", "write_trace"}
+    file = tmp_path / "trace.json"
+    for line in itertools.count():
+        with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
+            tracing = None if step == "trace" else pub.trace(file)
+            with at_line(line, names[step]) as raised, contextlib.suppress(Interrupt):
+                if tracing is None:
+                    pub.trace(file)
+                else:
+                    tracing.stop()
+            if tracing is not None:
+                tracing.stop()
+            elif raised:
+                with pub.trace(file):
+                    pub.publish()
+            pub.publish()
+        assert descriptors_of(file) == []
+        if not raised:
+            break
+    assert line > 5
+
+
+@contextlib.contextmanager
+def at_line(number, names):
+    """Raise Interrupt at the line of this number, of those that functions of these names in tracing and writing do."""
+    raised = []
+
+    def look(frame, event, argument):
+        nonlocal number
+        # Handlers of signals are called behind calls. So none is called where a `with` is left, before __exit__() is,
+        # nor at a bare `try`, nor before the first call of a `finally`, nor at the end of a function.
+        statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not raised and not statement.startswith(("with ", "try:", "os.close(", "return ")):
+            if number == 0:
+                raised.append(frame.f_lineno)
+                raise Interrupt
+            number -= 1
+        return look
+
+    def call(frame, event, argument):
+        ours = os.path.basename(frame.f_code.co_filename) in ("tracing.py", "writing.py")
+        return look if ours and frame.f_code.co_name in names else None
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        yield raised
+    finally:
+        sys.settrace(before)

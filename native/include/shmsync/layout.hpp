@@ -81,7 +81,9 @@ constexpr std::uint64_t image_from(const Words& words) {
 }
 
 // `asked` = question << 32 | trace. The question has a number: what do you hold? 0: none is asked. The trace is a file
-// to which readers append what they do: 1 + the number of a descriptor of the publisher's, opened as slab_fd is; or 0.
+// to which readers append what they do: count << 20 | 1 + a descriptor of the publisher's, opened as slab_fd is; or 0.
+// The count tells apart traces that have the same descriptor, one after the other.
+inline constexpr unsigned kTraceFdBits = 20;
 constexpr std::uint64_t pack_asked(std::uint32_t question, std::uint32_t trace) {
   return std::uint64_t{question} << 32 | trace;
 }

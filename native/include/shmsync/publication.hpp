@@ -53,6 +53,7 @@ class PublicationWriter {
   // What it writes from now on is traced; null: it is not.
   void write_trace(std::shared_ptr<Trace> into) { trace_ = std::move(into); }
   const std::shared_ptr<Trace>& written_trace() const { return trace_; }
+  std::uint64_t marked_at() const { return marked_at_; }  // ns; when the last write began that is traced
 
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
   std::uint32_t current_slot() const { return current_slot_; }
@@ -83,7 +84,6 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
-  void trace_failure();
   void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);

@@ -88,6 +88,7 @@ class ReadSide {
     trace_ = std::move(into);
   }
   const std::shared_ptr<Trace>& written_trace() const { return trace_; }
+  std::uint64_t entered_at() const { return entered_at_; }  // ns; of the open section, if it is traced
   // Slots = 1, writer dead: the version of the bytes, 0 when they are half written.
   std::uint64_t last_words() const {
     const std::uint64_t seq = slots_[0].seq.load(std::memory_order_acquire);  // SYNC seq.end

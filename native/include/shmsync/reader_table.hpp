@@ -45,6 +45,9 @@ class ReaderTable {
   // Frees the row of `dead`, pin included; false when somebody else was quicker.
   bool reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me);
 
+  // Takes the index and the ack of the last owner off a free row; a row that somebody claims meanwhile has lost them.
+  void forget(std::uint32_t row, std::uint64_t me);
+
   // Frees a row that the caller owns. Its pin and held must be 0 already.
   void release(std::uint32_t row);
 

@@ -1,7 +1,8 @@
 // A trace: what the processes of an arena do, as JSON of the Trace Event Format, which Perfetto and Chrome show.
 //
 // Each event is one line and one write() to a file that was opened with O_APPEND, so that the lines of all processes
-// stand in one file, whole, whoever is killed. Times are those of CLOCK_MONOTONIC, which all processes share.
+// stand in one file, and a process that is killed leaves what it did until then. Times are those of CLOCK_MONOTONIC,
+// which all processes share. What one thread does lies one inside the other or one after the other, as viewers want it.
 #pragma once
 
 #include <atomic>
@@ -12,20 +13,24 @@ namespace shmsync {
 
 class Trace {
  public:
-  // `fd`: the file, from now on this object's. `arena`: its name, as a JSON string without its quotes.
+  // `fd`: the file; this object has a duplicate. `arena`: its name, as a JSON string without its quotes.
+  // Throws std::system_error.
   Trace(int fd, std::string arena);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
-  // Something that has taken from `begin`, ns, until now.
-  void span(const char* what, std::uint64_t begin, std::uint64_t version) noexcept;
+  // Something that took from `begin` to `end`, ns. `beside`: it is no work of this thread's, and has a track of its
+  // own.
+  void span(const char* what, std::uint64_t begin, std::uint64_t end, std::uint64_t version,
+            bool beside = false) noexcept;
   // Something that happens now.
   void mark(const char* what, std::uint64_t version) noexcept;
   // How viewers name this process; a JSON string without its quotes.
   void name_process(const char* name) noexcept;
   // False once a line could not be written whole; nothing is written after it.
   bool whole() const { return error_.load(std::memory_order_relaxed) == 0; }
+  int fd() const { return fd_; }
   int error() const { return error_.load(std::memory_order_relaxed); }
 
  private:
