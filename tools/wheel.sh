@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Builds the sdist, and from it the wheel for this Python; checks both; installs the wheel where nothing else of the
+# repository is, and runs the quickstart and some tests there.
+#
+#     make wheel        (PYTHON=python3.12 for another one)
+#
+# What is built lies in build/wheel/dist. Wheels for other systems: CONTRIBUTING.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+ROOT=$PWD WORK=$PWD/build/wheel
+TESTS=(tests/unit/test_compatibility.py tests/engine/test_never_torn.py tests/engine/test_reader_death.py tests/engine/test_verify.py)
+
+rm -rf "$WORK/source" "$WORK/sdist" "$WORK/dist" "$WORK/unpacked" "$WORK/clean"
+mkdir -p "$WORK/source" "$WORK/sdist" "$WORK/dist"
+[ -x "$WORK/tools/bin/python" ] || "$PYTHON" -m venv "$WORK/tools"
+"$WORK/tools/bin/pip" install -q build auditwheel abi3audit
+
+# What git has or would take: a build in the repository itself would look through .venv too.
+git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+  [ ! -e "$file" ] || cp --parents "$file" "$WORK/source"
+done
+
+echo "== sdist"
+"$WORK/tools/bin/python" -m build -q --sdist --outdir "$WORK/dist" "$WORK/source"
+tar -xzf "$WORK"/dist/*.tar.gz -C "$WORK/sdist" --strip-components=1
+missing=$(comm -23 <(cd "$WORK/source" && find . -type f -not -path './.ci/*' -not -name .gitignore | sort) \
+  <(cd "$WORK/sdist" && find . -type f | sort))
+if [ -n "$missing" ]; then echo "the sdist lacks:" $missing; exit 1; fi
+
+echo "== wheel"
+"$WORK/tools/bin/pip" wheel -q --no-deps --wheel-dir "$WORK/dist" "$WORK/sdist"
+wheel=$(echo "$WORK"/dist/*.whl)
+"$WORK/tools/bin/python" -m zipfile -e "$wheel" "$WORK/unpacked"
+for file in py.typed _native.pyi examples/quickstart.py; do
+  [ -e "$WORK/unpacked/shmsync/$file" ] || { echo "the wheel lacks shmsync/$file"; exit 1; }
+done
+if grep -qa SHMSYNC_FAILPOINT "$WORK"/unpacked/shmsync/_native*.so; then echo "the wheel has failpoints"; exit 1; fi
+"$WORK/tools/bin/auditwheel" show "$wheel"
+case "$wheel" in
+  *-abi3-*) "$WORK/tools/bin/abi3audit" --strict "$wheel" ;;
+  *) echo "no abi3 wheel: this Python is older than 3.12" ;;
+esac
+
+echo "== in a clean environment"
+"$PYTHON" -m venv "$WORK/clean"
+"$WORK/clean/bin/pip" install -q -c constraints.txt "$wheel[verify]" numpy pytest pytest-timeout pytest-xdist
+cd "$WORK/clean" # where no source folder shadows the package
+bin/python -m shmsync doctor
+bin/python lib/python3*/site-packages/shmsync/examples/quickstart.py
+bin/python -m pytest -q -p no:cacheprovider -c "$ROOT/pyproject.toml" --rootdir "$ROOT" "${TESTS[@]/#/$ROOT/}"
+echo "== $(basename "$wheel") is good"
