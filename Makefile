@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml README.md tools/readme_elsewhere.py
 
-.PHONY: fuzz demo test test-device storm-device test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench docs clean
+.PHONY: fuzz demo test test-device storm-device test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -120,6 +120,10 @@ model:
 
 litmus:
 	$(PYTHON) native/tests/litmus/run.py
+
+# The sdist, and from it the wheel for PYTHON, checked, and tried in a clean environment; they lie in build/wheel/dist.
+wheel:
+	PYTHON=$(PYTHON) bash tools/wheel.sh
 
 # All figures in one table, in at most ten minutes; ARGS=--docs puts it into docs/performance.md and README.md.
 # BENCH = table, growth, engine, sources, schemes, collectors, torchrl, distributed or gpu.

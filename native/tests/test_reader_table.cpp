@@ -40,6 +40,26 @@ void an_ack_outlives_its_reader_until_the_next_claim() {
   CHECK(next.worker == 4 && next.acked == 0);
 }
 
+void a_row_is_forgotten_only_when_nobody_has_it() {
+  Memory memory(1, 2);
+  PublicationWriter writer = memory.writer();
+  publish(writer);
+  ReadSide reader = memory.reader();
+  CHECK(reader.try_enter() == Enter::moved);
+  reader.applied();
+  reader.leave();
+  const std::int32_t worker = memory.table.look(0).worker;
+  memory.table.forget(0, kWriter);
+  CHECK(memory.table.look(0).worker == worker && memory.table.look(0).acked == 1);
+  reader.retire();
+  memory.table.release(0);
+  CHECK(memory.table.look(0).acked == 1);  // the writer may look for it only now
+  memory.table.forget(0, kWriter);
+  const auto look = memory.table.look(0);
+  CHECK(look.owner == 0 && look.worker == kNoWorker && look.acked == 0);
+  CHECK(memory.table.claim(reader_id(5), 1) == 0u);
+}
+
 // A question is seen once by each reader; an answer names its question, and no later owner has it.
 void a_question_is_answered_once() {
   Memory memory(1, 2);
@@ -150,6 +170,7 @@ void one_winner_per_row() {
 
 int main() {
   a_question_is_answered_once();
+  a_row_is_forgotten_only_when_nobody_has_it();
   a_full_table_refuses();
   a_claim_shows_nothing_of_its_predecessor();
   an_ack_outlives_its_reader_until_the_next_claim();
