@@ -435,7 +435,7 @@ class Publisher:
         return list(self._arena.control.workers_at(version))
 
     def forget_acks(self, worker: int) -> None:
-        """Another process has this index from now on; what those before it applied, who are gone, is not its doing."""
+        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
         reader_table.forget(self._arena.control, worker, self._side.peers, me().owner)
 
     def attached_rows(self) -> dict[int, RowId]:
