@@ -140,9 +140,9 @@ def main():
         number += 1
         so_far = f"{tally.faults:,} faults, {tally.sections:,} sections so far"
         print(f"{time.monotonic() - start:6.0f} s: {name} {'ok' if kept else 'BROKE A PROMISE'}; {so_far}", flush=True)
-    said = f"`make soak SECONDS={given.seconds:g} SEED={seed}`"
-    if given.of != TARGETS:
-        said += f" with `ARGS='--of {' '.join(given.of)}'`"
+    options = [f"--turn {given.turn:g}"] if given.turn else []
+    options += [f"--of {' '.join(given.of)}"] if given.of != TARGETS else []
+    said = f"`make soak SECONDS={given.seconds:g} SEED={seed}" + (f" ARGS='{' '.join(options)}'`" if options else "`")
     took = time.monotonic() - start
     text = f"{said}, {took / 60:.0f} minutes on {os.cpu_count()} cores:\n\n{tally.table()}"
     print(text)
