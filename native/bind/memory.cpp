@@ -135,6 +135,16 @@ nb::object read_identity(int fd) {
   return d;
 }
 
+// Changes a part of the word; another thread may change the other part meanwhile.
+template <class Change>
+void change_asked(Control& control, Change change) {
+  Word64& asked = control.publication().asked;
+  std::uint64_t before = asked.load(std::memory_order_relaxed);
+  // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked_now().
+  while (!asked.compare_exchange_weak(before, change(before), std::memory_order_release, std::memory_order_relaxed)) {
+  }
+}
+
 }  // namespace
 
 std::uint64_t fork_generation() { return g_forks.load(std::memory_order_relaxed); }
@@ -278,24 +288,13 @@ void bind_memory(nb::module_& m) {
       .def(
           "ask",
           [](Control& c, std::uint32_t question) {
-            Word64& asked = c.publication().asked;
-            std::uint64_t before = asked.load(std::memory_order_relaxed);
-            // SYNC asked: release, after the version that it is about; pairs with ReadSide::asked_now(). Another thread
-            // may change the trace.
-            while (!asked.compare_exchange_weak(before, pack_asked(question, trace_of(before)),
-                                                std::memory_order_release, std::memory_order_relaxed)) {
-            }
+            change_asked(c, [question](std::uint64_t before) { return pack_asked(question, trace_of(before)); });
           },
           "question"_a, "For the publisher: ask every reader what it holds; 0 takes the question back.")
       .def(
           "ask_for_trace",
           [](Control& c, std::uint32_t which) {
-            Word64& asked = c.publication().asked;
-            std::uint64_t before = asked.load(std::memory_order_relaxed);
-            // SYNC asked: release; as in ask(), whose question stays.
-            while (!asked.compare_exchange_weak(before, pack_asked(question_of(before), which),
-                                                std::memory_order_release, std::memory_order_relaxed)) {
-            }
+            change_asked(c, [which](std::uint64_t before) { return pack_asked(question_of(before), which); });
           },
           "which"_a,
           "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.")
