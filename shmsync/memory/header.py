@@ -124,6 +124,11 @@ def foreign(header: Header | None) -> bool:
     return header is not None and header.magic not in (0, _native.MAGIC)
 
 
+def nobody_proven_dead(uid: int) -> str:
+    """Why a segment of another user's stays that is not ready: its header does not name an owner."""
+    return f"it belongs to uid {uid} and says not whose it is, so that nobody is proven dead"
+
+
 def read(fd: int) -> Header | None:
     """The header; None when the file is too short to have one."""
     fields: dict[str, Any] | None = _native.read_identity(fd)

@@ -81,7 +81,7 @@ def _check_removable(name: str, fd: int, header: Header | None) -> None:
     if os.geteuid() not in (uid, 0):
         raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
     if os.geteuid() != uid and (header is None or not header.ready):
-        raise ArenaNotFound(f"it belongs to uid {uid} and says not whose it is, so that nobody is proven dead")
+        raise ArenaNotFound(_header.nobody_proven_dead(uid))
 
 
 def sweep_some(seconds: float = _MOMENT) -> None:

@@ -146,8 +146,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
         return _unseen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
     if header is None or not header.ready:
         if os.geteuid() != status.st_uid:
-            why = f"it belongs to uid {status.st_uid} and says not whose it is, so that nobody is proven dead"
-            return _unseen(name, Condition.UNKNOWN, why, None, age)
+            return _unseen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
         return _being_made(name, fd, status, age)
     try:
         _check(name, header)
