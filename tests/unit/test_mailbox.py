@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 
 import pytest
 from torch.distributed import FileStore, HashStore
 
+from shmsync import ProtocolError
 from shmsync.schemes.remote.distributed.courier import Courier
 from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
 from shmsync.schemes.remote.distributed.requests import MailCall, WordCall
@@ -99,6 +100,11 @@ def make_store(tmp_path=None):
     return HashStore() if tmp_path is None else FileStore(str(tmp_path / "store"), 1)
 
 
+def post(mailbox, message):
+    mailbox.put_message(message)
+    mailbox.announce()
+
+
 def serials_taken(mailbox):
     taken = []
     while (message := mailbox.take_message()) is not None:
@@ -111,9 +117,9 @@ def test_a_message_is_taken_once_however_the_sides_meet(first):
     for order in orders(3):
         store = make_store()
         if first != "nothing":
-            Mailbox(store, 1).put_message({"serial": "old"} | ({"close": "x"} if first == "the end of a relay" else {}))
+            post(Mailbox(store, 1), {"serial": "old"} | ({"close": "x"} if first == "the end of a relay" else {}))
         interleaved = Interleaved(store)
-        interleaved.begin(order, lambda mailbox: mailbox.put_message({"serial": "new"}))
+        interleaved.begin(order, lambda mailbox: post(mailbox, {"serial": "new"}))
         taken = serials_taken(Mailbox(interleaved, 1))
         interleaved.finish()
         taken += serials_taken(Mailbox(store, 1))
@@ -216,9 +222,47 @@ def test_a_foreign_word_is_an_answer_only_where_answers_have_no_serial_number():
     assert store.get("NODE_1_out") == b"another one"
 
 
+ORDERS = sorted(
+    order
+    for order in set(permutations(["a posts", "a looks", "b posts", "b looks", "worker", "worker"]))
+    if order.index("a posts") < order.index("a looks") and order.index("b posts") < order.index("b looks")
+)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=", ".join)
+def test_a_sender_that_looks_for_its_answer_takes_no_other_senders(order):
+    """After an interrupted send the courier still looks for the answer, when another sender may be there already."""
+    store = make_store()
+    calls, answered = {}, []
+
+    def step(what):
+        if what == "worker":
+            message = Mailbox(store, 1).take_message(listen=False)
+            if message is not None:
+                Mailbox(store, 1).put_answer(message["serial"], UPDATED, {"result": to_text(message["serial"])})
+                answered.append(message["serial"])
+        elif what.endswith("posts"):
+            calls[what[0]] = make_call(store)
+        else:
+            calls[what[0]][0].look()
+
+    for what in (*order, "worker", "a looks", "b looks"):
+        step(what)
+    for call, serial in calls.values():
+        assert call.finished()
+        if serial in answered:
+            assert call.result() == serial
+        else:
+            with pytest.raises(Failed) as displaced:
+                call.result()
+            with pytest.raises(ProtocolError, match="another sender has sent weights of this model to rank 1"):
+                raise displaced.value.failure.exception()
+    assert list(calls.values())[-1][1] in answered
+
+
 def test_a_message_is_taken_although_another_has_heard_its_announcement():
     store = make_store()
-    Mailbox(store, 1).put_message({"serial": "a"})
+    post(Mailbox(store, 1), {"serial": "a"})
     store.delete_key("NODE_1_in")
     assert Mailbox(store, 1).take_message() == {"serial": "a"}
 
@@ -228,7 +272,7 @@ def test_a_foreign_announcement_stays_and_hides_nothing():
     mailbox = Mailbox(store, 1)
     store.set("NODE_1_in", "shutdown")
     assert mailbox.take_message() is None
-    mailbox.put_message({"serial": "a"})
+    post(mailbox, {"serial": "a"})
     store.set("NODE_1_in", "shutdown")
     assert mailbox.take_message() == {"serial": "a"}
     assert store.get("NODE_1_in") == b"shutdown"
@@ -244,10 +288,10 @@ def test_an_announcement_without_a_message_says_who_must_write_it():
 
 def test_a_store_in_a_file_does_as_well(tmp_path):
     mailbox = Mailbox(make_store(tmp_path), 1)
-    mailbox.put_message({"serial": "a"})
+    post(mailbox, {"serial": "a"})
     assert serials_taken(mailbox) == ["a"]
-    mailbox.put_message({"serial": "b"})
-    mailbox.put_message({"serial": "c"})
+    post(mailbox, {"serial": "b"})
+    post(mailbox, {"serial": "c"})
     assert serials_taken(mailbox) == ["c"]
     mailbox.put_answer("c", UPDATED, {})
     mailbox.put_answer(None, b"done", {})

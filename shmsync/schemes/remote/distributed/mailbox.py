@@ -78,11 +78,20 @@ class Mailbox:
 
     # Messages.
 
-    def put_message(self, message: dict[str, Any]) -> bool:
-        """In the sender: put a message there, instead of one that was not taken, and announce it; see announce()."""
-        self._messages.change(lambda found: [*(each for each in found or () if "close" in each), message])
+    def put_message(self, message: dict[str, Any]) -> list[str]:
+        """In the sender: put a message there, instead of one that was not taken. announce() it then.
+
+        The serial numbers of those whose place it takes: nobody will answer them.
+        """
+        displaced: list[str] = []
+
+        def put(found: list[dict[str, Any]] | None) -> list[dict[str, Any]]:  # another may have come
+            displaced[:] = [each["serial"] for each in found or () if "close" not in each]
+            return [*(each for each in found or () if "close" in each), message]
+
+        self._messages.change(put)
         self._messages.expect([])
-        return self.announce()
+        return displaced
 
     def announce(self) -> bool:
         """In the sender: ring for a message. False: a word of the user's own is there, which nobody has read yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from ....engine.outcome import Failure
+from ....errors import ProtocolError
 from ....memory.manifest import fingerprint
 from ..background import GRACE
 from ..parcel import Announcement, Stamp
@@ -28,6 +31,8 @@ from .transfers import my_rank, need_group
 # By serial number. A rank may take a message although its sender has given up. It waits for the bytes then, so they and
 # their transfer stay.
 _unanswered: dict[str, MailCall] = {}
+# By serial number. Whoever looks at a rank's answers finds those to the messages of all senders of this process.
+_waiting: weakref.WeakValueDictionary[str, MailCall] = weakref.WeakValueDictionary()
 _LISTEN = 16  # so many looks at the bell for one at the answers themselves
 
 
@@ -69,9 +74,12 @@ class MailCall(StoreCall):
         self._looks = 0
         self._answer: Answer | None = None
         self._gone: str | None = None
+        self._displaced = False  # another sender's message has taken the place of this one
 
     @override
     def try_once(self) -> bool:
+        if self._answer is not None or self._displaced:  # another call has found that
+            return True
         # Its death first: what it wrote, it wrote before.
         lifeline = self._watch()
         dead = lifeline is not None and lifeline.dead
@@ -100,7 +108,8 @@ class MailCall(StoreCall):
             except Exception as error:
                 del _unanswered[self._serial]
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
-        self._announced = self._mailbox.put_message(self._message)
+        _waiting[self._serial] = self
+        self._announced = _put(self._mailbox, self._message)
         self._posted = True
 
     def _take_answer(self, *, listen: bool) -> None:
@@ -114,20 +123,32 @@ class MailCall(StoreCall):
             return
         answered = [each for each in answers if each.serial is not None]
         for each in answered:
+            serial = str(each.serial)
             if not each.content.get("untaken"):
-                _unanswered.pop(str(each.serial), None)  # perhaps of a call that nobody looks at any more
-            if each.serial == self._serial:
-                self._answer = each
-                if not each.content.get("untaken"):
-                    self.payload = self._buffer = None  # so that the next send may have the buffer
+                _unanswered.pop(serial, None)  # perhaps of a call that nobody looks at any more
+            call = _waiting.pop(serial, None)
+            if call is not None:
+                call.accept(each)
         self._mailbox.forget(answered)
         if answered and bell is None:
             bell = self._mailbox.peek("out")  # it rings after the answer is there
         if bell in (UPDATED, mailbox.FAILED, *(each.word for each in answered)):
             self._mailbox.silence()  # other words are for somebody else: they stay
 
+    def accept(self, answer: Answer) -> None:
+        """This is the answer to it."""
+        if not answer.content.get("untaken"):
+            self.payload = self._buffer = None  # so that the next send may have the buffer
+        self._answer = answer
+
+    def displace(self) -> None:
+        """No answer will come."""
+        self._displaced = True
+
     @override
     def answer(self) -> Any:
+        if self._displaced:
+            raise _displacement(self._mailbox.rank)
         if self._answer is None:
             raise Gone(self._gone or "")
         _, word, content = self._answer
@@ -139,6 +160,25 @@ class MailCall(StoreCall):
         if word != self._expected():
             raise Failed(f"it answered {word.decode(errors='replace')!r}")
         return mailbox.from_text(content["result"]) if "result" in content else None
+
+
+def _put(mailbox: Mailbox, message: dict[str, Any]) -> bool:
+    """Put a message there, and tell the calls of this process whose place it takes. Was it announced?"""
+    for serial in mailbox.put_message(message):
+        call = _waiting.pop(serial, None)
+        if call is not None:
+            call.displace()
+    return mailbox.announce()
+
+
+def _displacement(rank: int) -> Failed:
+    try:
+        raise ProtocolError(
+            f"another sender has sent weights of this model to rank {rank} before the rank took these; a model has one "
+            "sender at a time, so close the one that is not used any more"
+        )
+    except ProtocolError as error:
+        return Failed(Failure.of(error))
 
 
 class WordCall(StoreCall):
@@ -271,7 +311,7 @@ class Outbox:
     def close_relay(self, session: str, *, ended: bool) -> None:
         """Let the rank end what it relays for a sender, when it receives next. `ended`: the sender sends no more."""
         message = {"serial": new_serial(), "close": session, "ended": ended}
-        task = self._courier.give(partial(self._mailbox.put_message, message))
+        task = self._courier.give(partial(_put, self._mailbox, message))
         if ended:  # the process may end next
             with contextlib.suppress(torch.distributed.DistError):
                 if task.done_by(time.monotonic() + GRACE):
