@@ -233,6 +233,9 @@ void bind_reader(nb::module_& m) {
           "_abandon", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },
           nb::sig("def _abandon(self) -> bool"))
       .def(
+          "_give_up_entry", [](nb::handle self) { nb::inst_ptr<Reader>(self)->give_up_entry(self); },
+          nb::sig("def _give_up_entry(self) -> None"))
+      .def(
           "_wait",
           [](Reader& r, std::int64_t timeout_ns) {
             const WithoutGil released;
@@ -275,8 +278,8 @@ void bind_reader(nb::module_& m) {
           "which"_a, "into"_a = nb::none(),
           nb::sig("def _write_trace(self, which: int, into: Trace | None = None) -> None"))
       .def_prop_ro(
-          "_entered_at", [](const Reader& r) { return static_cast<double>(r.side->entered_at()) / 1e9; },
-          "When the open section began, if it is traced, as time.perf_counter() has it.")
+          "_entered_at", [](const Reader& r) { return r.side->entered_at(); },
+          "When the open section began, if it is traced, as time.perf_counter_ns() has it.")
       .def_prop_ro(
           "_trace", [](const Reader& r) { return r.side->written_trace(); },
           nb::sig("def _trace(self) -> Trace | None"))

@@ -146,6 +146,9 @@ class Reader {
     return torn;
   }
 
+  // The entry of a pinned section failed, perhaps after it had the pin.
+  void give_up_entry(nb::handle self) { drop_pin(self); }
+
   // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
   // stays until close(), for somebody may use the weights still.
   void drop(int entries) { dropped += entries; }

@@ -17,16 +17,18 @@ namespace shmsync::bind {
 void bind_trace(nb::module_& m) {
   nb::class_<Trace>(m, "Trace", "Appends what happens to a file, as JSON of the Trace Event Format.")
       .def(
-          nb::init<int, std::string>(), "fd"_a, "arena"_a,
-          "`fd`: a descriptor with O_APPEND; this object has a duplicate. Texts are JSON strings without their quotes.")
+          nb::init<int, std::string, bool>(), "fd"_a, "arena"_a, "of_writer"_a = false,
+          "`fd`: a descriptor with O_APPEND; this object has a duplicate. Texts are JSON strings without their quotes. "
+          "`of_writer`: what is written here has a track of its own, whatever the thread.")
       .def(
           "span",
-          [](Trace& t, const std::string& what, double begin, std::uint64_t version, double end) {
-            const std::uint64_t over = end == 0 ? monotonic_ns() : static_cast<std::uint64_t>(end * 1e9);
-            t.span(what.c_str(), static_cast<std::uint64_t>(begin * 1e9), over, version);
+          [](Trace& t, const std::string& what, std::uint64_t begin, std::uint64_t version, std::uint64_t end) {
+            t.span(what.c_str(), begin, end == 0 ? monotonic_ns() : end, version);
           },
-          "what"_a, "begin"_a, "version"_a, "end"_a = 0.0,
-          "Something that began and ended at these values of time.perf_counter(); 0: ends now.")
+          "what"_a, "begin"_a, "version"_a, "end"_a = 0,
+          "Something that began and ended at these values of time.perf_counter_ns(); 0: ends now.")
+      .def_prop_ro_static(
+          "LINE", [](nb::handle) { return Trace::kLine; }, "Lines are filled up to a multiple of so many bytes.")
       .def_prop_ro("fd", &Trace::fd)
       .def(
           "name_process", [](Trace& t, const std::string& name) { t.name_process(name.c_str()); }, "name"_a)

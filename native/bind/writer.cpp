@@ -165,8 +165,8 @@ void bind_writer(nb::module_& m) {
           },
           "Version and slot that readers find now; any thread may ask, while a device commits too.")
       .def_prop_ro(
-          "marked_at", [](const Writer& w) { return static_cast<double>(w.marked_at()) / 1e9; },
-          "When the last write began that is traced, as time.perf_counter() has it.")
+          "marked_at", [](const Writer& w) { return w.marked_at(); },
+          "When the last write began that is traced, as time.perf_counter_ns() has it.")
       .def_prop_rw(
           "trace", [](const Writer& w) { return w.written_trace(); },
           [](Writer& w, std::shared_ptr<Trace> into) { w.write_trace(std::move(into)); }, "into"_a.none(),

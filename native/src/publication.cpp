@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <optional>
+#include <utility>
 
 #include "shmsync/failpoints.hpp"
 #include "shmsync/seqlock.hpp"
@@ -30,7 +31,30 @@ PublicationWriter::PublicationWriter(PublicationLine& line, SlotLine* slots, std
       slot_version_(slot_count, 0),
       no_turn_before_(readers.size(), 0) {}
 
+void PublicationWriter::write_trace(std::shared_ptr<Trace> into) {
+  const std::lock_guard guard(trace_lock_);
+  if (under_way_)
+    next_trace_ = std::move(into);
+  else
+    trace_ = std::move(into);
+}
+
+std::shared_ptr<Trace> PublicationWriter::written_trace() const {
+  const std::lock_guard guard(trace_lock_);
+  return trace_;
+}
+
+void PublicationWriter::rest() {
+  const std::lock_guard guard(trace_lock_);
+  under_way_ = false;
+  if (next_trace_) trace_ = *std::exchange(next_trace_, std::nullopt);
+}
+
 Begin PublicationWriter::begin() {
+  {
+    const std::lock_guard guard(trace_lock_);
+    under_way_ = true;
+  }
   if (slot_count_ == 1 && !gate_closed_) {
     let_waiting_readers_in();
     line_.current.store(pack_current(version_, 0) | kGate, std::memory_order_release);
@@ -139,12 +163,15 @@ std::uint64_t PublicationWriter::commit() {
   writing_ = false;
   announce();
   SHMSYNC_FAILPOINT("commit.announced");
-  if (trace_) trace_->span("publish", marked_at_, monotonic_ns(), version_, on_device_);
-  return version_;
+  const std::uint64_t version = version_;
+  if (trace_) trace_->span("publish", marked_at_, monotonic_ns(), version);
+  rest();
+  return version;
 }
 
 void PublicationWriter::abort() {
   SHMSYNC_FAILPOINT("abort.start");
+  rest();
   if (!poisoned_) next_ = version_ + 1;
   // Slots = 1: the bytes are those of the old version, so its number goes back; optimistic readers wait for it.
   if (slot_count_ == 1 && writing_ && !poisoned_) seqlock::end(slots_[0].seq, version_);
@@ -162,6 +189,7 @@ void PublicationWriter::abort() {
 }
 
 void PublicationWriter::poison() {
+  rest();
   writing_ = false;
   poisoned_ = true;
   // SYNC state: release; before `notify`, so whoever it wakes sees it.

@@ -58,7 +58,8 @@ void lines_of_many_threads_are_whole() {
   const auto lines = file.lines();
   CHECK(lines.size() == kThreads * kLines);
   for (const auto& line : lines)
-    CHECK(line.back() == '}' && has(line, "\"dur\":2.000,") && has(line, "\"arena\":\"policy\",\"version\":7}"));
+    CHECK(line.size() + 2 == Trace::kLine && has(line, "\"dur\":2.000,") &&
+          has(line, "\"arena\":\"policy\",\"version\":7}}  "));
   CHECK(trace.whole());
 }
 

@@ -28,7 +28,7 @@ from .copy_reads import CopyOrder
 from .following import Successor
 from .stats import SubscriberStats
 from .timing import Samples, check_version, deadline_after, slice_until
-from .tracing import joined
+from .tracing import joined, warn_of_end
 from .verifying import Verdict
 from .waiting import WaitPath
 
@@ -190,7 +190,7 @@ class ReadPath(WaitPath):
         if waited:
             self._waits.add(time.perf_counter() - started)
             if self._trace is not None:
-                self._trace.span("wait at the gate", started, self._held_version, self._entered_at)
+                self._trace.span("wait at the gate", int(started * 1e9), self._held_version, self._entered_at)
 
     def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
         """Enter again, under a pin if asked; first leave what the native side may have entered."""
@@ -348,7 +348,9 @@ class ReadPath(WaitPath):
 
     def _trace_now(self) -> None:
         """The publisher wants what this process does in a trace, or no more of it."""
-        which = self._trace_asked
+        which, before = self._trace_asked, self._trace
+        if before is not None:
+            warn_of_end(before, self._name)
         self._write_trace(which)  # whatever comes of it: the next section does not try again
         if which:
             worker = reader_table.read(self.arena.control, self._row).worker

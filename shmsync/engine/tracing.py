@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Protocol
 
 from .. import _native
-from ..errors import ProtocolError, WriterBusy
+from ..errors import ProtocolError
 from ..memory.process import pid_of
 
 VARIABLE = "SHMSYNC_TRACE"  # of the environment: the file in which every publisher traces
@@ -26,6 +26,7 @@ _log = logging.getLogger("shmsync")
 _HEAD = '[\n{"name":"shmsync trace",'  # by which a trace is known; no end is ever written, and viewers want none
 _MODE = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _COUNTS = 1 << (32 - _native.TRACE_FD_BITS)
+_NAP = 0.001  # seconds between two looks at a lock
 _numbers = itertools.count(1)
 
 
@@ -34,11 +35,14 @@ class Traced(Protocol):
 
     name: str
 
+    def trace(self, file: str | os.PathLike[str]) -> Tracing:
+        """Begin one."""
+
     def write_trace(self, trace: _native.Trace | None, which: int) -> None:
         """Write what is published into this from now on, and have the readers do so; None: nowhere."""
 
     def end_trace(self) -> None:
-        """Write nothing any more. Raises WriterBusy while another thread is writing."""
+        """Begin to write nothing any more."""
 
 
 class Tracing:
@@ -48,12 +52,14 @@ class Tracing:
         file: its path.
     """
 
-    def __init__(self, traced: Traced, file: str | os.PathLike[str]) -> None:
+    def __init__(self, traced: Traced, file: str | os.PathLike[str], deadline: float) -> None:
         self.file = os.path.abspath(os.fspath(file))
         self._traced, self._name = traced, traced.name
-        fd = _opened(self.file)
+        fd = _opened(self.file, deadline)
         try:
-            self._trace: _native.Trace | None = _native.Trace(fd, _text(traced.name))
+            self._trace: _native.Trace | None = _native.Trace(fd, _text(traced.name), of_writer=True)
+        except OSError:
+            raise OSError(errno.EMFILE, "no descriptor is left for a trace", self.file) from None
         finally:
             os.close(fd)
 
@@ -68,9 +74,9 @@ class Tracing:
         self._traced.write_trace(self._trace, which)
 
     def stop(self) -> None:
-        """Write nothing any more; readers write until their section, or wait, of now is over. Idempotent.
+        """Write nothing any more, but for the publishes, sections and waits that are under way. Idempotent.
 
-        Raises WriterBusy while another thread is in publish() or update(); DeviceFailed.
+        A reader closes the file at its next section.
         """
         if self._trace is not None:
             self._traced.end_trace()
@@ -79,8 +85,8 @@ class Tracing:
     def ended(self) -> None:
         """For the writer of the arena, when it has stopped writing."""
         trace, self._trace = self._trace, None
-        if trace is not None and trace.error:
-            _log.warning("arena %r: the trace in %s lacks its end: %s", self._name, self.file, os.strerror(trace.error))
+        if trace is not None:
+            warn_of_end(trace, self._name)
 
     def __enter__(self) -> Tracing:
         return self
@@ -88,15 +94,28 @@ class Tracing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            self.stop()
-        except WriterBusy:
-            if error is None:
-                raise
-            # The caller's own error tells more; the trace ends with the arena.
+        self.stop()
 
     def __repr__(self) -> str:
         return f"<shmsync.Tracing of {self._name!r} in {self.file}{'' if self._trace else ', stopped'}>"
+
+
+def trace_as_told(traced: Traced) -> None:
+    """Begin the trace that the environment asks for, if it does."""
+    file = os.environ.get(VARIABLE)
+    if file:
+        try:
+            traced.trace(file)
+        except OSError as error:
+            why = f"{error.strerror} (the environment's {VARIABLE})"
+            raise OSError(error.errno, why, error.filename) from None
+
+
+def warn_of_end(trace: _native.Trace, name: str) -> None:
+    """This process has written its last into the trace of that arena: say so if it could not write all."""
+    if trace.error:
+        why = os.strerror(trace.error)
+        _log.warning("arena %r: the trace lacks the last of what this process did: %s", name, why)
 
 
 def refuse_second(tracing: Tracing | None, name: str) -> None:
@@ -144,32 +163,46 @@ def _refuse_odd(path: str) -> None:
         raise OSError(errno.EINVAL, "a trace is a plain file, and this is none", path)
 
 
-def _opened(path: str) -> int:
+def _opened(path: str, deadline: float) -> int:
     """A descriptor that appends to this trace, which is begun in a file that is empty or not there.
 
-    Raises FileExistsError for a file that has something else, and what open() raises.
+    Raises FileExistsError for a file that has something else, BlockingIOError for one that another process has locked
+    until the deadline, and what open() raises.
     """
     if os.path.exists(path):
         _refuse_odd(path)
     fd = os.open(path, _MODE | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)  # another process may be about to begin it
+        _lock(fd, path, deadline)  # another process may be about to begin it
         if os.fstat(fd).st_size == 0:
             micros = time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6
             where = f'"pid":{os.getpid()},"tid":{os.getpid()}'
             head = f'{_HEAD}"cat":"shmsync","ph":"i","s":"g","ts":{micros:.3f},{where}}}'.encode()
+            head = head.ljust(_native.Trace.LINE)
             if os.write(fd, head) < len(head):
                 os.ftruncate(fd, 0)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        elif not _is_trace(fd):
+        elif not _is_trace(fd) or os.fstat(fd).st_size % _native.Trace.LINE:
             raise FileExistsError(
-                errno.EEXIST, "this file is no trace of shmsync, and stays as it is; give another name", path
+                errno.EEXIST,
+                "this file is no trace of shmsync, or none that is whole, and stays as it is; give another name",
+                path,
             )
         fcntl.flock(fd, fcntl.LOCK_UN)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _lock(fd: int, path: str, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EAGAIN, "another process has locked this file", path) from None
+        time.sleep(_NAP)
 
 
 def _is_trace(fd: int) -> bool:

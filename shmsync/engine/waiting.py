@@ -140,7 +140,7 @@ class WaitPath(_native.Reader):
             return self._await(version, deadline, follow, spin_until)
         finally:
             if trace is not None:
-                trace.span("wait for a version", started, version)
+                trace.span("wait for a version", int(started * 1e9), version)
 
     def _await(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float) -> int:
         while True:

@@ -111,6 +111,7 @@ class WriteSide:
         self.updating_thread: int | None = None
         self.waiting_thread: int | None = None  # the holder of the lock, while it waits for readers or acks
         self.tracing: Tracing | None = None
+        self._trace_turn = threading.RLock()  # of who begins or ends a trace; a finalizer may, in the middle of it
         self._ending = False  # close() wants the lock: whoever waits gives it up
         self._generation = _native.fork_generation()
         self._me = owner
@@ -329,7 +330,7 @@ class WriteSide:
                     if self._held_by_stopped():
                         return False
         finally:
-            ended = writer.marked_at if writer.writing else 0.0  # there the write begins, in the trace too
+            ended = writer.marked_at if writer.writing else 0  # there the write begins, in the trace too
             self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version), ended)
 
     def wait_while_stopped(self, deadline: float) -> None:
@@ -375,7 +376,7 @@ class WriteSide:
         self.counts.aborted += 1
         if self.later is not None:
             self.later.take_back()
-        began = self._writer.marked_at if self._writer.writing else 0.0
+        began = self._writer.marked_at if self._writer.writing else 0
         if self._sums is not None:
             self._sums.undone()
         if self.arena.slots == 1 and self.writer.writing:
@@ -419,12 +420,12 @@ class WriteSide:
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
                 self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
 
-    def _waited(self, samples: Samples, what: str, started: float, version: int, ended: float = 0.0) -> None:
-        """A wait of this kind is over; times of time.perf_counter(), 0: now."""
+    def _waited(self, samples: Samples, what: str, started: float, version: int, ended: int = 0) -> None:
+        """A wait of this kind is over. Times of time.perf_counter() and time.perf_counter_ns(); 0: now."""
         samples.add(time.perf_counter() - started)
         trace = self._writer.trace
         if trace is not None:
-            trace.span(what, started, version, ended)
+            trace.span(what, int(started * 1e9), version, ended)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -453,11 +454,14 @@ class WriteSide:
 
     def trace(self, file: str | os.PathLike[str]) -> Tracing:
         """As Publisher.trace()."""
-        with self.lock:
-            self.ready(deadline_after(None, self.timeout))
+        self.check()
+        refuse_second(self.tracing, self.name)
+        tracing = Tracing(self, file, deadline_after(None, self.timeout))
+        with self._trace_turn:  # and not the writer's lock: who publishes at this moment shall not find it taken
+            self.check()
             refuse_second(self.tracing, self.name)
             try:
-                self.tracing = tracing = Tracing(self, file)
+                self.tracing = tracing
                 tracing.begin()
             except BaseException:  # an interrupt may land anywhere
                 self._trace_no_more()
@@ -471,20 +475,15 @@ class WriteSide:
 
     def end_trace(self) -> None:
         """As in Traced."""
-        if self.closed or self.in_parent:
-            return
-        with self.lock:
-            try:
-                self.ready(deadline_after(None, self.timeout))
-            finally:
-                if self.later is None or not self.later.under_way:  # else the device may be about to write a line
-                    self._trace_no_more()
+        if not self.closed and not self.in_parent:
+            self._trace_no_more()
 
     def _trace_no_more(self) -> None:
-        self.write_trace(None, 0)
-        tracing, self.tracing = self.tracing, None
-        if tracing is not None:
-            tracing.ended()
+        with self._trace_turn:
+            self.write_trace(None, 0)
+            tracing, self.tracing = self.tracing, None
+            if tracing is not None:
+                tracing.ended()
 
     @contextmanager
     def closing(self) -> Iterator[None]:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import linecache
 import logging
 import os
+import random
 import signal
 import sys
+import threading
 import time
 
 import pytest
 import torch
 
 import shmsync
+from shmsync.engine.publisher import Publication, publish_all
 from support import engine
 from support.calls import Call
-from support.processes import until
+from support.processes import until, until_waits
 
 
 def events(file):
     """What the file has, which needs no end to be read."""
     found = json.loads(file.read_text() + "]")
     assert found[0]["name"] == "shmsync trace"
+    assert file.stat().st_size % 256 == 0  # no line crosses a page, between which the kernel may stop a killed process
     for event in found:
         assert event["ph"] in "XiM" and isinstance(event["pid"], int)
     refuse_overlaps([event for event in found if event["ph"] == "X"])
@@ -133,6 +138,122 @@ def test_a_killed_worker_leaves_whole_lines(start, tmp_path):
         assert pub.publish(engine.stamped(2)) == 2
 
 
+def test_many_killed_workers_leave_whole_lines(tmp_path):
+    file = tmp_path / "trace.json"
+    chance = random.Random(1)
+    with shmsync.Publisher(engine.stamped(1), slots=2) as pub, pub.trace(file):
+        for _ in range(60):
+            child = os.fork()
+            if child == 0:
+                with contextlib.suppress(BaseException), shmsync.Subscriber(pub.handle) as sub:
+                    while True:
+                        with sub.read():
+                            pass
+                os._exit(1)
+            time.sleep(chance.uniform(0.01, 0.02))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert len(of(file, "section")) > 1000
+
+
+def test_a_trace_begins_and_ends_beside_a_thread_that_publishes(tmp_path):
+    """Neither the publishes nor the traces are refused, and a trace has whole publishes only."""
+    with shmsync.Publisher({"t": torch.zeros(100_000)}) as pub:
+        over = threading.Event()
+
+        def publish():
+            while not over.is_set():
+                pub.publish()
+                with pub.update():
+                    pass
+
+        publishing = Call(publish)
+        try:
+            for number in range(300):
+                with pub.trace(tmp_path / f"{number % 3}.json"):
+                    time.sleep(0.0005)
+        finally:
+            over.set()
+        publishing.result()
+        assert all(of(tmp_path / f"{number}.json", "publish") for number in range(3))
+        assert not descriptors_of(tmp_path / "0.json")
+
+
+def test_arenas_that_are_published_together_have_tracks_of_their_own(tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
+        with one.trace(file), other.trace(file):
+            together = [Publication(each, {"t": torch.ones(8)}) for each in (one, other)]
+            for _ in range(3):
+                publish_all(together, None, time.monotonic() + 20)
+        tracks = {each["args"]["arena"]: each["tid"] for each in of(file, "publish")}
+        assert len(set(tracks.values())) == 2
+        named = {each["tid"]: each["args"]["name"] for each in of(file, "thread_name")}
+        assert named == {tracks[pub.name]: f"writer of {pub.name}" for pub in (one, other)}
+
+
+def test_a_file_that_somebody_has_locked_is_waited_for_until_the_deadline(tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher({"t": torch.zeros(8)}, timeout=0.2) as pub, open(file, "w") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match=r"locked.*trace\.json"):
+            pub.trace(file)
+        fcntl.flock(locked, fcntl.LOCK_UN)
+        with pub.trace(file):
+            assert pub.publish() == 2
+        assert versions(file, "publish") == [2]
+
+
+def test_a_trace_that_ends_in_the_middle_of_a_line_is_not_gone_on_with(tmp_path):
+    file = tmp_path / "trace.json"
+    with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
+        with pub.trace(file):
+            pub.publish()
+        half = file.read_bytes()[:-100]
+        file.write_bytes(half)
+        with pytest.raises(FileExistsError, match="none that is whole"):
+            pub.trace(file)
+        assert file.read_bytes() == half
+
+
+def test_a_verify_that_finds_the_gate_closed_shows_no_section(tmp_path):
+    pytest.importorskip("xxhash")
+    file = tmp_path / "trace.json"
+    with (
+        shmsync.Publisher({"t": torch.zeros(8)}, checksum=True) as pub,
+        shmsync.Subscriber(pub.handle, timeout=0.05) as sub,
+        pub.trace(file),
+    ):
+        with sub.read():
+            pass
+        with pub.update(), pytest.raises(shmsync.WriterBusy):
+            sub.verify()
+        assert versions(file, "section") == [1]
+        assert sub.verify().version == 2
+
+
+def test_a_wait_at_the_gate_ends_where_its_section_begins(tmp_path):
+    """To the nanosecond: what overlaps is dropped by viewers."""
+    file = tmp_path / "trace.json"
+    with (
+        shmsync.Publisher({"t": torch.zeros(8)}) as pub,
+        shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
+        pub.trace(file),
+    ):
+        sub.refresh()
+
+        def read():
+            with sub.read():
+                pass
+
+        with pub.update():
+            reading = Call(read)
+            until_waits(reading, "_enter_slowly")
+        reading.result()
+        (gate,), section = of(file, "wait at the gate"), of(file, "section")[-1]
+        assert round(1000 * (gate["ts"] + gate["dur"])) == round(1000 * section["ts"])
+
+
 def test_a_publish_that_fails_is_seen(tmp_path):
     file = tmp_path / "trace.json"
     with shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub, pub.trace(file):
@@ -154,7 +275,7 @@ def test_the_environment_traces_every_publisher_from_its_first_version_on(monkey
         found = [(each["args"]["arena"], each["args"]["version"]) for each in of(file, "publish")]
         assert found == [(one.name, 1), (other.name, 1), (one.name, 2)]
     monkeypatch.setenv("SHMSYNC_TRACE", str(tmp_path / "nowhere" / "trace.json"))
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"No such file.*SHMSYNC_TRACE.*nowhere"):
         shmsync.Publisher({"t": torch.zeros(8)})
 
 
@@ -209,7 +330,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
                 tracing.stop()
         finally:
             os.unlink("/dev/shm/shmsync-test-trace")
-        assert "lacks its end: No space left on device" in caplog.text
+        assert "lacks the last of what this process did: No space left on device" in caplog.text
         assert pub.publish() == 3
 
 

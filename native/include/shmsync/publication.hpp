@@ -9,6 +9,8 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <vector>
 
 #include "shmsync/futex.hpp"
@@ -50,9 +52,10 @@ class PublicationWriter {
   void poison();           // slots = 1: the bytes are half written; no reader enters until a commit
   void close();
 
-  // What it writes from now on is traced; null: it is not.
-  void write_trace(std::shared_ptr<Trace> into) { trace_ = std::move(into); }
-  const std::shared_ptr<Trace>& written_trace() const { return trace_; }
+  // What it writes from now on is traced; null: it is not. Any thread may say so: a write that is under way goes on as
+  // it began.
+  void write_trace(std::shared_ptr<Trace> into);
+  std::shared_ptr<Trace> written_trace() const;
   std::uint64_t marked_at() const { return marked_at_; }  // ns; when the last write began that is traced
 
   std::uint32_t slot() const { return slot_; }  // the one to write, after `ready`
@@ -84,6 +87,7 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
+  void rest();      // nothing is under way any more
   void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);
@@ -101,8 +105,11 @@ class PublicationWriter {
   std::uint32_t current_slot_ = 0;
   std::uint32_t slot_ = 0;
   std::uint32_t notify_ = 0;
-  std::shared_ptr<Trace> trace_;  // null: nothing is traced
-  std::uint64_t marked_at_ = 0;   // when the write began, if it is traced
+  mutable std::mutex trace_lock_;
+  std::shared_ptr<Trace> trace_;  // null: nothing is traced; changes only while nothing is under way
+  std::optional<std::shared_ptr<Trace>> next_trace_;  // what it is as soon as that is over
+  bool under_way_ = false;                            // from begin() until commit(), abort() or poison()
+  std::uint64_t marked_at_ = 0;                       // when the write began, if it is traced
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;

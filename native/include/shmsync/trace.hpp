@@ -1,11 +1,15 @@
 // A trace: what the processes of an arena do, as JSON of the Trace Event Format, which Perfetto and Chrome show.
 //
 // Each event is one line and one write() to a file that was opened with O_APPEND, so that the lines of all processes
-// stand in one file, and a process that is killed leaves what it did until then. Times are those of CLOCK_MONOTONIC,
-// which all processes share. What one thread does lies one inside the other or one after the other, as viewers want it.
+// stand in one file, and a process that is killed leaves what it did until then. Every line is filled up to a multiple
+// of kLine bytes: the kernel may end the write() of a killed process between two pages, and most lines lie in one.
+// Times are those of CLOCK_MONOTONIC, which all processes share. What lies on one track lies one inside the other or
+// one after the other, as viewers want it: a reader's events are on the track of its thread, and each writer has one of
+// its own, since one thread may write several arenas at once, and a device writes on none.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -13,20 +17,20 @@ namespace shmsync {
 
 class Trace {
  public:
-  // `fd`: the file; this object has a duplicate. `arena`: its name, as a JSON string without its quotes.
-  // Throws std::system_error.
-  Trace(int fd, std::string arena);
+  static constexpr std::size_t kLine = 256;  // divides a page
+
+  // `fd`: the file; this object has a duplicate. `arena`: its name, as a JSON string without its quotes. `of_writer`:
+  // it has a track of its own. Throws std::system_error.
+  Trace(int fd, std::string arena, bool of_writer = false);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
-  // Something that took from `begin` to `end`, ns. `beside`: it is no work of this thread's, and has a track of its
-  // own.
-  void span(const char* what, std::uint64_t begin, std::uint64_t end, std::uint64_t version,
-            bool beside = false) noexcept;
+  // Something that took from `begin` to `end`, ns.
+  void span(const char* what, std::uint64_t begin, std::uint64_t end, std::uint64_t version) noexcept;
   // Something that happens now.
   void mark(const char* what, std::uint64_t version) noexcept;
-  // How viewers name this process; a JSON string without its quotes.
+  // How viewers name this process, and a writer's track; a JSON string without its quotes.
   void name_process(const char* name) noexcept;
   // False once a line could not be written whole; nothing is written after it.
   bool whole() const { return error_.load(std::memory_order_relaxed) == 0; }
@@ -36,9 +40,11 @@ class Trace {
  private:
   template <class... Values>
   void line(const char* format, Values... values) noexcept;
+  long track() const;
 
   int fd_;
   std::string arena_;
+  bool of_writer_;
   std::atomic<int> error_{0};
 };
 
