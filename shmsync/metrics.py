@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from .engine.publisher import Publisher
+from .engine.stats import ReaderInfo
 from .errors import ClosedError, ForkedHandle, ProtocolError
 
 if TYPE_CHECKING:
@@ -149,6 +150,14 @@ _of_registry: WeakKeyDictionary[Any, dict[str, PublisherCollector]] = WeakKeyDic
 _asked: WeakSet[Any] = WeakSet()  # registries that know of us
 
 
+def _by_labels(readers: Iterable[ReaderInfo]) -> dict[tuple[str, str], list[ReaderInfo]]:
+    """By worker and pid: a process may have several subscribers of one index, or of none, and a series is one value."""
+    found: dict[tuple[str, str], list[ReaderInfo]] = {}
+    for reader in readers:
+        found.setdefault(("" if reader.worker is None else str(reader.worker), str(reader.pid)), []).append(reader)
+    return found
+
+
 def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
@@ -188,12 +197,12 @@ def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
                 quantiles.add_metric([arena, quantile], getattr(latency, part))
         for state in _STATES:
             states.add_metric([arena, state], sum(reader.state.value == state for reader in readers))
-        for reader in readers:
-            who = [arena, "" if reader.worker is None else str(reader.worker), str(reader.pid)]
-            of_readers["lag"].add_metric(who, reader.lag)
-            of_readers["pin_age_seconds"].add_metric(who, reader.pin_age)
+        for who, same in _by_labels(readers).items():
+            labels = [arena, *who]
+            of_readers["lag"].add_metric(labels, max(reader.lag for reader in same))
+            of_readers["pin_age_seconds"].add_metric(labels, max(reader.pin_age for reader in same))
             for name, family in of_readers_counted.items():
-                family.add_metric(who, getattr(reader, name))
+                family.add_metric(labels, sum(getattr(reader, name) for reader in same))
     yield version
     yield from counts.values()
     for pair in times.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from multiprocessing import util
@@ -37,7 +38,7 @@ from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect,
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
 from .timing import check_count, check_timeout, check_worker, deadline_after
-from .tracing import VARIABLE, Tracing
+from .tracing import Tracing, trace_as_told
 from .update import Update, step_inside_update
 from .verifying import Proof
 from .writing import NO_ACKS, Acks, WriteSide, begin_all
@@ -73,6 +74,7 @@ class Publisher:
         ManifestMismatch: these weights cannot be published.
         ValueError: an argument is out of range.
         TypeError: an argument is of another type.
+        OSError: the file that the environment's SHMSYNC_TRACE names cannot be a trace.
 
     Thread-safe in that a second writer call at the same time raises WriterBusy; a context manager.
     """
@@ -113,8 +115,7 @@ class Publisher:
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
-            if file := os.environ.get(VARIABLE):
-                self._side.trace(file)
+            trace_as_told(self._side)
             self.publish()
             self._side.settle(deadline_after(None, timeout))
             segment.make_ready(created)
@@ -303,7 +304,8 @@ class Publisher:
             workers: None asks every subscriber that is attached now; indices ask these, attached or not.
 
         Returns:
-            The version at the call, how many leaves each worker compared, and which workers did.
+            The version at the call, how many leaves each worker compared, and which workers did: who detaches before
+            it has answered is not among them, and raises nothing unless `workers` names it.
 
         Raises:
             NotDelivered: these workers hold other weights; sub.verify() there names every leaf.
@@ -329,6 +331,11 @@ class Publisher:
                 "verify() inside a read section of this thread would wait for it to leave; leave the section first",
                 version=self.version,
             )
+        if self._arena.slots == 1 and side.updating_thread == threading.get_ident():
+            raise ProtocolError(
+                "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
+                version=self.version,
+            )
 
         def look() -> None:
             side.check()
@@ -348,8 +355,8 @@ class Publisher:
                 already it is appended, so that one can have those of several arenas.
 
         Raises:
-            FileExistsError: there is a file that is no trace. OSError: it cannot be made.
-            ProtocolError: this arena is being traced. WriterBusy: another thread is writing. ClosedError.
+            FileExistsError: there is a file that is no trace. BlockingIOError: another process had locked it until the
+            arena's timeout. OSError: it cannot be made. ProtocolError: this arena is being traced. ClosedError.
         """
         return self._side.trace(f"shmsync-{self.name}.trace.json" if file is None else file)
 

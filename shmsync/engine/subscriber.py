@@ -243,6 +243,10 @@ class Subscriber(ReadPath):
                 refuse_succeeded(self)
             try:
                 self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
+            except BaseException:
+                self._give_up_entry()
+                raise
+            try:
                 return verify_held(self, modules)
             finally:
                 self._abandon()

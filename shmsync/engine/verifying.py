@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from ..errors import ArenaNotFound, NotDelivered
+from ..errors import ArenaNotFound, ManifestMismatch, NotDelivered
 from ..memory import segment
 from ..memory.arena import Arena, has_address
 from ..memory.manifest import Key, Leaf, Manifest
 from ..memory.plainly import plainly
+from .admission import problem_with
 from .checksums import BYTES_PER_SECOND, checksum_of, checksums_in, refuse_without_checksums
 from .second_names import second_names
 from .sources import EVERYTHING, collect, not_saved
 from .wrappers import unwrapped
 
+_log = logging.getLogger("shmsync")
 _SHOWN = 8  # leaves that an error lists
 
 
@@ -140,7 +143,10 @@ class _Look:
                     self.unsent.append(name)
                 continue
             missing.discard(key)
-            what = self._differs(leaf, tensor)
+            try:
+                what = self._differs(leaf, tensor)
+            except Exception:  # torch's own, of a kind of tensor that has no values yet, or none that can be read
+                what = f"is a {type(tensor).__name__} that cannot be compared"
             if what:
                 self.wrong[f"{held.module}.{name}"] = leaf.name, what
         for key in by_key:
@@ -159,6 +165,8 @@ class _Look:
         view = self._views[leaf.key]
         if tensor.device.type == "meta":
             return "is on the meta device: it has no values"
+        if problem_with(tensor):
+            return f"is a {type(tensor).__name__} that cannot be compared"
         if tensor.dtype != leaf.dtype:
             # Casts are deterministic, so the published value, cast in the same way, has the same bytes.
             if checksum_of(tensor) == checksum_of(view.to(tensor.dtype)):
@@ -184,18 +192,26 @@ class _Look:
 class Verdict:
     """The answer to the publisher's question, as 32 bits: what, how many leaves, and the first of them."""
 
-    _HOLDS, _DIFFERS, _UNUSABLE = 1, 2, 3
+    _UNKNOWN, _HOLDS, _DIFFERS, _UNUSABLE = 0, 1, 2, 3
     _COUNTED, _NUMBERED = (1 << 10) - 1, (1 << 20) - 1
 
     @classmethod
     def of(cls, path: Verifiable) -> int:
-        """Of a subscriber, inside a pinned section."""
+        """Of a subscriber, inside a pinned section. The publisher has asked, so the section goes on whatever it is.
+
+        Raises ManifestMismatch for a bound module that was changed.
+        """
         try:
             verify_held(path)
         except NotDelivered as error:
             names = {leaf.name: number for number, leaf in enumerate(path.arena.manifest.leaves)}
             first = min(names[error.leaves[0]] if error.leaves else cls._NUMBERED, cls._NUMBERED)
             return cls._DIFFERS << 30 | min(len(error.leaves), cls._COUNTED) << 20 | first
+        except ManifestMismatch:
+            raise
+        except Exception:
+            _log.warning("arena %r: what this process holds could not be compared", path.name, exc_info=True)
+            return cls._UNKNOWN << 30
         return cls._HOLDS << 30
 
     @classmethod
@@ -213,7 +229,9 @@ class Verdict:
         """What an answer says is wrong, and the leaf that it names; "" when nothing is wrong."""
         if found >> 30 == cls._HOLDS:
             return "", ""
-        if found >> 30 != cls._DIFFERS:
+        if found >> 30 == cls._UNKNOWN:
+            return "could not compare what it holds, and its log says why", ""
+        if found >> 30 == cls._UNUSABLE:
             return "has a bound module that was changed and cannot show it", ""
         count, number = found >> 20 & cls._COUNTED, found & cls._NUMBERED
         name = manifest.leaves[number].name if number < len(manifest.leaves) else ""

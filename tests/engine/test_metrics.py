@@ -1,6 +1,7 @@
 """shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -141,3 +142,23 @@ def test_the_example_serves_them():
         assert process.wait() == 0
     assert re.search(r'^shmsync_reader_lag\{arena="metrics-example",pid="\d+",worker="1"\} ', text, re.M)
     assert re.search(r"^shmsync/version \d+", rest, re.M)
+
+
+def test_several_subscribers_of_one_process_are_one_series(registry):
+    with (
+        shmsync.Publisher(stamped(1), slots=3) as pub,
+        shmsync.Subscriber(pub.handle) as one,
+        shmsync.Subscriber(pub.handle) as other,
+    ):
+        for _ in range(3):
+            with one.read():
+                pass
+        with other.read():
+            pass
+        metrics.prometheus(pub, registry)
+        pub.publish(stamped(2))
+        other.refresh()
+        found = scraped(registry)
+        who = {"arena": pub.name, "worker": "", "pid": str(os.getpid())}
+        assert of(found, "shmsync_reader_lag", **who) == 1  # of the one that is behind
+        assert of(found, "shmsync_reader_reads_total", **who) == sum(reader.reads for reader in pub.readers())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import logging
 import pickle
+import sys
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shmsync
+from support.calls import Call
+from support.processes import until
 from support.weights import step
 
 
@@ -279,3 +285,60 @@ def test_an_error_travels(delivered):
         sub.verify()
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.leaves, again.version) == (str(caught.value), caught.value.leaves, 1)
+
+
+def uninitialized():
+    return nn.UninitializedParameter()
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(8)])
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.empty(2, 8)
+
+
+def quantized():
+    return torch.quantize_per_tensor(torch.ones(2, 8), 0.1, 0, torch.qint8)
+
+
+def on_meta():
+    return torch.empty(2, 8, device="meta")
+
+
+@pytest.mark.parametrize("make", [uninitialized, nested, fake, quantized, on_meta])
+def test_a_tensor_that_cannot_be_compared_is_another_one_and_ends_no_section(delivered, make):
+    _, worker, pub, sub = delivered()
+    del worker.head._parameters["weight"]
+    worker.head.register_buffer("weight", make())
+    refused(sub, "head.weight")
+    asking = Call(pub.verify, timeout=20.0)
+    while asking.is_alive():
+        with contextlib.suppress(shmsync.ManifestMismatch):  # the bound module was changed
+            sub.refresh()
+    with pytest.raises(shmsync.NotDelivered):
+        asking.result()
+
+
+def test_a_worker_that_cannot_compute_checksums_says_so_and_goes_on(delivered, monkeypatch, caplog):
+    _, _, pub, sub = delivered()
+    asking = Call(pub.verify, timeout=20.0)
+    until(lambda: sub._asked)
+    monkeypatch.setitem(sys.modules, "xxhash", None)  # as where it is not installed
+    with caplog.at_level(logging.WARNING, "shmsync"):
+        while asking.is_alive():
+            with sub.read() as section:
+                assert section.version == pub.version
+    with pytest.raises(shmsync.NotDelivered, match="could not compare what it holds, and its log says why"):
+        asking.result()
+    assert "shmsync[verify]" in caplog.text
+
+
+def test_the_publisher_cannot_wait_for_answers_while_it_keeps_the_readers_out(delivered):
+    _, _, pub, sub = delivered()
+    with pytest.raises(shmsync.ProtocolError, match="leave update"), pub.update():
+        pub.verify()
+    pub.publish()
+    assert sub.verify().version == pub.version
