@@ -276,6 +276,8 @@ class Publisher:
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and keeps nobody from it.
 
+        A worker is attached once its Subscriber is made; what it does then, such as bind(), may fail later.
+
         Args:
             workers: the indices, as in Subscriber(worker=).
             timeout: seconds; None is the arena's default, math.inf waits for ever.
