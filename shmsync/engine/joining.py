@@ -115,9 +115,10 @@ def wait_for_readers(
             if lost:
                 named = ", ".join(f"worker {worker} ({dead[worker]})" for worker in lost)
                 raise WorkerDied(
-                    f"{named} ended before all were attached; start it again, and look for its own error", version=version,
+                    f"{named} ended before all were attached; start it again, and look for its own error",
+                    version=version,
                     missing=lost,
-                )  # fmt: skip
+                )
             if not missing:
                 return
             check()
