@@ -91,8 +91,9 @@ def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> boo
 
 def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
     try:
-        address = tensor.data_ptr() if has_address(tensor) and tensor.layout is torch.strided else 0
-    except RuntimeError:  # a wrapper without memory
+        with torch._C.DisableTorchFunction():  # it may be anybody's, such as a lazy module's, and refuse to be asked
+            address = tensor.data_ptr() if has_address(tensor) and tensor.layout is torch.strided else 0
+    except Exception:  # a wrapper without memory
         return False
     at = bisect_right(ranges, address, key=lambda span: span[0])
     return at > 0 and address < ranges[at - 1][1]

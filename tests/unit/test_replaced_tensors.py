@@ -315,6 +315,40 @@ def test_what_was_taken_out_of_an_adopted_module_keeps_its_values(publisher):
     assert torch.equal(pub.weights["norm", "weight"], torch.ones(3)) and torch.equal(pub.weights["lin", "bias"], bias)
 
 
+class Refuses(torch.Tensor):
+    """Answers no question."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise KeyError(func)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.UninitializedParameter,
+        lambda: torch.ones(2).as_subclass(Refuses),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["uninitialised", "a subclass that refuses", "meta", "sparse", "nested"],
+)
+def test_tensors_of_others_do_not_matter_when_places_of_the_slab_are_given_up(publisher, make):
+    others = [make()]
+    module = Policy()
+    pub = publisher(module)
+    pub.adopt(module)
+    value, kept = module.lin.weight.detach().clone(), module.lin.weight.detach()  # over the slab, and known to nobody
+    module.lin.weight.data = torch.full((3, 3), 5.0)
+    pub.publish()
+    assert torch.equal(kept, value)
+    del kept
+    pub.close()
+    assert torch.equal(module.lin.weight, torch.full((3, 3), 5.0))
+    assert len(others) == 1
+
+
 def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(publisher):
     module = Policy()
     pub = publisher(module)
