@@ -257,12 +257,15 @@ def used_by(pid):
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             files[re.sub("[0-9]+", "N", os.readlink(each))] += 1
-    return {"descriptors": files.total(), "threads": int(status["Threads"]), "memory": memory, "files": files}
+    pidfds = files.pop("anon_inode:[pidfd]", 0)
+    used = {"descriptors": files.total(), "pidfds": pidfds, "threads": int(status["Threads"]), "memory": memory}
+    return {**used, "files": files}
 
 
 def more_than(first, now):
     """In words, what a process holds more of than at first, beyond what comes and goes; empty: nothing."""
-    for what, slack in (("descriptors", 4), ("threads", 2), ("memory", 96 << 20)):
+    # A publisher keeps a pidfd for each reader that it has waited for, until that one leaves.
+    for what, slack in (("descriptors", 4), ("pidfds", 9), ("threads", 2), ("memory", 96 << 20)):
         if now[what] > first[what] + slack:
             more = f" (more are {dict(now['files'] - first['files'])})" if what == "descriptors" else ""
             return f"{now[what]} {what}{more}, and had {first[what]}"
