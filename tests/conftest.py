@@ -96,7 +96,9 @@ def nothing_left() -> Iterator[None]:
     """Every test must leave no arena of this process in /dev/shm, no thread, and torch's modes as they were."""
 
     def threads() -> list[str]:
-        mine = (each for each in threading.enumerate() if each.name != "simulated stream")  # ends with its arena, later
+        # A simulated stream ends with its arena, later; a dummy is a thread of Ray's own that has called Python once.
+        found = (each for each in threading.enumerate() if each.name != "simulated stream")
+        mine = (each for each in found if not isinstance(each, threading._DummyThread))
         return [f"{each.name} ({type(each).__name__})" for each in mine if each.ident not in RUNNERS_OWN]
 
     arenas, before, modes = set(segments()), threads(), modes_of_torch()

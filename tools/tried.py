@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import NamedTuple
 
-HEAD = "| fault | promise | test |"
+HEAD = "| fault | promise | test | cases | longest |"
 
 
 class Case(NamedTuple):

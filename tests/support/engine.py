@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 
 import torch
@@ -21,7 +23,13 @@ def create_and_stall(state, name):
 
 
 def run_source(state, source):
-    exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
+    with tempfile.TemporaryDirectory() as folder:  # for the files that it makes
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
+        finally:
+            os.chdir(before)
 
 
 def open_arena(state, version=1, *, words=4096, **kwargs):
