@@ -20,13 +20,13 @@ from typing import Protocol
 from .. import _native
 from ..errors import ProtocolError
 from ..memory.process import pid_of
+from ..memory.system import take_lock
 
 VARIABLE = "SHMSYNC_TRACE"  # of the environment: the file in which every publisher traces
 _log = logging.getLogger("shmsync")
 _HEAD = '[\n{"name":"shmsync trace",'  # by which a trace is known; no end is ever written, and viewers want none
 _MODE = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _COUNTS = 1 << (32 - _native.TRACE_FD_BITS)
-_NAP = 0.001  # seconds between two looks at a lock
 _numbers = itertools.count(1)
 
 
@@ -173,7 +173,8 @@ def _opened(path: str, deadline: float) -> int:
         _refuse_odd(path)
     fd = os.open(path, _MODE | os.O_CREAT, 0o666)
     try:
-        _lock(fd, path, deadline)  # another process may be about to begin it
+        if not take_lock(fd, deadline):  # another process may be about to begin it
+            raise BlockingIOError(errno.EAGAIN, "another process has locked this file", path)
         if os.fstat(fd).st_size == 0:
             micros = time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6
             where = f'"pid":{os.getpid()},"tid":{os.getpid()}'
@@ -193,16 +194,6 @@ def _opened(path: str, deadline: float) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _lock(fd: int, path: str, deadline: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise BlockingIOError(errno.EAGAIN, "another process has locked this file", path) from None
-        time.sleep(_NAP)
 
 
 def _is_trace(fd: int) -> bool:

@@ -156,17 +156,16 @@ class _Look:
 
     def _differs(self, leaf: Leaf, tensor: torch.Tensor) -> str:
         """What is in the place of this leaf; empty: its value."""
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        on_meta = isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+        if not on_meta and problem_with(tensor):
             return f"is a {type(tensor).__name__} that cannot be compared"
         if tuple(tensor.shape) != leaf.shape:
             return f"has shape {tuple(tensor.shape)} instead of {leaf.shape}"
         if not leaf.nbytes:
             return "" if tensor.dtype == leaf.dtype else f"is {tensor.dtype} instead of {leaf.dtype}"
         view = self._views[leaf.key]
-        if tensor.device.type == "meta":
+        if on_meta:
             return "is on the meta device: it has no values"
-        if problem_with(tensor):
-            return f"is a {type(tensor).__name__} that cannot be compared"
         if tensor.dtype != leaf.dtype:
             # Casts are deterministic, so the published value, cast in the same way, has the same bytes.
             if checksum_of(tensor) == checksum_of(view.to(tensor.dtype)):

@@ -24,7 +24,7 @@ from ..errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDi
 from .header import FOLDER, NAME, PREFIX, Header, check_ours, locked, opened, read, stands_for, unlink
 from .leftovers import sweep, sweep_some
 from .process import Peer, me, pid_of
-from .system import close, patient
+from .system import close, patient, take_lock
 
 T = TypeVar("T")
 
@@ -78,7 +78,8 @@ def create(name: str, size: int, **header: Any) -> Created:
                 raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
             continue
         try:
-            ours = _take_lock(fd)
+            # Somebody who has found it already, and took it for a leftover, has the lock for a moment.
+            ours = take_lock(fd, time.monotonic() + _LOCK_WAIT)
             if ours and stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
                 _allocate(fd, size)
                 return Created(_native.Control.create(fd=fd, **header), fd)
@@ -92,22 +93,6 @@ def create(name: str, size: int, **header: Any) -> Created:
                 "use another name, or let that process go on or end it"
             )
     raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
-
-
-def _take_lock(fd: int) -> bool:
-    """Lock our new segment. Somebody who found it before that, and took it for a leftover, has the lock for a moment.
-
-    False: for longer. Waiting without end would be a wait for a process that may be stopped.
-    """
-    deadline = time.monotonic() + _LOCK_WAIT
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-        time.sleep(0.001)
 
 
 def _whose(name: str, owner: int) -> str:

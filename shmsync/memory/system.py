@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import select
 import time
@@ -62,3 +63,15 @@ def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
     except OSError:
         time.sleep(0.0005)
         return []
+
+
+def take_lock(fd: int, deadline: float) -> bool:
+    """Lock a file. False: somebody else had it until then; who waits without end may wait for a stopped process."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.001)

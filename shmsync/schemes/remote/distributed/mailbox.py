@@ -27,6 +27,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ....engine.outcome import Failure
 from ....errors import ProtocolError
 from ..place import Place
 from .slot import Slot, parsed, peek
@@ -235,6 +236,11 @@ def tag_of(serial: str) -> int:
 def to_text(value: Any) -> str:
     """Anything picklable as text for JSON."""
     return base64.b85encode(pickle.dumps(value)).decode()
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """What an answer says of an exception that was just caught."""
+    return {"failure": to_text(Failure.of(error))}
 
 
 def from_text(text: str) -> Any:

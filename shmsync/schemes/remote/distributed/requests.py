@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ....engine.outcome import Failure
 from ....errors import ProtocolError
 from ....memory.manifest import fingerprint
 from ..background import GRACE
@@ -74,11 +73,10 @@ class MailCall(StoreCall):
         self._looks = 0
         self._answer: Answer | None = None
         self._gone: str | None = None
-        self._displaced = False  # another sender's message has taken the place of this one
 
     @override
     def try_once(self) -> bool:
-        if self._answer is not None or self._displaced:  # another call has found that
+        if self._answer is not None:  # another call has found it
             return True
         # Its death first: what it wrote, it wrote before.
         lifeline = self._watch()
@@ -141,14 +139,8 @@ class MailCall(StoreCall):
             self.payload = self._buffer = None  # so that the next send may have the buffer
         self._answer = answer
 
-    def displace(self) -> None:
-        """No answer will come."""
-        self._displaced = True
-
     @override
     def answer(self) -> Any:
-        if self._displaced:
-            raise _displacement(self._mailbox.rank)
         if self._answer is None:
             raise Gone(self._gone or "")
         _, word, content = self._answer
@@ -162,23 +154,24 @@ class MailCall(StoreCall):
         return mailbox.from_text(content["result"]) if "result" in content else None
 
 
-def _put(mailbox: Mailbox, message: dict[str, Any]) -> bool:
+def _put(box: Mailbox, message: dict[str, Any]) -> bool:
     """Put a message there, and tell the calls of this process whose place it takes. Was it announced?"""
-    for serial in mailbox.put_message(message):
+    for serial in box.put_message(message):
         call = _waiting.pop(serial, None)
         if call is not None:
-            call.displace()
-    return mailbox.announce()
+            call.accept(_displaced(serial, box.rank))
+    return box.announce()
 
 
-def _displacement(rank: int) -> Failed:
+def _displaced(serial: str, rank: int) -> Answer:
+    """What a call gets as its answer, when none will come."""
     try:
         raise ProtocolError(
             f"another sender has sent weights of this model to rank {rank} before the rank took these; a model has one "
             "sender at a time, so close the one that is not used any more"
         )
     except ProtocolError as error:
-        return Failed(Failure.of(error))
+        return Answer(serial, mailbox.FAILED, {**mailbox.failure(error), "untaken": True})
 
 
 class WordCall(StoreCall):

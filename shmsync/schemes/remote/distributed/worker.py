@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ....engine.outcome import Failure
 from ....engine.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
 from ...timed_queue import TimedQueue
@@ -118,7 +117,7 @@ class Inbox:
         except (WriterDied, torch.distributed.DistError):
             raise
         except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
-            self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**_failure(error), "untaken": True})
+            self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**mailbox.failure(error), "untaken": True})
             return False
         if "close" in message:
             close_here(message["close"], ended=message["ended"])
@@ -161,7 +160,7 @@ class Inbox:
         try:
             announcement = publish_here(RelayOptions(*message["relay"]), self.unpack(message))
         except Exception as error:
-            return mailbox.FAILED, _failure(error)
+            return mailbox.FAILED, mailbox.failure(error)
         return mailbox.UPDATED, {"result": mailbox.to_text(announcement)}
 
     def answer(self, serial: str | None, word: bytes = mailbox.UPDATED, content: dict[str, Any] | None = None) -> None:
@@ -176,7 +175,7 @@ class Inbox:
     def fail(self, message: dict[str, Any], error: BaseException) -> None:
         """Answer that it could not be applied; the error raises in the sender. To be called where it is handled."""
         with contextlib.suppress(WriterDied):  # the caller has an error to raise
-            self.answer(message["serial"], mailbox.FAILED, _failure(error))
+            self.answer(message["serial"], mailbox.FAILED, mailbox.failure(error))
 
     def receive_weights(
         self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy
@@ -270,10 +269,6 @@ class Receipt(StoreCall):
     @override
     def answer(self) -> None:
         """Nothing: the inbox has the message."""
-
-
-def _failure(error: BaseException) -> dict[str, Any]:
-    return {"failure": mailbox.to_text(Failure.of(error))}
 
 
 @contextlib.contextmanager
