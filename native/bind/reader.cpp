@@ -1,9 +1,11 @@
 // Subscribers for Python: ReadSide behind its lock (reader.hpp), and the section object.
 #include "reader.hpp"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
+
+#include "trace.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -272,8 +274,8 @@ void bind_reader(nb::module_& m) {
           "The file in which this reader should write what it does, see layout.hpp; 0: none.")
       .def(
           "_write_trace",
-          [](Reader& r, std::uint32_t which, std::shared_ptr<Trace> into) {
-            r.side->write_trace(which, std::move(into));
+          [](Reader& r, std::uint32_t which, const HeldTrace* into) {
+            r.side->write_trace(which, into ? into->trace : nullptr);
           },
           "which"_a, "into"_a = nb::none(),
           nb::sig("def _write_trace(self, which: int, into: Trace | None = None) -> None"))
@@ -281,7 +283,7 @@ void bind_reader(nb::module_& m) {
           "_entered_at", [](const Reader& r) { return r.side->entered_at(); },
           "When the open section began, if it is traced, as time.perf_counter_ns() has it.")
       .def_prop_ro(
-          "_trace", [](const Reader& r) { return r.side->written_trace(); },
+          "_trace", [](const Reader& r) { return for_python(r.side->written_trace()); },
           nb::sig("def _trace(self) -> Trace | None"))
       .def(
           "_answer", [](Reader& r, std::uint32_t question, std::uint32_t found) { r.side->answer(question, found); },

@@ -1,6 +1,6 @@
 // PublicationWriter for Python.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -8,6 +8,7 @@
 #include "device.hpp"
 #include "gil.hpp"
 #include "sources.hpp"
+#include "trace.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -168,8 +169,8 @@ void bind_writer(nb::module_& m) {
           "marked_at", [](const Writer& w) { return w.marked_at(); },
           "When the last write began that is traced, as time.perf_counter_ns() has it.")
       .def_prop_rw(
-          "trace", [](const Writer& w) { return w.written_trace(); },
-          [](Writer& w, std::shared_ptr<Trace> into) { w.write_trace(std::move(into)); }, "into"_a.none(),
+          "trace", [](const Writer& w) { return for_python(w.written_trace()); },
+          [](Writer& w, const HeldTrace* into) { w.write_trace(into ? into->trace : nullptr); }, "into"_a.none(),
           "Where what it does is written; None: nowhere.", nb::for_getter(nb::sig("def trace(self) -> Trace | None")),
           nb::for_setter(nb::sig("def trace(self, into: Trace | None) -> None")))
       .def_prop_ro("next_version", [](const Writer& w) { return w.next_version(); })

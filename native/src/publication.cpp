@@ -45,9 +45,10 @@ std::shared_ptr<Trace> PublicationWriter::written_trace() const {
 }
 
 void PublicationWriter::rest() {
+  std::shared_ptr<Trace> over;  // closed when the lock is given back: a thread that holds the GIL may wait for that
   const std::lock_guard guard(trace_lock_);
   under_way_ = false;
-  if (next_trace_) trace_ = *std::exchange(next_trace_, std::nullopt);
+  if (next_trace_) over = std::exchange(trace_, *std::exchange(next_trace_, std::nullopt));
 }
 
 Begin PublicationWriter::begin() {

@@ -22,6 +22,7 @@ import shmsync
 from shmsync.engine.publisher import Publication, publish_all
 from support import engine
 from support.calls import Call
+from support.on_simulated import end_trace_during_publish
 from support.processes import until, until_waits
 
 
@@ -177,6 +178,13 @@ def test_a_trace_begins_and_ends_beside_a_thread_that_publishes(tmp_path):
         publishing.result()
         assert all(of(tmp_path / f"{number}.json", "publish") for number in range(3))
         assert not descriptors_of(tmp_path / "0.json")
+
+
+def test_a_trace_that_ends_during_a_publish_needs_no_interpreter_on_the_devices_thread(start, tmp_path):
+    """The device's thread drops the trace; with a reference of Python's it waited for the GIL, with the lock held."""
+    file = tmp_path / "trace.json"
+    assert start().call(end_trace_during_publish, file) == (True, True)
+    assert of(file, "publish") and not descriptors_of(file)
 
 
 def test_arenas_that_are_published_together_have_tracks_of_their_own(tmp_path):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import torch
+
 import shmsync
 from support.simulated import everywhere
 
@@ -20,3 +25,18 @@ def value_there(state):
 def close_there(state):
     state.sub.close()
     state.everywhere.__exit__(None, None, None)
+
+
+def end_trace_during_publish(state, file):
+    """End a trace while the device has a publish to make, and look for that end until it has come."""
+    with everywhere(seed=4, longest=0.0005), shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub:
+        gate, writer = threading.Event(), pub._side._writer
+        with pub.trace(file):
+            pub._arena.on_device.stream.give(gate.wait)
+            pub.publish({"t": torch.ones(8)})
+        under_way = writer.trace is not None
+        gate.set()
+        end = time.monotonic() + 30
+        while writer.trace is not None and time.monotonic() < end:
+            pass  # and hold the GIL: the device's thread must come to its end without it
+        return under_way, writer.trace is None
