@@ -125,6 +125,7 @@ class Simulated:
         self.captured: list[Any] = []  # streams whose work is recorded, not done
         self.allocated = 0  # how often, so that it is known who publishes
         self._seeds = random.Random(seed)
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._ranges: dict[int, tuple[int, int, int]] = {}  # by storage: begin, end, descriptor
         self._here = threading.local()
 
@@ -173,7 +174,9 @@ class Simulated:
         return torch.empty(size, dtype=torch.uint8)
 
     def stream(self) -> Stream:
-        return Stream(self, self._seeds.getrandbits(32))
+        stream = Stream(self, self._seeds.getrandbits(32))
+        self._streams.add(stream)
+        return stream
 
     def current(self) -> Any:
         return getattr(self._here, "stream", HOST)
@@ -287,6 +290,11 @@ class Simulated:
         stream.give(lambda: _wait(event))
         return event.done
 
+    def settle(self) -> None:
+        """Wait until all that was asked for is done, so that a section that was left holds nothing."""
+        for stream in list(self._streams):
+            stream.record().done.wait()
+
     def fail(self, error: str = "an illegal memory access was encountered") -> None:
         """From now on nothing is done any more."""
         self.failed = RuntimeError(error)
@@ -348,6 +356,14 @@ def everywhere(seed: int, longest: float) -> Iterator[Simulated]:
     device = Simulated(seed, longest)
     with installed(device, default=True):
         yield device
+
+
+def settle(_state: object) -> None:
+    """For Worker.stop(): a process that is stopped in the middle of its device's work keeps what this work holds."""
+    from shmsync.memory import devices
+
+    for device in list(devices._of_kind.values()):
+        device.settle()
 
 
 def install(devices: Any) -> Simulated:
