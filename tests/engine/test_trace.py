@@ -151,7 +151,8 @@ def test_many_killed_workers_leave_whole_lines(tmp_path):
                         with sub.read():
                             pass
                 os._exit(1)
-            time.sleep(chance.uniform(0.01, 0.02))
+            enough = file.stat().st_size + chance.randint(20, 60) * 256
+            until(lambda enough=enough: file.stat().st_size >= enough)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         assert len(of(file, "section")) > 1000

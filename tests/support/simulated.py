@@ -29,6 +29,7 @@ KIND = 0x10001
 _HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
 _DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with real drivers
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_HOLDING_THE_GIL = ctypes.PyDLL(None)
 
 
 class Done:
@@ -215,11 +216,10 @@ class Simulated:
 
     def call(self, stream: Any, call: Any) -> None:
         ticket = call.ticket()
-        function = _RUN(type(call).function)
         if stream is HOST:
-            function(ticket)
+            _RUN(type(call).function)(ticket)
         else:
-            stream.give(lambda: function(ticket))
+            stream.give(lambda: on_a_drivers_thread(type(call).function, ticket))
             if self.prompt and self.allocated:
                 stream.record().done.wait()
 
@@ -325,6 +325,17 @@ def _closed_if_it_fails(fd: int) -> Iterator[None]:
         with suppress(OSError):
             os.close(fd)
         raise
+
+
+def on_a_drivers_thread(function: int, ticket: int) -> None:
+    """As a driver calls: on a thread that Python does not know. The GIL is held meanwhile: who asks for it hangs."""
+    thread = ctypes.c_ulong()
+    error = _HOLDING_THE_GIL.pthread_create(
+        ctypes.byref(thread), None, ctypes.c_void_p(function), ctypes.c_void_p(ticket)
+    )
+    if error:
+        raise OSError(error, os.strerror(error))
+    _HOLDING_THE_GIL.pthread_join(thread, None)
 
 
 def _wait(event: Event) -> None:

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from support.simulated import Event, Stream
+from support.simulated import Event, Stream, on_a_drivers_thread
 
 BLOCK = 2 << 20
 MEMORY = 1 << 28  # of each GPU
-_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 GIVE_BACK = {"cudaFree", "cudaFreeHost", "cudaStreamDestroy", "cudaEventDestroy", "cudaIpcCloseMemHandle", "restore"}
 TALK = {"cudaGetLastError", "cudaGetErrorString"}
 
@@ -342,8 +341,7 @@ class StandIn:
     def launch(self, stream, function, ticket):
         code = self._called("cuLaunchHostFunc", stream, function)
         if not code:
-            run = _RUN(function)
-            self.stream_of(stream).give(lambda: run(ticket))
+            self.stream_of(stream).give(lambda: on_a_drivers_thread(function, ticket))
         return (code,)
 
 
