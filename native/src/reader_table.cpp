@@ -12,7 +12,7 @@ namespace {
 // as late, under the index of whoever had the row before.
 void unname(ReaderRow& row) {
   row.acked.store(0, std::memory_order_relaxed);
-  row.worker.store(kNoWorker, std::memory_order_release);  // SYNC worker: after acked = 0
+  row.worker.store(kUnnamed, std::memory_order_release);  // SYNC worker: after acked = 0
 }
 
 }  // namespace
@@ -91,10 +91,12 @@ ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
   look.owner = r.owner.load(acquire);
   look.pin = r.pin.load(acquire);  // SYNC pin.store: callers act on it
   // SYNC worker: acquire; pairs with claim(). Who sees the new worker sees acked = 0 or its own ack.
-  look.worker = r.worker.load(acquire);
+  const std::int32_t worker = r.worker.load(acquire);
+  look.worker = worker == kUnnamed ? kNoWorker : worker;
   look.acked = r.acked.load(acquire);  // SYNC ack: callers act on it
-  // If that was the ack of a later owner, this sees that owner's worker, which was stored before the ack.
-  if (r.worker.load(relaxed) != look.worker || r.owner.load(relaxed) != look.owner) look.acked = 0;
+  // If that was the ack of a later owner, this sees that owner's worker, which was stored before the ack, or a later
+  // one. An index that came back is the same process's: the ack is of a version that it holds under this one too.
+  if (worker == kUnnamed || r.worker.load(relaxed) != worker || r.owner.load(relaxed) != look.owner) look.acked = 0;
   look.pinned_at = r.pinned_at.load(relaxed);
   look.reads = r.reads.load(relaxed);
   look.torn = r.torn.load(relaxed);

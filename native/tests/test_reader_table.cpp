@@ -80,6 +80,16 @@ void a_question_is_answered_once() {
   CHECK(memory.table[0].answer.load() == 0);
 }
 
+// Not the ack of who had the row before, nor of who had it in the middle of the look.
+void an_owner_without_an_index_yet_has_no_ack() {
+  Memory memory(1, 1);
+  CHECK(memory.table.claim(reader_id(0), 3) == 0u);
+  memory.table[0].acked.store(9);
+  memory.table[0].worker.store(kUnnamed);
+  const auto look = memory.table.look(0);
+  CHECK(look.owner == reader_id(0) && look.worker == kNoWorker && look.acked == 0);
+}
+
 // Owners come and go while another thread looks: it never takes one worker's ack for another's.
 void an_ack_is_never_taken_for_another_workers() {
   constexpr int kRounds = 20000;
@@ -174,6 +184,7 @@ int main() {
   a_full_table_refuses();
   a_claim_shows_nothing_of_its_predecessor();
   an_ack_outlives_its_reader_until_the_next_claim();
+  an_owner_without_an_index_yet_has_no_ack();
   an_ack_is_never_taken_for_another_workers();
   reaping_takes_only_the_dead_owners_row();
   an_owner_word_tells_programs_and_processes_apart();

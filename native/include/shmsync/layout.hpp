@@ -143,7 +143,7 @@ struct alignas(kLine) ReaderRow {    // writer: the process in `owner`
   Word64 pin;                        // 0, or the pinned `current` + 1
   Word64 acked;                      // version
   Word32 want;                       // 1: a gate kept this reader out, let it in before the next one
-  std::atomic<std::int32_t> worker;  // −1: no index given
+  std::atomic<std::int32_t> worker;  // negative: no index given
   Word64 pinned_at;                  // CLOCK_MONOTONIC, ns
   Word64 reads;
   Word64 torn;

@@ -16,6 +16,9 @@
 namespace shmsync {
 
 inline constexpr std::int32_t kNoWorker = -1;
+// Of a row whose owner has not said its index yet. Not kNoWorker, which an owner may have said: who looks finds that
+// before and after the ack of an owner that came and went in between.
+inline constexpr std::int32_t kUnnamed = -2;
 
 class ReaderTable {
  public:
