@@ -57,7 +57,7 @@ def swept(name, old):
 @pytest.mark.parametrize("point", [*STEPS, "copy.leaf"])
 def test_a_publish(start, name, hold, point, how, slots, consistency):
     if (point == GATED and slots > 1) or (point == "copy.leaf" and how is in_place):
-        pytest.skip("is not passed")
+        pytest.skip("this way of publishing does not pass that step")
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     with shmsync.Subscriber(handle, consistency=consistency) as sub:
@@ -111,7 +111,7 @@ def test_an_update_that_fails(start, name, hold, slots, consistency):
 def test_a_publish_that_finds_no_room(start, name, hold, point, consistency, slots):
     """It gives the gate back: nothing was written. Its readers keep their version at each step of that."""
     if point == "abort.opened" and slots > 1:
-        pytest.skip("there is no gate")
+        pytest.skip("with two or more slots there is no gate")
     writer = start()
     handle = writer.call(open_arena, name=name, slots=slots)
     subs = [shmsync.Subscriber(handle, worker=index) for index in range(slots)]

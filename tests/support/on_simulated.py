@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import torch
@@ -29,10 +28,10 @@ def close_there(state):
 
 def end_trace_during_publish(state, file):
     """End a trace while the device has a publish to make, and look for that end until it has come."""
-    with everywhere(seed=4, longest=0.0005), shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub:
-        gate, writer = threading.Event(), pub._side._writer
+    with everywhere(seed=4, longest=0.0005) as device, shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub:
+        writer = pub._side._writer
         with pub.trace(file):
-            pub._arena.on_device.stream.give(gate.wait)
+            gate = device.gate(pub._arena.on_device.stream)
             pub.publish({"t": torch.ones(8)})
         under_way = writer.trace is not None
         gate.set()

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ import torch
 KIND = 0x10001
 _HANDLE = struct.Struct("<iiQ")  # pid, descriptor, inode
 _DEPTH = 32  # what a stream has to do at most; who asks for more waits, as with real drivers
-_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _HOLDING_THE_GIL = ctypes.PyDLL(None)
 
 
@@ -215,13 +215,10 @@ class Simulated:
         return stream in self.captured
 
     def call(self, stream: Any, call: Any) -> None:
-        ticket = call.ticket()
-        if stream is HOST:
-            _RUN(type(call).function)(ticket)
-        else:
-            stream.give(lambda: on_a_drivers_thread(type(call).function, ticket))
-            if self.prompt and self.allocated:
-                stream.record().done.wait()
+        run = partial(on_a_drivers_thread, type(call).function, call.ticket())
+        self.kernel(run, stream)
+        if stream is not HOST and self.prompt and self.allocated:
+            stream.record().done.wait()
 
     def wait(self, stream: Any, seconds: float) -> bool:
         return stream is HOST or stream.record().done.wait(seconds)
