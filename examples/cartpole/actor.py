@@ -46,14 +46,11 @@ class Reader:
         if self.optimistic:
             # Reads without holding the learner up, and repeats what turns out torn. So nothing with a
             # consequence belongs inside: drawing an action, for one, happens after.
-            return self.sub.run(self._forward, observation)
+            return self.sub.run(self.policy, observation, with_version=True)
         with self.sub.read() as section:
             result = self.policy(observation), section.version
         self.torn += section.torn
         return result
-
-    def _forward(self, observation: Tensor) -> tuple[Tensor, int]:
-        return self.policy(observation), self.sub.version
 
 
 def collect(reader: Reader, envs: CartPoles, rollout: Rollout, draw: np.random.Generator) -> None:

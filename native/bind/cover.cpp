@@ -69,7 +69,7 @@ class Cover {
   nb::object run_inside(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
     const Mark mark(*this);
     const Running running(*this, inner);
-    return finished(self, call(inner, args, kwargs), args, kwargs);
+    return finished(self, called(self, inner, args, kwargs), args, kwargs);
   }
 
   // What the innermost guard of this thread calls; None outside of a call.
@@ -81,6 +81,12 @@ class Cover {
     for (const Covered& each : *readers_)
       if (each.reader->aliases(tensor)) return true;
     return false;
+  }
+
+  Reader::Lies lies(nb::handle tensor) const {
+    for (const Covered& each : *readers_)
+      if (const Reader::Lies found = each.reader->lies(tensor); found != Reader::Lies::apart) return found;
+    return Reader::Lies::apart;
   }
 
   static nb::object call(nb::handle inner, nb::handle args, nb::handle kwargs) {
@@ -110,10 +116,20 @@ class Cover {
       nb::object out;
       {
         const Running running(*this, inner);
-        out = finished(self, call(inner, args, kwargs), args, kwargs);
+        out = finished(self, called(self, inner, args, kwargs), args, kwargs);
       }
       entered.leave();
       return out;
+    }
+  }
+
+  // As call(); an error does not leave the sections with views of the weights.
+  nb::object called(nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {
+    try {
+      return call(inner, args, kwargs);
+    } catch (nb::python_error& error) {
+      if (clones_) call_method(self, "_failed", error.value());
+      throw;
     }
   }
 
@@ -122,7 +138,8 @@ class Cover {
   }
 
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
-    if (out.type().is(tensor_type())) return clones_ && aliases(out) ? nb::object(out.attr("clone")()) : out;
+    if (out.type().is(tensor_type()) && clones_ && lies(out) == Reader::Lies::inside)
+      return nb::object(out.attr("clone")());
     if (stays(out, 8)) return out;
     return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
                              : call_method(self, "_finish", out, args);
@@ -136,7 +153,7 @@ class Cover {
         PyUnicode_CheckExact(it))
       return true;
     const nb::handle type = out.type();
-    if (type.is(tensor_type())) return !clones_ || !aliases(out);
+    if (type.is(tensor_type())) return !clones_ || lies(out) == Reader::Lies::apart;
     if (levels == 0) return false;
     nb::object inside;  // a list of its own: another thread may change what it was made of
     if (PyTuple_CheckExact(it) || PyList_CheckExact(it)) {
@@ -253,13 +270,25 @@ class Cover {
 struct NativeGuard {
   nb::object inner, cover;
   bool generates = false;  // inner makes a generator, which does nothing before its first step
+  bool asks = false;       // does nobody else see that torch.jit traces the call?
 };
+
+// Is some tool at work, perhaps in another thread, that may record this call? Cover._traced() looks closer.
+bool traced(bool asks) {
+  static const nb::handle of_fx =
+      nb::object(nb::module_::import_("torch.fx._symbolic_trace").attr("__dict__")).release();
+  static const nb::handle name = nb::steal(PyUnicode_InternFromString("_is_fx_tracing_flag")).release();
+  static const nb::handle of_jit = nb::object(nb::module_::import_("torch").attr("_C").attr("_is_tracing")).release();
+  if (PyDict_GetItem(of_fx.ptr(), name.ptr()) == Py_True) return true;
+  return asks && of_jit().is(Py_True);
+}
 
 PyObject* guard_call(PyObject* self, PyObject* args, PyObject* kwargs) {
   auto& guard = *nb::inst_ptr<NativeGuard>(self);
   try {
     const nb::object cover = guard.cover, inner = guard.inner;  // a call below may set others
     Cover& native = *nb::inst_ptr<Cover>(cover);
+    if (!native.inside() && traced(guard.asks)) call_method(cover, "_traced");
     if (guard.generates && !native.inside()) {
       nb::object generator = Cover::call(inner, args, kwargs);
       return call_method(cover, "_held", generator).release().ptr();
@@ -343,14 +372,15 @@ void bind_cover(nb::module_& m) {
       .def(nb::init<>())
       .def(
           "_set",
-          [](NativeGuard& g, nb::object inner, nb::object cover, bool generates) {
+          [](NativeGuard& g, nb::object inner, nb::object cover, bool generates, bool asks) {
             nb::cast<Cover*>(cover);  // TypeError for anything else
             g.inner = std::move(inner);
             g.cover = std::move(cover);
             g.generates = generates;
+            g.asks = asks;
           },
-          "inner"_a, "cover"_a, "generates"_a,
-          nb::sig("def _set(self, inner: typing.Any, cover: Cover, generates: bool) -> None"));
+          "inner"_a, "cover"_a, "generates"_a, "asks"_a,
+          nb::sig("def _set(self, inner: typing.Any, cover: Cover, generates: bool, asks: bool) -> None"));
 }
 
 }  // namespace shmsync::bind

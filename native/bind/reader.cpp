@@ -77,6 +77,10 @@ class Section {
     --entered_;
     reader_->leave(owner_, true);
   }
+  // For a generator, whose steps may run in any thread: what this one computes is of the section's version too.
+  void used_again() const {
+    if (entered_ > 0) reader_->labels.use(version);
+  }
   nb::object weights() const { return owner_.attr("weights"); }
   void release_after(nb::object stream) const {
     if (entered_ == 0 || !reader_->in_section())
@@ -102,7 +106,9 @@ PyObject* read_or_null(PyObject* self, PyObject* args, PyObject* kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OO:read", const_cast<char**>(names), &version, &timeout))
     return nullptr;
   try {
-    return nb::cast(Section(nb::borrow(self), nb::borrow(version), nb::borrow(timeout))).release().ptr();
+    const bool sound = timeout == Py_None || (PyFloat_Check(timeout) && PyFloat_AS_DOUBLE(timeout) >= 0);
+    nb::object seconds = sound ? nb::borrow(timeout) : nb::borrow(self).attr("_checked_timeout")(nb::handle(timeout));
+    return nb::cast(Section(nb::borrow(self), nb::borrow(version), std::move(seconds))).release().ptr();
   } catch (nb::python_error& error) {
     error.restore();
   }
@@ -176,6 +182,7 @@ void bind_reader(nb::module_& m) {
            "section is left. For kernels on other streams than the current one; in host memory it does nothing.\n\n"
            "Raises ProtocolError outside of the section, TypeError for what is no stream or event of the device.")
       .def("_give_up", &Section::give_up)
+      .def("_used_again", &Section::used_again)
       .def_ro("version", &Section::version, "The version used inside.")
       .def_ro("torn", &Section::torn, "After exit: did the weights change meanwhile? Always False when pinned.")
       .def_prop_ro("weights", &Section::weights, nb::sig("def weights(self) -> tensordict.TensorDictBase"),
@@ -229,7 +236,20 @@ void bind_reader(nb::module_& m) {
           "pinned"_a)
       .def_prop_ro("_shown_slot", [](const Reader& r) { return r.side->shown_slot(); })
       .def("_enter_final", [](Reader& r) { return r.side->final(); })
-      .def("_applied", [](Reader& r) { r.side->applied(); })
+      .def("_applied", &Reader::applied)
+      .def_prop_ro(
+          "_version", [](const Reader& r) { return r.labels.applied(); }, "The applied one.")
+      .def_prop_ro(
+          "_used_version", [](const Reader& r) { return r.labels.version(); },
+          "What the calling thread has used last; the applied one if it has used none.")
+      .def_prop_ro(
+          "_used_session",
+          [](const Reader& r) { return nb::bytes(r.labels.session().data(), r.labels.session().size()); },
+          nb::sig("def _used_session(self) -> bytes"), "The session of _used_version.")
+      .def_prop_ro("_has_used", [](const Reader& r) { return r.labels.has_used(); })
+      .def(
+          "_use_applied", [](Reader& r) { r.labels.use(r.labels.applied()); }, "As refresh(), but nothing is applied.")
+      .def("_forget_use", [](Reader& r) { r.labels.forget(); })
       .def("_forget", [](Reader& r) { r.side->forget(); })
       .def(
           "_abandon", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },

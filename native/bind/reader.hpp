@@ -3,7 +3,8 @@
 // The common path (nothing new, the gate is open) runs here. All else goes to Python, through hooks of the subclass:
 // _enter_slowly(outcome, version, timeout), _refresh_now(), _answer_now(), _trace_now(), _look_for_heir() for one that
 // follows, _reads_end() and _copies_read() at the end of a section that a device works for. Below code that Dynamo
-// compiles it calls _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out.
+// compiles it calls _enter_slow(), _refresh_slow(), _answer_slow() and _trace_slow(), which keep it out. read() hands a
+// timeout that is no float, or is none, to _checked_timeout().
 //
 // INV: when a hook raises, or a signal interrupts it anywhere, a pin that became no section is dropped and the lock is
 //      given back. So taking and giving back are both C++: Python can be interrupted between any two lines.
@@ -20,6 +21,7 @@
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
+#include "labels.hpp"
 #include "section_lock.hpp"
 #include "sources.hpp"
 
@@ -102,6 +104,7 @@ class Reader {
           call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
+      labels.use(version_of(side->held()));
       ++depth;
     } catch (...) {
       unlock(self);
@@ -155,12 +158,17 @@ class Reader {
 
   bool refresh(nb::handle self) {
     check();
-    if ((side->unchanged() && !lost && !should_look() && !side->is_asked()) || inside()) return false;
+    if (inside()) return false;
+    if (side->unchanged() && !lost && !should_look() && !side->is_asked()) {
+      labels.use(labels.applied());
+      return false;
+    }
     lock(self, nb::none());
     try {
       if (side->is_asked()) heed(self, false);  // the hook answers
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
+      labels.use(labels.applied());
       unlock(self);
       return moved;
     } catch (...) {
@@ -211,11 +219,18 @@ class Reader {
                  consistency);
     if (before) side->go_on_from(*before);
     if (reads != nullptr) side->read_by(reads->reads);
+    labels.move_to({reinterpret_cast<const char*>(mapped.identity().session), sizeof mapped.identity().session});
     control_ = std::move(control);
     row_ = row;
   }
   void use(nb::object control, std::uint32_t row, std::uint64_t me, const RowReads* reads) {
     use(std::move(control), row, me, side->consistency(), reads);
+  }
+
+  // The views show the held version: ack it.
+  void applied() {
+    labels.apply(version_of(side->held()));
+    side->applied();
   }
 
   // Waits without the lock, so another thread may move to another arena meanwhile: this keeps the one of now.
@@ -235,24 +250,31 @@ class Reader {
     side->retire();
   }
 
-  bool aliases(nb::handle tensor) const {
+  // Where a tensor lies; unknown: it consists of several, as a sparse one does.
+  enum class Lies { apart, inside, unknown };
+
+  Lies lies(nb::handle tensor) const {
     DLTensor t;
     std::uintptr_t address;
-    if (describe(tensor.ptr(), t))
+    if (describe(tensor.ptr(), t)) {
       address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-    else if (nb::cast<bool>(tensor.attr("is_cpu")) &&
-             tensor.attr("layout").is(nb::module_::import_("torch").attr("strided"))) {
+    } else {
+      if (!tensor.attr("layout").is(nb::module_::import_("torch").attr("strided")) ||
+          nb::cast<bool>(tensor.attr("is_nested")))
+        return Lies::unknown;
+      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return Lies::apart;
       try {
         address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
       } catch (nb::python_error&) {
-        return false;  // no storage of its own: a tensor under vmap, grad or functionalisation
+        return Lies::apart;  // no storage of its own: a tensor under vmap, grad or functionalisation
       }
-    } else
-      return false;
-    if (address >= slab_begin && address < slab_end) return true;
+    }
+    if (address >= slab_begin && address < slab_end) return Lies::inside;
     const auto after = std::upper_bound(copies_.begin(), copies_.end(), std::pair{address, ~std::uintptr_t{0}});
-    return after != copies_.begin() && address < std::prev(after)->second;
+    return after != copies_.begin() && address < std::prev(after)->second ? Lies::inside : Lies::apart;
   }
+
+  bool aliases(nb::handle tensor) const { return lies(tensor) == Lies::inside; }
 
   // Private copies that change with the version: [(begin, end), ...].
   void set_copies(std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges) {
@@ -266,7 +288,6 @@ class Reader {
  private:
   // Holds the lock when it returns: no Python code runs after the lock was taken.
   void wait_for_lock(double seconds) {
-    if (!(seconds >= 0)) throw nb::value_error("timeout must be 0 or more seconds");
     if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
   }
 
@@ -374,6 +395,7 @@ class Reader {
  public:
   std::optional<ReadSide> side;
   SectionLock mutex;
+  Labels labels;
   int depth = 0;    // sections that are open
   int dropped = 0;  // of these, those whose object is gone
   int closing = 0;  // threads in close()

@@ -58,12 +58,9 @@ nb::object asked(nb::handle object, PyObject* method) {
 
 }  // namespace
 
-bool contiguous(const DLTensor& t) {
-  std::int64_t expected = 1;
-  for (std::int32_t i = t.ndim - 1; i >= 0; --i) {
-    if (t.shape[i] != 1 && t.strides[i] != expected) return false;
-    expected *= t.shape[i];
-  }
+bool same_order(const DLTensor& t, const std::int64_t* strides) {
+  for (std::int32_t i = 0; i < t.ndim; ++i)
+    if (t.shape[i] != 1 && t.strides[i] != strides[i]) return false;
   return true;
 }
 
@@ -106,9 +103,9 @@ bool describe(PyObject* tensor, DLTensor& out) {
 bool surely_plain(PyObject* tensor) {
   DLTensor t;
   Look found;
-  if (!describe(tensor, t) || t.device_type != kCpu || !contiguous(t) || !look(tensor, found)) return false;
+  if (!describe(tensor, t) || t.device_type != kCpu || !look(tensor, found)) return false;
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-  return t.data != nullptr && found.has(address, elements(t) * t.bits / 8);
+  return t.data != nullptr && found.has(address, extent(t) * t.bits / 8);
 }
 
 Sources::Sources(nb::list guards, nb::list leaves) {
@@ -136,6 +133,7 @@ Sources::Sources(nb::list guards, nb::list leaves) {
       leaf.first_size = static_cast<std::uint32_t>(sizes_.size());
       leaf.dimensions = static_cast<std::uint32_t>(t.ndim);
       sizes_.insert(sizes_.end(), t.shape, t.shape + t.ndim);
+      sizes_.insert(sizes_.end(), t.strides, t.strides + t.ndim);
       leaf.address = static_cast<const std::byte*>(t.data) + t.byte_offset;
     } else {
       leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
@@ -177,7 +175,8 @@ bool Sources::unchanged(Leaf& leaf) {
   if (!describe(leaf.tensor.ptr(), t)) return false;
   if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
       static_cast<std::uint32_t>(t.ndim) != leaf.dimensions ||
-      !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) || !contiguous(t))
+      !std::equal(t.shape, t.shape + t.ndim, sizes_.begin() + leaf.first_size) ||
+      !same_order(t, sizes_.data() + leaf.first_size + leaf.dimensions))
     return false;
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
   const std::size_t bytes = elements(t) * t.bits / 8;
@@ -255,7 +254,7 @@ void bind_sources(nb::module_& m) {
   m.def(
       "surely_plain", [](nb::handle object) { return surely_plain(object.ptr()); }, "object"_a,
       nb::sig("def surely_plain(object: object) -> bool"),
-      "Is it a tensor of plain contiguous CPU memory that is there? False says nothing: ask it.");
+      "Is it a tensor of plain CPU memory that is there, in any order? False says nothing: ask it.");
   m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
         nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
         "Learn torch's DLPack exchange table; False when this torch has none.");

@@ -29,12 +29,13 @@ struct DLTensor {
 // exchange table or the tensor cannot be exported.
 bool describe(PyObject* tensor, DLTensor& out);
 
-// Is it a tensor with all of its elements in memory, as plain bytes, one after the other? False says nothing.
+// Is it a tensor with all of its elements in memory, as plain bytes, in any order? False says nothing.
 bool surely_plain(PyObject* object);
 
 inline constexpr std::int32_t kCpu = 1;  // device_type
 
-bool contiguous(const DLTensor& t);
+// Has it its elements at the same places as a tensor of its shape with these strides?
+bool same_order(const DLTensor& t, const std::int64_t* strides);
 std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
 // These two ask a tensor of which look() says nothing.
 // Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
@@ -50,7 +51,7 @@ class Sources {
  public:
   // guards: [(dict, [(key, value), ...], whole), ...]: the dicts in which the leaves were found, and what they held.
   // `whole`: the dict may hold nothing else.
-  // leaves: [(tensor, offset in the slot, bytes), ...], contiguous, plain bytes.
+  // leaves: [(tensor, offset in the slot, bytes), ...], dense, plain bytes in the order that the slot has.
   Sources(nanobind::list guards, nanobind::list leaves);
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
@@ -77,7 +78,7 @@ class Sources {
     std::size_t bytes;
     std::uint8_t code, bits;
     bool plain;                            // was told by look(): else it is asked through Python, each time
-    std::uint32_t first_size, dimensions;  // its shape, in sizes_
+    std::uint32_t first_size, dimensions;  // its shape, in sizes_, and its strides behind it
     Seen seen;                             // at the last look
   };
   struct Entry {
@@ -93,7 +94,7 @@ class Sources {
 
   std::vector<Guard> guards_;
   std::vector<Leaf> leaves_;
-  std::vector<std::int64_t> sizes_;  // of all leaves, one after the other: saves each leaf a cold cache line
+  std::vector<std::int64_t> sizes_;  // and strides of all leaves, one after the other: saves each a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
   bool looked_ = false;

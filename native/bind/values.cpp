@@ -131,8 +131,7 @@ class Outline {
         static_cast<std::size_t>(t.ndim) != leaf.sizes.size() ||
         !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
       return false;
-    if (leaf.kind == Kind::bytes ? !contiguous(t) : !std::equal(leaf.strides.begin(), leaf.strides.end(), t.strides))
-      return false;
+    if (!same_order(t, leaf.strides.data())) return false;
     Look found;
     const bool plain = look(value.ptr(), found);
     if ((!plain && asked_is_lazy(value, t.code)) != leaf.lazy) return false;  // no bytes to copy are lazy

@@ -41,7 +41,7 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
 class WriterLock {
  public:
   void acquire(nb::handle holder) {
-    if (holder_.is_valid())
+    if (holder_.is_valid() || (heir_.is_valid() && !heir_.is(holder)))
       raise("WriterBusy", "another publish() or update() of this Publisher is under way; let it finish first");
     holder_ = nb::borrow(holder);
   }
@@ -51,9 +51,19 @@ class WriterLock {
     if (held_by(holder)) holder_ = nb::object();
   }
   bool locked() const { return holder_.is_valid(); }
+  // Until forgo(), `heir` alone may take it. False: another one has it reserved.
+  bool reserve(nb::handle heir) {
+    if (heir_.is_valid()) return false;
+    heir_ = nb::borrow(heir);
+    return true;
+  }
+  void forgo(nb::handle heir) {
+    if (heir_.is(heir)) heir_ = nb::object();
+  }
 
  private:
   nb::object holder_;
+  nb::object heir_;
 };
 
 // A context manager whose Python half may be interrupted anywhere; _recover() then undoes what was half done.
@@ -118,6 +128,9 @@ void bind_writer(nb::module_& m) {
       .def("held_by", &WriterLock::held_by, "holder"_a)
       .def("release", &WriterLock::release, "holder"_a, "Give the lock back; does nothing when somebody else holds it.")
       .def("locked", &WriterLock::locked)
+      .def("reserve", &WriterLock::reserve, "heir"_a,
+           "Let nobody but `heir` take the lock when it is given back. False: it is reserved already.")
+      .def("forgo", &WriterLock::forgo, "heir"_a, "Take that back; does nothing when it is another's.")
       .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
       .def(
           "__exit__",
@@ -155,6 +168,12 @@ void bind_writer(nb::module_& m) {
       .def("abort", [](Writer& w) { w.abort(); })
       .def("poison", [](Writer& w) { w.poison(); })
       .def("close", [](Writer& w) { w.close(); })
+      .def(
+          "protect", [](Writer& w, std::uintptr_t address, std::size_t bytes) { return w.protect(address, bytes); },
+          "address"_a, "bytes"_a,
+          "Let the only slot's writable mapping be read-only while readers may be inside. False: the system refuses.")
+      .def(
+          "unprotect", [](Writer& w) { w.unprotect(); }, "Let that mapping be writable for good.")
       .def_prop_ro("slot", [](const Writer& w) { return w.slot(); })
       .def_prop_ro("current_slot", [](const Writer& w) { return w.current_slot(); })
       .def_prop_ro("version", [](const Writer& w) { return w.version(); })

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
 from ..memory.available import available_bytes
 from ..memory.manifest import Manifest
 from ..memory.observed import ArenaSeen, manifest_of, ties
+from ..memory.strides import contiguous
 from .inspecting import find
 from .output import Commands, command, seconds
 from .words import size
@@ -38,7 +40,11 @@ def add(commands: Commands) -> None:
     made.add_argument("file", metavar="FILE", help="the safetensors file to make")
     made.add_argument("--force", action="store_true", help="replace the file if there is one")
     made.add_argument(
-        "--timeout", type=seconds(), default=10.0, metavar="S", help="wait so long for the weights to be readable (10)"
+        "--timeout",
+        type=seconds(most=math.inf),
+        default=10.0,
+        metavar="S",
+        help="wait so long for the weights to be readable (10); inf: without limit",
     )
     made.set_defaults(run=_run)
 
@@ -98,10 +104,15 @@ def _there(path: Path) -> str:
 
 
 def _check_room(seen: ArenaSeen) -> None:
-    """A snapshot and its file in memory are two copies; a process that takes more than there is, is killed."""
+    """A snapshot and its file in memory are two copies, three of leaves that are not contiguous.
+
+    A process that takes more than there is, is killed.
+    """
     if not seen.readable:
         return  # attaching says why
-    needed, left = 2 * manifest_of(seen.name).used_bytes, available_bytes()
+    manifest = manifest_of(seen.name)
+    permuted = sum(leaf.nbytes for leaf in manifest.leaves if leaf.strides != contiguous(leaf.shape))
+    needed, left = 2 * manifest.used_bytes + permuted, available_bytes()
     if needed > left:
         raise NoSpace(
             f"a checkpoint of arena {seen.name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
@@ -118,9 +129,12 @@ def _manifest(sub: Subscriber, name: str) -> Manifest:
 
 
 def _once(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tied tensors under one name; and for the metadata, which name stands for each other, as save_model() does."""
+    """Tied tensors under one name; and for the metadata, which name stands for each other, as save_model() does.
+
+    They are contiguous: a file has no other layout.
+    """
     names = {other: min(group) for group in ties(manifest).values() for other in group if other != min(group)}
-    return {name: tensor for name, tensor in tensors.items() if name not in names}, names
+    return {name: tensor.contiguous() for name, tensor in tensors.items() if name not in names}, names
 
 
 def _put(path: Path, content: bytes, force: bool) -> None:

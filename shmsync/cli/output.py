@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
+
+from ..engine.timing import check_seconds
 
 Commands = Any  # what argparse's add_subparsers() returns; it has no public name
 
@@ -23,16 +26,16 @@ def command(commands: Commands, name: str, what: str, examples: str) -> argparse
     return made
 
 
-def seconds(least: float = 0) -> Callable[[str], float]:
-    """The type of an argument that is a time, of at least so many seconds."""
+def seconds(least: float = 0, most: float = 3600) -> Callable[[str], float]:
+    """The type of an argument that is a time, from so many seconds to so many."""
 
     def parse(text: str) -> float:
         try:
-            value = float(text)
+            value = check_seconds("it", float(text), "inf is without limit")
         except ValueError:
-            value = -1.0
-        if not least <= value <= 3600:
-            raise argparse.ArgumentTypeError(f"{text} is not between {least} and 3600 seconds")
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most} seconds")
         return value
 
     return parse

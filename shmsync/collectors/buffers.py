@@ -49,10 +49,7 @@ class Buffers:
         manifest = _manifest(spec.leaves, spec.rows, spec.steps)
         storage = torch.from_file(spec.path, shared=True, size=spec.nbytes, dtype=torch.uint8).untyped_storage()
         self.tensors: list[dict[Key, torch.Tensor]] = [
-            {
-                leaf.key: view(storage, leaf.dtype, leaf.shape, k * manifest.slot_bytes + leaf.offset)
-                for leaf in manifest.leaves
-            }
+            {leaf.key: view(storage, leaf, k * manifest.slot_bytes + leaf.offset) for leaf in manifest.leaves}
             for k in range(BUFFERS)
         ]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import torch
 
-from ..engine.timing import check_timeout
 from ..errors import ManifestMismatch
 from .buffers import Leaves
 
@@ -91,14 +90,6 @@ def arguments(
         raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
     if discrete_actions not in (None, "index", "value"):
         raise ValueError(f'discrete_actions is None, "index" or "value", not {discrete_actions!r}')
-
-
-def timeout(name: str, value: float | None, default: float) -> float:
-    """A time in seconds; None is the default. Raises ValueError for what is none."""
-    try:
-        return default if value is None else check_timeout(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def steps(numbers: CollectorNumbers, environments: int, sync: bool) -> int:

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.strategy import WeightStrategy
+from ..engine.timing import timeout_or_default, timeout_or_none
 from ..engine.verifying import Proof
 from ..engine.wrappers import state_of
 from ..errors import AckTimeout, ClosedError, WorkerDied
@@ -147,8 +148,8 @@ class MultiprocessCollector:
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
         devices.check_workers(numbers.num_workers)
-        timeout = checks.timeout("timeout", timeout, math.inf)
-        self._start_timeout = checks.timeout("start_timeout", start_timeout, START_TIMEOUT)
+        timeout = timeout_or_default(timeout, math.inf)
+        self._start_timeout = timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout")
         steps = checks.steps(numbers, numbers.envs_per_worker, sync)
         buffers.check_room(RESULTS, numbers.num_workers * numbers.envs_per_worker, steps)  # the least they will take
         self.policy = policy
@@ -234,13 +235,14 @@ class MultiprocessCollector:
                     version=error.version,
                     missing=late,
                 ) from error
-        return self._crew.sender.version
+            return self._crew.sender.version if error.version is None else error.version
 
     def verify(self, *, timeout: float | None = None) -> Proof:
         """Let every worker prove that its policy holds what was last sent to it.
 
         For a weight_sync_scheme that was made with checksum=True. Raises as WeightSender.verify().
         """
+        timeout = timeout_or_none(timeout)
         self._go_on()
         with self._crew.reasons(restarts=self._restart_workers):
             return self._crew.sender.verify(timeout=timeout)

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from ..engine.admission import problem_with_key
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key
 from .casting import cast
@@ -28,14 +29,18 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
     """
     if isinstance(space, spaces.Dict):
         found: dict[Key, torch.Tensor] = {}
-        if not space.spaces and len(key) > 1:
-            raise ManifestMismatch(f"{'.'.join(key)} is a Dict without keys: {space}; leave it out of the space")
+        if not space.spaces:
+            raise ManifestMismatch(
+                f"{'.'.join(key)} is a Dict without keys: {space}; leave it out, or wrap the environment"
+            )
         for name, inner in space.spaces.items():
             if not isinstance(name, str):
                 raise ManifestMismatch(
                     f"the space {'.'.join(key)} has the key {name!r} ({type(name).__name__}), and the keys of a batch "
                     f"are words; name it {str(name)!r}"
                 )
+            if reason := problem_with_key((*key, name)):
+                raise ManifestMismatch(f"the space {'.'.join(key)} has a key that {reason}: {name!r}")
             found |= leaves(inner, (*key, name))
         return found
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):

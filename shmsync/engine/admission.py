@@ -1,4 +1,4 @@
-"""What may be a leaf: a tensor whose values lie in memory of its own, at an address, as plain elements.
+"""What may be a leaf, under which key: a tensor whose values lie in memory of its own, as plain elements.
 
 The rule names what is known to be plain. A tensor of any other kind is refused, also one that nobody has thought of:
 its storage has no address, or too few bytes. Reading it by address would end the process, or copy garbage.
@@ -6,6 +6,7 @@ its storage has no address, or too few bytes. Reading it by address would end th
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from torch import nn
 
 from .. import _native
+from ..errors import ManifestMismatch
 from ..memory.arena import ADDRESSED
+from ..memory.manifest import Key
 from ..memory.plainly import plainly
 
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
@@ -78,6 +81,36 @@ def _surely_plain(value: Any) -> bool:
         and value.data_ptr() != 0
         and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * value.element_size()
     )
+
+
+DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
+
+
+def problem_with_key(key: Key) -> str | None:
+    """Why this key path cannot be that of a leaf, or None."""
+    if len(key) > DEEPEST:
+        return f"has {len(key):,} levels, and {DEEPEST} are the most; flatten the weights, or see what contains itself"
+    for part in key:
+        if not part:
+            return "has an empty part; give it a name"
+        if "\0" in part:
+            return "has a NUL character; leave it out"
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
+    return None
+
+
+def check_depth(path: Key) -> None:
+    """Raise ManifestMismatch where a tree of weights is too deep to go on, as one that contains itself is."""
+    if len(path) > DEEPEST:
+        raise ManifestMismatch(f"the key {shown(path)} {problem_with_key(path)}")
+
+
+def shown(key: Key) -> str:
+    """A dotted key for an error: one that text cannot hold with escapes, a long one in part."""
+    return reprlib.repr(".".join(key))
 
 
 def problem_with(value: Any) -> str | None:

@@ -12,7 +12,8 @@ from ..errors import ManifestMismatch
 from ..memory.arena import Arena
 from ..memory.manifest import Key, tie
 from .aliases import overlapping
-from .matching import elsewhere, mismatches, same_bytes, untied
+from .fitting import refuse_max_norm
+from .matching import elsewhere, mismatches, same_bytes, same_layout, untied
 from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, collect, problem_with
 from .stepping import state_tensors, stuck_states
@@ -30,9 +31,24 @@ class Parts(NamedTuple):
 
 
 def parts_of(
-    module: nn.Module, arena: Arena, name: str, filter: Filter, optimizers: Iterable[torch.optim.Optimizer]
+    module: nn.Module,
+    arena: Arena,
+    name: str,
+    filter: Filter,
+    optimizers: Iterable[torch.optim.Optimizer],
+    protected: bool,
 ) -> Parts:
-    """The module as it is now, and these optimizers of it. Raises ManifestMismatch if it does not fit the arena."""
+    """The module as it is now, and these optimizers of it.
+
+    Raises ManifestMismatch if it does not fit the arena, and for one that is to be `protected` ProtocolError for an
+    embedding that writes in its forward.
+    """
+    if protected:
+        refuse_max_norm(
+            module,
+            "but adopted weights are read-only outside update(). Build it without max_norm, and normalise the weight "
+            "inside update(); or publish() the module instead of adopting it",
+        )
     collected = collect(module, filter, arena.manifest)
     names = second_names(collected.tensors, arena.manifest.by_key)
     second = {key for key, first in names.items() if collected.tensors[key] is collected.tensors[first]}
@@ -65,9 +81,10 @@ def parts_of(
         if (same := ties[key]) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
     ]
     others = dict(_others(module, tensors, left_out=filter.filters))
+    turned = [(t, by_key[k].strides) for k, t in placed.items() if not same_layout(t, by_key[k])]
     for optimizer in optimizers:
         others.update(state_tensors(optimizer))
-        apart += stuck_states(optimizer, [t for t in placed.values() if not t.is_contiguous()])
+        apart += stuck_states(optimizer, turned)
     apart += [
         f"{a} and {b} share memory in part, and would not after adopt(): give one of them memory of its own"
         for a, b in overlapping({".".join(k): t for k, t in tensors.items()} | others, {id(t) for t in placed.values()})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -12,14 +12,20 @@ from torch import nn
 from .. import _native
 from ..errors import ProtocolError
 from ..memory.arena import Arena, lies_in, readonly_ranges
-from ..memory.devices import assign, clone
+from ..memory.devices import assign, clone, laid_out
 from ..memory.manifest import Key, Leaf
 from ..memory.plainly import plainly
+from ..memory.strides import same_order
 from .adoptable import Parts, misfit, parts_of
 from .aliases import make_private
+from .guard import StandIn
+from .loading import AdoptedLoading, Loads
 from .matching import direct, same_layout
 from .sources import Filter, collect
-from .stepping import OptimizerWatch, StepGate, refuse_orphans, states_follow, stepped_by, stuck_states
+from .stepping import OptimizerWatch, StepGate, laid, refuse_orphans, states_follow, stepped_by, stuck_states
+from .wrappers import modules_in
+
+R = TypeVar("R")
 
 _living: weakref.WeakSet[Adoption] = weakref.WeakSet()
 
@@ -59,6 +65,7 @@ class Adoption:
         arena, name: whose only slot becomes its memory.
         filter: which of its leaves the arena has.
         optimizers: that step it inside update().
+        protected: it is written inside update() only.
 
     Raises ManifestMismatch for a module, ValueError for an optimizer, ProtocolError for a use of them that does not
     allow it.
@@ -72,8 +79,10 @@ class Adoption:
         name: str,
         filter: Filter,
         optimizers: Iterable[torch.optim.Optimizer] = (),
+        protected: bool = True,
     ) -> None:
         self.module = module
+        self._protected = protected
         self.gates: list[StepGate] = []
         self._arena, self._name, self._filter = arena, name, filter
         self._views = arena.views(0, writable=True)
@@ -85,6 +94,8 @@ class Adoption:
         self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
+        self._loads: Loads | None = None
+        self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)
         self._pending = self._parts(optimizers)
 
@@ -133,7 +144,7 @@ class Adoption:
         self._pending = parts
 
     def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
-        return parts_of(self.module, self._arena, self._name, self._filter, optimizers)
+        return parts_of(self.module, self._arena, self._name, self._filter, optimizers, self._protected)
 
     def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
         """Those that are not at their place, as it is laid out."""
@@ -181,7 +192,7 @@ class Adoption:
                     f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
                     "optimizer of this module"
                 )
-            if stuck := stuck_states(optimizer, self._placed.values()):
+            if stuck := stuck_states(optimizer, laid(self._placed.values())):
                 raise misfit(self._name, stuck)
 
     def step_through(self, gates: Iterable[StepGate]) -> None:
@@ -191,6 +202,59 @@ class Adoption:
         for optimizer in self._optimizers():
             states_follow(optimizer, self._placed.values())
 
+    def load_through(self, loads: Loads) -> None:
+        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it."""
+        self._loads = loads
+        self._stand_in()
+        self._watch.refuse_outside(loads.inside, lambda: self._optimizers())
+
+    def _stand_in(self) -> None:
+        if self._loads is None:
+            return
+        for child in modules_in(self.module):
+            for name in ("load_state_dict", "_load_from_state_dict"):
+                if name not in child.__dict__ or not isinstance(child.__dict__[name], StandIn):
+                    each = AdoptedLoading(child, name, False)
+                    each.loads = self._loads
+                    self._loading += (each,)
+
+    def placed_in(self, module: nn.Module) -> set[str]:
+        """The names of the module's own parameters that are the slab."""
+        placed = {id(tensor) for tensor in self._placed.values()}
+        return {name for name, tensor in module._parameters.items() if id(tensor) in placed}
+
+    def load(self, run: Callable[[], R], written: Callable[[], object]) -> R:
+        """What run(), which loads into the module, returns; inside update().
+
+        It loads into private copies, which go into the slab when it has succeeded: torch writes what fits before it
+        raises for the rest. `written` is called before the first byte goes there.
+        """
+        views = {view.data_ptr(): view for view in self._views.values() if view.nbytes}
+        with plainly():
+            shown = [tensor for tensor in (*self._placed.values(), *self._beside) if tensor.data_ptr() in views]
+            places = [views[tensor.data_ptr()] for tensor in shown]
+            made = {view.data_ptr(): clone(view) for view in places}
+            copies = [made[view.data_ptr()] for view in places]
+        try:
+            with plainly():
+                _native.set_data(shown, copies)
+            result = run()
+        finally:
+            with plainly():
+                there = [
+                    (tensor, view, copy)
+                    for tensor, view, copy in zip(shown, places, copies, strict=True)
+                    if tensor.data_ptr() == copy.data_ptr()
+                ]
+                _native.set_data([tensor for tensor, _, _ in there], [view for _, view, _ in there])
+        self.look()  # what was replaced may not fit
+        own = {id(tensor) for tensor in self.module.parameters()}
+        written()
+        with plainly():
+            for view, copy in {id(v): (v, c) for tensor, v, c in there if id(tensor) in own}.values():
+                assign(view, copy)
+        return result
+
     def mind_steps(self) -> None:
         """An update() has begun or ended: steps are right inside it only."""
         for gate in self.gates:
@@ -198,6 +262,11 @@ class Adoption:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return [optimizer for gate in self.gates if (optimizer := gate.optimizer()) is not None]
+
+    @property
+    def moves(self) -> bool:
+        """Will take_in() bring anything into the slab?"""
+        return self._pending is not None
 
     def take_in(self, *, copy: bool = True) -> list[torch.Tensor]:
         """Bring what look() found into the slab; only while readers are kept out.
@@ -216,14 +285,14 @@ class Adoption:
                 if copy:
                     assign(view, tensor)
             moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
-            for tensor, _ in moving:
+            for tensor, view in moving:
                 left.append(tensor.data)
-                restrided |= not tensor.is_contiguous()
+                restrided |= not same_order(view.shape, tensor.stride(), view.stride())
             _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
             for tensor, _ in moving:
                 grad = tensor.grad
-                if grad is not None and grad.layout is torch.strided and not grad.is_contiguous():
-                    grad.data = grad.data.contiguous()
+                if grad is not None and grad.layout is torch.strided and (strides := tensor.stride()) != grad.stride():
+                    grad.data = laid_out(grad.data, strides)
         self._placed.clear()
         self._placed.update(parts.placed)
         self._beside = [tensor for tensor, _ in parts.beside]
@@ -232,6 +301,7 @@ class Adoption:
             for optimizer in self._optimizers():
                 states_follow(optimizer, self._placed.values())
         self._remember(parts)
+        self._stand_in()
         return left
 
     def _remember(self, parts: Parts) -> None:
@@ -280,6 +350,9 @@ class Adoption:
         """Make the parameters private again, with the values they have; what was one memory stays one."""
         _living.discard(self)
         self._watch.close()
+        while self._loading:
+            self._loading[-1].remove()
+            self._loading.pop()
         for gate in self.gates:
             gate.leave(self)
         copies: dict[int, torch.Tensor] = {}

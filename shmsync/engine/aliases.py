@@ -70,19 +70,19 @@ def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], 
     for tensor in known:
         if id(tensor) not in kept and _address_in(tensor, ranges):
             tensor.data = devices.clone(tensor.data)
-    if ranges and _shown_by_others(keep, places[0]):
+    if ranges and shown_by_others(keep, places):
         for each in gc.get_objects():
             # isinstance() would ask proxies for their class.
             if issubclass(type(each), torch.Tensor) and id(each) not in kept and _address_in(each, ranges):
                 each.data = devices.clone(each.data)
 
 
-def _shown_by_others(keep: Collection[torch.Tensor], place: torch.Tensor) -> bool:
-    """Are there more tensors over the slab of this place than those to keep? True if torch does not say."""
+def shown_by_others(keep: Collection[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+    """Are there more tensors over the slab of these places than those to keep? True if torch does not say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return True
-    slab = place.untyped_storage()
+    if count is None or not places:
+        return bool(places)
+    slab = places[0].untyped_storage()
     lone = torch.empty(1)
     own = count(lone.untyped_storage()._cdata) - 1  # of the storage object in Python
     shown = {id(tensor) for tensor in keep if tensor.untyped_storage()._cdata == slab._cdata}

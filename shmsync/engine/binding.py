@@ -17,7 +17,7 @@ from torch import nn
 from .. import _native
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import Arena, has_address
-from ..memory.devices import assign, clone
+from ..memory.devices import assign, clone, laid_out
 from ..memory.manifest import Key
 from ..memory.plainly import modes_are_on, plainly, run_plainly
 from .by_identity import ByIdentity
@@ -119,11 +119,11 @@ class Binding:
         watched = [(store, list(store.items()), True) for store in dicts]
         self._places = [(path, weakref.ref(module)) for path, module in places]
         self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
-        for _, tensor in copied:
-            if id(tensor) not in self._private:
-                make_private(tensor)  # forward passes write buffers
-        self._private = {id(tensor) for _, tensor in copied}
         leaf_of = self._fitting.leaf_of
+        for key, tensor in copied:
+            if id(tensor) not in self._private:  # forward passes write buffers
+                make_private(tensor, self._arena.manifest.by_key[leaf_of(key)].strides)
+        self._private = {id(tensor) for _, tensor in copied}
         self._viewed_keys = [leaf_of(key) for key, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
         self.copied = [(leaf_of(key), tensor) for key, tensor in copied]
@@ -264,9 +264,7 @@ def bind_module(
     """
     tensors = fitting.tensors(module) if checked is None else checked
     replaced = taken_over(module, tensors) if checked is None else []
-    for tensor in tensors.values():
-        if tensor.device.type == "meta":
-            materialise(tensor, path.arena.device)
+    materialise(module, tensors.values(), path.arena.device)
     for old in replaced:
         old.drop()
     binding = Binding(path, module, fitting)
@@ -316,10 +314,11 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[B
     return replaced
 
 
-def make_private(tensor: torch.Tensor) -> None:
-    """Give a tensor memory of its own, with the same values."""
+def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
+    """Give a tensor memory of its own, with the same values; in the order of these strides."""
     with plainly():
-        tensor.data = clone(tensor.data)
+        own = clone(tensor.data)
+        tensor.data = own if strides is None else laid_out(own, strides)
 
 
 def _node(module: nn.Module) -> tuple[object, ...]:

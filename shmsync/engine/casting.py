@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,23 +13,25 @@ from ..memory.arena import nested
 from ..memory.manifest import Key, tie
 from ..memory.plainly import run_plainly
 from . import extra_state
-from .dtypes import Dtypes, cast_leaves
+from .dtypes import Dtypes, cast_leaves, kept_leaves
 from .sources import EVERYTHING, collect, problem_with
 
 
 @run_plainly
-def cast_tensors(tensors: Mapping[Key, Any], dtype: Dtypes, *, partial: bool) -> dict[Key, Any]:
+def cast_tensors(
+    tensors: Mapping[Key, Any], dtype: Dtypes, *, partial: bool, kept: Container[Key] = ()
+) -> dict[Key, Any]:
     """These leaves, cast as Publisher(dtype=) casts them. What has its dtype already is the same object.
 
     Leaves that were one tensor are one tensor afterwards. `partial`: patterns that match none of them are no error,
-    since they may be for the others.
+    since they may be for the others. `kept`: leaves that one dtype for all leaves alone.
 
     Raises ManifestMismatch as cast_leaves() does.
     """
     sound = {key: each for key, each in tensors.items() if not problem_with(each)}  # the others are refused by name
     made: dict[Any, torch.Tensor] = {}
     found = dict(tensors)
-    for key, wanted in cast_leaves(sound, matching_dtypes(sound, dtype) if partial else dtype).items():
+    for key, wanted in cast_leaves(sound, matching_dtypes(sound, dtype) if partial else dtype, kept).items():
         source = sound[key]
         if source.dtype != wanted:
             identity = tie(source) or id(source)
@@ -39,18 +41,21 @@ def cast_tensors(tensors: Mapping[Key, Any], dtype: Dtypes, *, partial: bool) ->
     return found
 
 
-def cast_weights(weights: Any, dtype: Dtypes, *, partial: bool) -> Any:
-    """Weights in the form that they have, cast as cast_tensors() does; None and what is no weights as it is."""
+def cast_weights(weights: Any, dtype: Dtypes, *, partial: bool, kept: Collection[Key] = ()) -> Any:
+    """Weights in the form that they have, cast as cast_tensors() does; None and what is no weights as it is.
+
+    `kept`: leaves that one dtype for all leaves alone, beside those that are buffers by their type.
+    """
     if dtype is None or not isinstance(weights, (TensorDictBase, Mapping)):
         return weights
     if isinstance(weights, TensorDictBase):
         given = collect(weights, EVERYTHING).tensors
     else:  # beside tensors a state_dict has what modules keep beside theirs
-        kept = {key: each for key, each in weights.items() if str(key).rpartition(".")[2] not in extra_state.KEYS}
-        given = collect(kept, EVERYTHING).tensors
+        plain = {key: each for key, each in weights.items() if str(key).rpartition(".")[2] not in extra_state.KEYS}
+        given = collect(plain, EVERYTHING).tensors
     named = {tuple(".".join(key).split(".")): value for key, value in given.items()}
     others = {key: named.pop(key) for key in list(named) if key[-1] in extra_state.KEYS}
-    cast = cast_tensors(named, dtype, partial=partial)
+    cast = cast_tensors(named, dtype, partial=partial, kept=kept_leaves(weights, named) | set(kept))
     if not isinstance(weights, TensorDictBase):
         return _rebuilt(weights, "", {".".join(key): value for key, value in cast.items()})
     made = nested(cast)

@@ -14,9 +14,10 @@ import torch
 
 from ..errors import ProtocolError
 from ..memory.arena import Arena
-from ..memory.devices import assign, fetched
+from ..memory.devices import assign, fetched, laid_out
 from ..memory.manifest import Manifest
 from ..memory.plainly import run_plainly
+from ..memory.strides import contiguous
 
 BYTES_PER_SECOND = 1e9  # a checksum is never slower on the machines we know; says whether there is time for one
 
@@ -42,9 +43,10 @@ def checksum(data: Any) -> int:
 
 
 @run_plainly
-def checksum_of(tensor: torch.Tensor) -> int:
-    """Of a tensor's values, as they would lie in an arena: contiguous, in the host's memory."""
-    plain = fetched(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+def checksum_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> int:
+    """Of a tensor's values, in the order of a leaf's strides; None: in rows. They must be dense."""
+    plain = fetched(tensor.detach().resolve_conj().resolve_neg())
+    plain = laid_out(plain, contiguous(plain.shape) if strides is None else strides)
     return checksum(memory(plain.data_ptr(), plain.nbytes))
 
 

@@ -1,4 +1,4 @@
-"""Leaves that cannot be copied as plain bytes of the host: cast, gathered from strides, or on a device.
+"""Leaves that cannot be copied as plain bytes of the host: cast, in another memory layout, or on a device.
 
 They are converted straight into the slot, one leaf after the other, so that publishing needs no second copy of the
 weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
@@ -42,7 +42,9 @@ class Conversions:
         if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
             self.written = 0
             with plainly():
-                self._copies = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for _, leaf in sources]
+                self._copies = [
+                    torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu") for _, leaf in sources
+                ]
 
     def staged(self) -> list[tuple[torch.Tensor, Leaf]]:
         """The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot."""
@@ -85,7 +87,7 @@ class Conversions:
             for source, leaf in self._sources:
                 if self._staged(source):
                     room = staging[leaf.offset : leaf.offset + leaf.nbytes]
-                    room.view(leaf.dtype).view(leaf.shape).copy_(source)
+                    room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(source)
 
     @property
     def devices(self) -> list[Device]:

@@ -23,7 +23,7 @@ from ..memory.plainly import plainly
 from .admission import extent
 from .converting import Conversions
 from .looking import teach
-from .matching import describe_problems, direct, mismatches, same_bytes, same_layout, untied
+from .matching import describe_problems, mismatches, same_bytes, same_layout, untied
 from .outline import Seen
 from .sources import Collected
 
@@ -72,7 +72,7 @@ class CopyPlan:
             if _own_place(tensor, leaf, ranges, arena.slots, name):
                 self.in_place.append(leaf)
                 rows.append((tensor, leaf.offset, 0))  # nothing to copy, as long as it stays there
-            elif direct(tensor, leaf) and holding(tensor) is None:
+            elif tensor.device.type == "cpu" and same_layout(tensor, leaf) and holding(tensor) is None:
                 rows.append((tensor, leaf.offset, leaf.nbytes))
             else:
                 converted_of[key] = len(converted)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from types import GeneratorType, MappingProxyType
+from types import FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch._dynamo.decorators import skip
 from torch.compiler import disable
 
 from .. import _native
+from ..errors import ProtocolError
 from .binding import Binding
-from .outputs import Held, refuse_awaitable, unalias
+from .outputs import Held, refuse_awaitable, unalias, unalias_error
 from .reading import Pinned, ReadPath
 
 
@@ -37,6 +41,10 @@ class Member(NamedTuple):
         return not self.tensors
 
 
+class _Unpinned(Exception):
+    """A call returned a generator, whose section must be pinned, and the call's own is not."""
+
+
 class Cover(_native.Cover):
     """Shared by all guards of a module and of whatever is bound together with it.
 
@@ -51,6 +59,7 @@ class Cover(_native.Cover):
         self.paths: list[ReadPath] = []
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
         self.codes: dict[int, set[Any]] = {}  # of the frames that Dynamo compiles first, by what a guard calls
+        self._pinned = False  # are the sections of the call as pinned as they can be? Set inside them.
         self._use()
 
     def add(self, path: ReadPath, binding: Binding, clones: bool) -> None:
@@ -87,22 +96,48 @@ class Cover(_native.Cover):
     @skip
     def _repeat(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call as run() of an optimistic subscriber does: again, if the section was torn."""
-        return _run_in(list(self.paths), self._run_inside, inner, args, kwargs)
+        try:
+            return _run_in(list(self.paths), self._run_inside, inner, args, kwargs)
+        except _Unpinned:
+            sections = Sections(self.paths)
+        sections.enter()
+        try:
+            self._pinned = True  # or the caller has a section open, which tells whether it was torn
+            return self._run_inside(inner, args, kwargs)
+        finally:
+            self._pinned = False
+            sections.leave()
 
     @skip
     def _held(self, generator: Generator[Any, Any, Any]) -> Held:
         """The generator, in sections from its first step to its end."""
-        return Held(generator, Sections(self.paths), self._finish)
+        return Held(generator, Sections(self.paths), self._finish, self._failed)
 
     @skip
     def _finish(self, out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """What a call of these arguments returned, made fit to outlive its sections. Called inside them."""
-        if isinstance(out, GeneratorType):
+        if type(out) is GeneratorType:
+            if not self._pinned and any(path.optimistic and not path._mine_and_pinned for path in self.paths):
+                out.close()
+                raise _Unpinned
             held = self._held(out)
             held.hold()  # what it was made of is of this version
             return held
         refuse_awaitable(out)
         return unalias(out, self.aliases, (*args, *kwargs.values())) if self._clones else out
+
+    @skip
+    def _failed(self, error: BaseException) -> None:
+        """A call has raised this. Called inside its sections."""
+        if self._clones:
+            unalias_error(error, self.aliases)
+
+    @disable
+    def _traced(self) -> None:
+        """Refuse a call that a tool records, which would use the weights later, outside of sections."""
+        tool = traced_by()
+        if tool is not None:
+            raise ProtocolError(shares(tool, "the tensors of a bound module"))
 
     @disable
     def _look(self) -> None:
@@ -120,11 +155,42 @@ class Cover(_native.Cover):
         )
 
 
+def traced_by() -> str | None:
+    """What records the calls of this thread, to make another module or a graph; None: nothing does.
+
+    torch's flags are those of the process, and another thread may compile meanwhile, so the frames decide.
+    """
+    if torch.jit.is_tracing():
+        return "torch.jit.trace()"
+    export = "torch.export._trace"
+    exported, tracing = export in sys.modules, torch.fx._symbolic_trace._is_fx_tracing_flag
+    frame: FrameType | None = sys._getframe(1) if exported or tracing else None
+    while frame is not None:
+        if tracing and frame.f_code is _TRACE:
+            return "a trace of torch.fx"
+        if exported and frame.f_globals.get("__name__") == export:
+            return "torch.export.export()"
+        frame = frame.f_back
+    return None
+
+
+_TRACE = inspect.unwrap(torch.fx.Tracer.trace).__code__  # Dynamo wraps it at its first use
+
+
+def shares(tool: str, what: str) -> str:
+    """Why a tool is refused that would make something which shares bound tensors."""
+    return (
+        f"{tool} would make an object that shares {what}: they change with each version, and no read section would "
+        "cover it. Nothing was changed. Make it from copy.deepcopy(module), which keeps the weights of its version; or "
+        "make it before bind(), and use it in `with sub.read():`"
+    )
+
+
 @skip
 def _run_in(paths: list[ReadPath], call: Callable[..., Any], *args: Any) -> Any:
     if not paths:
         return call(*args)
-    return paths[0].run(_run_in, paths[1:], call, *args)
+    return paths[0].run_as_is(_run_in, paths[1:], call, *args)
 
 
 class Sections:
@@ -145,6 +211,11 @@ class Sections:
         except BaseException:
             self.leave()
             raise
+
+    def go_on(self) -> None:
+        """Another step in them, in whatever thread this is."""
+        for section in self._open:
+            section._used_again()
 
     def leave(self) -> None:
         """Leave all, in whatever thread this is. Nobody may be inside any more."""

@@ -14,6 +14,7 @@ from .cover import Cover
 from .guard import CALL, Guard, StandIn
 from .loading import Loading
 from .reading import ReadPath
+from .watching import watch
 from .wrappers import modules_in
 
 _covers: ByIdentity[nn.Module, Cover] = ByIdentity()
@@ -42,6 +43,7 @@ def guard_calls(
         for name in ("load_state_dict", "_load_from_state_dict"):
             if not isinstance(child.__dict__.get(name), StandIn) and hasattr(child, name):
                 Loading(child, name, _names_below)
+        watch(child)
 
 
 def withdraw_guards(module: nn.Module, bound: nn.Module) -> None:

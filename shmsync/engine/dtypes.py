@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Container, Mapping
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ..errors import ManifestMismatch
-from ..memory.manifest import Key, tie
+from ..memory.manifest import Key, Manifest, tie
 
 Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | None
 
@@ -32,14 +35,40 @@ def check_dtypes(dtype: Any) -> None:
             raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {each}")
 
 
-def cast_leaves(tensors: Mapping[Key, torch.Tensor], dtype: Dtypes) -> dict[Key, torch.dtype]:
+def kept_leaves(source: Any, tensors: Mapping[Key, Any]) -> set[Key]:
+    """The leaves of a source that one dtype for all leaves alone: those that are no parameters.
+
+    Where nothing says which are parameters, as in a state_dict(), that is none but the instances of nn.Buffer. A buffer
+    that is one tensor with a parameter is cast with it.
+    """
+    others = {key for key, each in tensors.items() if not isinstance(each, nn.Parameter)}
+    if len(others) == len(tensors) and not isinstance(source, nn.Module):
+        others = {key for key in others if isinstance(tensors[key], nn.Buffer)}
+    if not others:
+        return others
+    cast = {tie(each) for key, each in tensors.items() if key not in others and isinstance(each, torch.Tensor)} - {None}
+    return {
+        key for key in others if not (cast and isinstance(tensors[key], torch.Tensor) and tie(tensors[key]) in cast)
+    }
+
+
+def dtypes_of(manifest: Manifest) -> Dtypes:
+    """The dtype= that casts the leaves which this arena casts, and to the same."""
+    return {escape(leaf.name): leaf.dtype for leaf in manifest.leaves if leaf.cast} or None
+
+
+def cast_leaves(
+    tensors: Mapping[Key, torch.Tensor], dtype: Dtypes, kept: Container[Key] = ()
+) -> dict[Key, torch.dtype]:
     """The leaves that are cast, with their dtypes: floating ones. Of several patterns the first that matches counts.
+
+    `kept`: those that one dtype for all leaves alone.
 
     Raises ManifestMismatch for a pattern that casts nothing, and for one tensor that would get two dtypes.
     """
     floating = [key for key, tensor in tensors.items() if tensor.dtype.is_floating_point]
     if dtype is None or isinstance(dtype, torch.dtype):
-        return {} if dtype is None else dict.fromkeys(floating, dtype)
+        return {} if dtype is None else {key: dtype for key in floating if key not in kept}
     cast: dict[Key, torch.dtype] = {}
     used: set[str] = set()
     for key in floating:
@@ -70,3 +99,17 @@ def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]
     if not any(".".join(key) in names for key in floating):
         return f"the pattern {pattern!r} of dtype= matches only leaves that are not floating, such as {names[0]}"
     return f"the pattern {pattern!r} of dtype= comes too late: patterns before it match {names[0]} too; put it first"
+
+
+def curing_dtypes(wanted: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """The shortest dtype= that gives these floating leaves, by dotted key, these dtypes."""
+    usual = Counter(wanted.values()).most_common(1)[0][0]
+    found: dict[str, torch.dtype] = {}
+    for name, dtype in wanted.items():
+        if dtype == usual or any(fnmatchcase(name, pattern) for pattern in found):
+            continue
+        ending = f"*.{escape(name.rpartition('.')[2])}"
+        alike = [other for other in wanted if fnmatchcase(other, ending)]
+        short = name in alike and all(wanted[other] == dtype for other in alike)
+        found[ending if short else escape(name)] = dtype
+    return {**found, "*": usual}

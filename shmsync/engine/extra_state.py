@@ -83,7 +83,12 @@ def unpacked(weights: TensorDictBase) -> Any:
     """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
     if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
         return weights
-    return {**flat(weights.exclude(LEAF)), **by_key(_states(weights.get(LEAF)))}
+    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights))}
+
+
+def states_in(weights: TensorDictBase) -> States:
+    """The extra state in weights read from an arena, by the path of its module."""
+    return _states(weights.get(LEAF))
 
 
 def by_key(states: States) -> dict[str, Any]:

@@ -31,13 +31,14 @@ class StandIn:
     A copy of the module (deepcopy, pickle) has the original method in this place.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, shows_as: bool = True) -> None:
         self.module = module
         self.method = name
         self._own = module.__dict__.get(name)  # what this object has in place of its class's method
         found = module._call_impl if name == CALL and self._own is None else getattr(module, name)
         self.inner: Callable[..., Any] = found
-        _show_as(self, found)
+        if shows_as:
+            _show_as(self, found)
         module.__dict__[name] = self
 
     def remove(self) -> None:
@@ -87,7 +88,8 @@ class Guard(StandIn, _native.Guard):
         """Run calls in the sections of this cover from now on."""
         self.cover = cover
         self.number = id(cover)  # which Dynamo can compare
-        self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner))
+        # torch.jit traces the call of a module through a method that is watched; see watching.py.
+        self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner), self.method != CALL or self._whole)
         self.cover.codes[id(self.entered)] = self._compiled_frames()
         _covers[self.number] = cover
 

@@ -1,9 +1,12 @@
-"""load_state_dict() on a bound module: a typed error, before it writes into the arena's read-only memory."""
+"""load_state_dict() on a bound module: a typed error, before it writes into the arena's read-only memory.
+
+On an adopted module: a version, or a typed error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -33,3 +36,40 @@ class Loading(StandIn):
                 "and publish it, or load into copy.deepcopy(module)"
             )
         return self.inner(state_dict, *args, **kwargs)
+
+
+class Loads(NamedTuple):
+    """What load_state_dict() of an adopted module needs of its arena."""
+
+    name: str  # the arena's
+    inside: Callable[[], bool]  # may the calling thread write the parameters: is it in update(), or the arena closed?
+    load: Callable[[Callable[[], Any]], Any]  # calls what loads, inside update(), with private copies to write into
+    placed: Callable[[nn.Module], set[str]]  # the names of a module's own parameters that are the slab
+
+
+class AdoptedLoading(StandIn):
+    """Stands in for `load_state_dict()` of an adopted module, or for the part that writes the module's own tensors.
+
+    That part is called alone when a module is loaded that has the adopted one inside.
+    """
+
+    loads: Loads  # set by who makes it
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load inside update(), which publishes; raise ProtocolError for the part alone."""
+        loads = self.loads
+        if self.method == "load_state_dict":
+            return loads.load(lambda: self.inner(state_dict, *args, **kwargs))
+        if not loads.inside():
+            prefix = args[0] if args else ""
+            written = sorted(name for name in loads.placed(self.module) if prefix + name in state_dict)
+            if written:
+                raise ProtocolError(
+                    f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "
+                    f"such as {prefix + written[0]}, outside update(), while workers of arena {loads.name!r} read "
+                    "them; call it inside `with pub.update():`, or call load_state_dict() of the adopted module"
+                )
+        return self.inner(state_dict, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.method)  # a pickled module loads without this package

@@ -11,26 +11,29 @@ from .. import _native
 from ..memory.arena import Arena
 from ..memory.devices import place_of
 from ..memory.manifest import Key, Leaf, tie
+from ..memory.strides import same_order
 from .admission import problem_with
+from .dtypes import curing_dtypes
+from .wrappers import of_wrappers, open_questions
 
 
 def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
-    """Can the host copy its bytes to the leaf as they are?"""
-    return tensor.dtype == leaf.dtype and plain(tensor)
+    """Can the host copy its bytes to the leaf, and the leaf's to it, as they are? Its shape is the leaf's."""
+    return tensor.device.type == "cpu" and same_layout(tensor, leaf)
+
+
+def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Are its bytes those of the leaf, wherever they are? Its shape is the leaf's."""
+    return (
+        tensor.dtype == leaf.dtype
+        and ((strides := tensor.stride()) == leaf.strides or same_order(leaf.shape, strides, leaf.strides))
+        and (_native.surely_plain(tensor) or not (tensor.is_conj() or tensor.is_neg()))
+    )
 
 
 def plain(tensor: torch.Tensor) -> bool:
     """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
-    return _native.surely_plain(tensor) or (tensor.device.type == "cpu" and _in_order(tensor))
-
-
-def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
-    """Are its bytes those of the leaf, wherever they are?"""
-    return tensor.dtype == leaf.dtype and _in_order(tensor)
-
-
-def _in_order(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def mismatches(
@@ -50,7 +53,10 @@ def mismatches(
             if value.shape != leaf.shape:
                 problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
             if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
-                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}")
+                both = source_is == "source" and leaf.dtype.is_floating_point and value.dtype.is_floating_point
+                cure = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
+                cast = cure if both else ""
+                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{cast}")
             if not any_device and value.numel() and (place := place_of(value)) != arena.place:
                 problems.append(
                     f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "
@@ -60,12 +66,17 @@ def mismatches(
         given = {
             manifest.by_key[key].offset for key in tensors if key in manifest.by_key and manifest.by_key[key].nbytes
         }
+        of_wrapper = of_wrappers(manifest.by_key)
         absent = [
             leaf.name  # a second name of one that is there is not needed
             for key, leaf in manifest.by_key.items()
-            if key not in tensors and not (leaf.nbytes and leaf.offset in given and source_is == "source")
+            if key not in tensors
+            and key not in of_wrapper
+            and not (leaf.nbytes and leaf.offset in given and source_is == "source")
         ]
         problems += [f"{name} is missing from the {source_is}" for name in absent]
+    if problems:
+        problems += open_questions(tensors, manifest.by_key)
     return problems
 
 
@@ -110,6 +121,25 @@ def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str
         for tensor, leaf in leaves
         if first.setdefault(id(tensor), leaf).offset != leaf.offset
     ]
+
+
+def dtype_cure(tensors: Mapping[Key, torch.Tensor], arena: Arena, problems: list[str]) -> str:
+    """What to write where a module and an arena differ by the dtypes of floating leaves alone; else nothing."""
+    floating = [leaf for leaf in arena.manifest.leaves if leaf.dtype.is_floating_point and leaf.key in tensors]
+    differing = [leaf for leaf in floating if tensors[leaf.key].dtype != leaf.dtype]
+    if not differing or len(differing) != len(problems):
+        return ""
+    wanted = {leaf.name: tensors[leaf.key].dtype for leaf in floating}
+    if not all(dtype.is_floating_point for dtype in wanted.values()):
+        return ""
+    pairs = ", ".join(f'"{pattern}": {dtype}' for pattern, dtype in curing_dtypes(wanted).items())
+    here = {leaf.dtype for leaf in floating}
+    worker = f"module.to({here.pop()}) in the worker" if len(here) == 1 else "the module's dtypes in the worker"
+    return (
+        f"\nThey differ by dtype alone. Cast in the trainer: Publisher(..., dtype={{{pairs}}}) or the scheme's "
+        f"dtype=, or change "
+        f"{worker}."
+    )
 
 
 def describe_problems(problems: list[str], arena: str, source: str) -> str:

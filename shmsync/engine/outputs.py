@@ -2,73 +2,59 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-import operator
-import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensorclass
-from torch import nn
+from tensordict import TensorDict, TensorDictBase
 from torch._dynamo.decorators import skip
 
 from ..errors import ProtocolError
-
-Test = Callable[[Any], bool]
+from .reach import Reach, Test
 
 
 @skip
 def unalias(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
-    """The output with a clone in place of every tensor that lies in the slab; itself if there is none.
+    """The output with a copy in place of everything that lies in the arena; itself if there is none.
 
-    What holds such a tensor is made anew, since it may be the module's own list or dict; a TensorDict that was among
-    the arguments is written into.
+    What holds such a thing is copied too, since it may be the module's own list or object; a TensorDict that was among
+    the arguments is written into. What was one object twice stays one. Raises ProtocolError for what holds memory of
+    the arena and cannot be copied.
     """
-    if isinstance(out, torch.Tensor):
-        return out.clone() if aliases(out) else out
-    if out is None or isinstance(out, (bool, int, float, str, nn.Module)):
+    if type(out) is torch.Tensor and not aliases(out) and out.layout is torch.strided and not out.is_nested:
         return out
-    kind = type(out)
-    if kind is tuple or kind is list:
-        made = list(map(functools.partial(unalias, aliases=aliases), out))
-        return out if all(map(operator.is_, made, out)) else kind(made)
-    if kind is dict:
-        made = list(map(functools.partial(unalias, aliases=aliases), out.values()))
-        return out if all(map(operator.is_, made, out.values())) else dict(zip(out, made, strict=True))
-    if is_tensorclass(out) or isinstance(out, TensorDictBase):
-        return _unalias_tensordict(out, aliases, given)
-    if isinstance(out, torch.distributions.Distribution):
-        return _with(out, vars(out), aliases)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        return _with(out, {each.name: getattr(out, each.name, None) for each in dataclasses.fields(out)}, aliases)
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray" and out.size:
-        return out.copy() if aliases(_seen(out)) else out
-    if not any(isinstance(leaf, torch.Tensor) and aliases(leaf) for leaf in torch.utils._pytree.tree_leaves(out)):
+
+    def copied(td: Any) -> Any:
+        return _unalias_tensordict(td, aliases, given)
+
+    def holds(td: Any) -> bool:
+        return _any_leaf(td if isinstance(td, TensorDictBase) else td._tensordict, aliases)
+
+    reach = Reach(aliases, copied, holds)
+    if not reach.finds(out):
         return out
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.clone() if aliases(t) else t, out)
+    made = reach.copy(out)
+    check = Reach(aliases, copied, holds)
+    if check.finds(made):
+        raise ProtocolError(
+            f"the {type(out).__name__} that was returned holds views of the weights even in a copy of it; return "
+            "tensors, or clone() what it keeps"
+        )
+    return made
 
 
 @skip
-def _with(out: Any, fields: dict[str, Any], aliases: Test) -> Any:
-    """A copy of the object in which these fields hold clones; itself if there is nothing to clone."""
-    made = {name: unalias(value, aliases) for name, value in fields.items()}
-    changed = {name: value for name, value in made.items() if value is not fields[name]}
-    if not changed:
-        return out
-    twin = copy.copy(out)
-    for name, value in changed.items():
-        object.__setattr__(twin, name, value)
-    return twin
-
-
-@skip
-def _seen(array: Any) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "the array is not writable", which is not tried
-        return torch.as_tensor(array)
+def unalias_error(error: BaseException, aliases: Test) -> None:
+    """Let an error that leaves a section hold copies of what lies in the arena. It stays the same object."""
+    args = unalias(error.args, aliases)
+    if args is not error.args:
+        error.args = args
+    if isinstance(error, StopIteration):
+        error.value = unalias(error.value, aliases)
+    attributes = vars(error)
+    made = unalias(attributes, aliases)
+    if made is not attributes:
+        attributes.update(made)
 
 
 @skip
@@ -101,9 +87,10 @@ def _any_leaf(td: TensorDictBase, test: Test) -> bool:
 @skip
 def refuse_awaitable(out: Any) -> None:
     """Raise ProtocolError for what runs later, between other things of its thread: no section can cover it."""
-    if isinstance(out, Coroutine):
+    cls = type(out)  # isinstance() would ask the object for its class
+    if issubclass(cls, Coroutine):
         out.close()
-    if isinstance(out, (Coroutine, AsyncGenerator)):
+    if issubclass(cls, (Coroutine, AsyncGenerator)):
         raise ProtocolError(
             "a method of a bound module returned a coroutine: at each await other code of this thread runs, so no read "
             "section can cover it. Make the part that uses the weights a plain method, and await around it"
@@ -116,6 +103,9 @@ class HeldSections(Protocol):
     def enter(self) -> None:
         """Enter all, or none."""
 
+    def go_on(self) -> None:
+        """The calling thread uses what they show."""
+
     def leave(self) -> None:
         """Leave all, in whatever thread this is."""
 
@@ -127,12 +117,20 @@ class Held(Generator[Any, Any, Any]):
         inner: the generator of the module's method.
         sections: are entered at the first step.
         finish: what each yielded value passes through.
+        failed: what is called with an error that leaves it, the one with its returned value included.
     """
 
-    def __init__(self, inner: Generator[Any, Any, Any], sections: HeldSections, finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        inner: Generator[Any, Any, Any],
+        sections: HeldSections,
+        finish: Callable[[Any], Any],
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._inner = inner
         self._sections = sections
         self._finish = finish
+        self._failed = failed
         self._holds = False
         self._ended = False
 
@@ -158,10 +156,16 @@ class Held(Generator[Any, Any, Any]):
             self._holds = True
 
     def _step(self, step: Callable[[], Any]) -> Any:
-        if not self._ended:
+        if self._holds:
+            self._sections.go_on()
+        elif not self._ended:
             self.hold()
         try:
-            return self._finish(step())
+            try:
+                return self._finish(step())
+            except BaseException as error:
+                self._failed(error)
+                raise
         except BaseException:
             self._leave()
             raise

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.devices import fetched
+from ..memory.devices import fetched, laid_out
 from ..memory.plainly import run_plainly
+from ..memory.strides import Strides, contiguous, layout_of
 from .admission import problem_with
 
 # Pickles a message without tensors. Equal messages give equal bytes in both processes.
@@ -45,9 +46,11 @@ def dumps_apart(message: object, least: int) -> tuple[bytes, list[memoryview]]:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (torch.Tensor, nn.Parameter) and _plain(obj):
-            obj = fetched(obj.detach()).contiguous()
-            data = obj.view(-1).view(torch.uint8).numpy() if obj.numel() else b""
-            return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape))
+            strides = layout_of(obj)
+            obj = laid_out(fetched(obj.detach()), strides)
+            data = obj.as_strided((obj.numel(),), (1,)).view(torch.uint8).numpy() if obj.numel() else b""
+            permuted = () if strides == contiguous(obj.shape) else (strides,)
+            return _tensor, (pickle.PickleBuffer(data), obj.dtype, tuple(obj.shape), *permuted)
         return NotImplemented
 
 
@@ -56,7 +59,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 @run_plainly
-def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: Strides | None = None) -> torch.Tensor:
     if not len(data):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype).as_strided(shape, contiguous(shape) if strides is None else strides)

@@ -19,7 +19,8 @@ from ..memory.plainly import run_plainly
 from .copy_plan import CopyPlan
 from .outline import MADE_ANEW, Seen
 from .second_names import second_names, without
-from .sources import Collected, Filter, Weights, collect, not_saved
+from .sources import EVERYTHING, Collected, Filter, Weights, collect, not_saved
+from .wrappers import of_wrappers, respelled
 
 _KEPT = 4  # plans for sources that are made anew: a trainer may alternate between all weights and a part of them
 
@@ -116,6 +117,13 @@ class Plans:
             if own:
                 kept = {key: tensor for key, tensor in collected.tensors.items() if key not in own}
                 collected = collected._replace(tensors=kept)
+        own = {key for key in collected.tensors if key[-1] == "n_averaged" and key not in self._arena.manifest.by_key}
+        if own:  # as the source spells its keys
+            own &= of_wrappers(collect(source, EVERYTHING, watch=False).tensors)
+        spelled = respelled([key for key in collected.tensors if key not in own], self._arena.manifest.by_key)
+        if spelled or own:
+            kept = {spelled.get(key, key): each for key, each in collected.tensors.items() if key not in own}
+            collected = collected._replace(tensors=kept)
         second = second_names(collected.tensors, self._arena.manifest.by_key)
         return collected._replace(tensors=without(collected.tensors, second)) if second else collected
 

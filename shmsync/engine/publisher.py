@@ -26,9 +26,10 @@ from ..memory.process import me
 from ..memory.reader_table import RowId
 from ..memory.segment import Handle
 from .adopting import Adoption
+from .by_value import copy_by_value
 from .checksums import check_checksum, refuse_without_checksums
 from .copy_plan import CopyPlan
-from .dtypes import Dtypes, cast_leaves, check_dtypes
+from .dtypes import Dtypes, cast_leaves, check_dtypes, kept_leaves
 from .inquiry import Inquiry
 from .joining import Procs, check_workers, processes_of, wait_for_readers
 from .matching import same_bytes
@@ -37,9 +38,16 @@ from .plans import Plans
 from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
 from .stats import PublisherStats, ReaderInfo, reader_infos
 from .stepping import as_list
-from .timing import check_count, check_timeout, check_worker, deadline_after
+from .timing import (
+    DEFAULT_TIMEOUT,
+    check_count,
+    check_worker,
+    deadline_after,
+    timeout_or_default,
+    timeout_or_none,
+)  # fmt: skip
 from .tracing import Tracing, trace_as_told
-from .update import Update, step_inside_update
+from .update import Update, load_inside_update, step_inside_update
 from .verifying import Proof
 from .writing import NO_ACKS, Acks, WriteSide, begin_all
 
@@ -59,12 +67,13 @@ class Publisher:
         device: where the arena lies. None: where the weights are, and then all that is published later must be there
             too. "cpu": in the host's memory. "cuda", "cuda:1": in that GPU's memory. With a name, tensors are brought
             there from wherever they are.
-        dtype: floating leaves are cast to it on publish. A mapping of glob patterns on dotted keys to dtypes casts
-            those that match, to the dtype of the first pattern that does; the others keep theirs.
+        dtype: floating parameters are cast to it on publish; buffers keep theirs. Where no leaf is an nn.Parameter or
+            nn.Buffer, as in a state_dict(), all floating leaves are cast. A mapping of glob patterns on dotted keys to
+            dtypes casts the leaves that match, buffers too, to the dtype of the first pattern that does.
         include: glob patterns on dotted keys: which leaves the arena has. A pattern that matches nothing, here, in
             exclude= or in dtype=, is a ManifestMismatch.
         exclude: glob patterns on dotted keys: which leaves of those it has not.
-        timeout: the arena's default, in seconds; math.inf waits for ever.
+        timeout: the arena's default, in seconds; math.inf waits without limit, None is 10.
         checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
             publish() then reads what it has written once more, each update() everything. Needs shmsync[verify].
 
@@ -90,7 +99,7 @@ class Publisher:
         dtype: Dtypes = None,
         include: Patterns = None,
         exclude: Patterns = None,
-        timeout: float = 10.0,
+        timeout: float | None = DEFAULT_TIMEOUT,
         checksum: bool = False,
     ) -> None:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
@@ -99,7 +108,7 @@ class Publisher:
         if device is not None:
             named(device)
         name = segment.new_name() if name is None else segment.check_name(name)
-        timeout = check_timeout(timeout)
+        timeout = timeout_or_default(timeout)
         self._source: Weights | None = weights
         self._filter = Filter.of(include, exclude)
         with plainly():
@@ -112,6 +121,7 @@ class Publisher:
         self._inquiry = Inquiry(self._arena)
         self._plans = Plans(self._arena, name, self._filter, any_device=place.any_device)
         watch_exit()
+        copy_by_value()
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
         try:
@@ -207,7 +217,7 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, self._side, _acks(wait), None if timeout is None else check_timeout(timeout))
+        return Update(self, self._side, _acks(wait), timeout_or_none(timeout))
 
     @run_plainly
     def adopt(
@@ -217,8 +227,8 @@ class Publisher:
 
         From then on write parameters only inside update(); with an optimizer (or several), its step() runs inside
         update() by itself; a step inside your own `with pub.update(wait=...)` joins that one. The Parameter objects,
-        and so the optimizer's state, keep their identity; in memory both lie in rows from now on. Buffers stay private
-        to the module, since forward passes write them, and are copied when update() is left. Tensors are followed by
+        and so the optimizer's state, keep their identity, and lie as the arena's leaves do. Buffers stay private to
+        the module, since forward passes write them, and are copied when update() is left. Tensors are followed by
         name: one that the module has replaced goes into the arena with the next update() or publish(). close() makes
         the parameters private again.
 
@@ -244,18 +254,21 @@ class Publisher:
             else:
                 side.adopted.check_optimizers(optimizers)
             step_inside_update(optimizers, self, side)
+            load_inside_update(self, side)
 
-    def _adopt(self, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _adopt(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], protected: bool = True) -> None:
         side = self._side
         plan = self._plans.make(module)
         if not plan.whole:
             raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
-        adoption = Adoption(module, plan.tensors, self._arena, self.name, self._filter, optimizers)
+        adoption = Adoption(module, plan.tensors, self._arena, self.name, self._filter, optimizers, protected)
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
         if self._differs(plan.tensors):
             side.publish(side.checked(plan), deadline)
             side.settle(deadline)
+        if protected:
+            side.protect()
         side.adopted = adoption
         adoption.move_in()
         self._source = module
@@ -378,12 +391,9 @@ class Publisher:
             return
         with side.closing():
             try:
-                if side.adopted is not None:
-                    with plainly():
-                        side.adopted.give_back()
+                side.give_back()
             finally:
                 side.closed = True
-                side.adopted = None
                 self._plans.forget()
                 self._closing.append(True)
                 self._finalizer()
@@ -433,6 +443,14 @@ class Publisher:
                 self._checked(weights, optional)
             finally:
                 self._plans.let_go()
+
+    @run_plainly
+    def share(self, module: nn.Module) -> None:
+        """As adopt(), but the module may be written at any time, and readers see it at once: alias=True of schemes."""
+        side = self._side
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            self._adopt(module, [], protected=False)
 
     def forget_source(self) -> None:
         """Let go of the constructor's weights: from now on publish() must be given some."""
@@ -555,15 +573,19 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
         problems = ["there is no tensor to publish (after include= and exclude=)"]
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    dtypes = cast_leaves(tensors, dtype)
+    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
     return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
     """End the arena. Holds no Publisher, so that it can run when that is collected, and at exit."""
-    side.end()
-    segment.withdraw(side.name, fd)
-    side.peers.close()
+    try:
+        if not exiting():  # of a Publisher that was collected
+            side.give_back()
+    finally:
+        side.end()
+        segment.withdraw(side.name, fd)
+        side.peers.close()
     if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
         side.arena.release()
 

@@ -6,9 +6,9 @@ The common case is native (native/bind/reader.hpp): nothing new, and the gate is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
 from tensordict import TensorDictBase
@@ -26,8 +26,9 @@ from ..memory.devices import Stream
 from ..memory.process import Peers, pid_of
 from .copy_reads import CopyOrder
 from .following import Successor
+from .outputs import unalias, unalias_error
 from .stats import SubscriberStats
-from .timing import Samples, check_version, deadline_after, slice_until
+from .timing import Samples, check_timeout, check_version, deadline_after, slice_until
 from .tracing import joined, warn_of_end
 from .verifying import Verdict
 from .waiting import WaitPath
@@ -101,8 +102,14 @@ class ReadPath(WaitPath):
 
     @property
     def version(self) -> int:
-        """The applied version; with follow=True, 0 until the first one of a new arena is applied."""
-        return self._version
+        """The version that the calling thread has used last: in a section, or moved to by refresh().
+
+        That is the version of what this thread computed, whatever other threads have applied since. In a thread that
+        has used none it is the applied version, as `lag` and stats() have it. Several tasks on one thread (asyncio)
+        share it: take `section.version` or run(with_version=True) there. With follow=True, 0 until the first version of
+        a new arena is applied; `session` tells of which arena it is.
+        """
+        return self._used_version
 
     @property
     def latest(self) -> int:
@@ -111,7 +118,7 @@ class ReadPath(WaitPath):
 
     @property
     def lag(self) -> int:
-        """Published versions not applied yet."""
+        """Published versions not applied yet, by any thread."""
         return max(0, self._latest - self._version)
 
     @property
@@ -127,16 +134,49 @@ class ReadPath(WaitPath):
             self._restarts,
         )  # fmt: skip
 
-    def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[True], **kwargs: Any) -> tuple[T, int]: ...
+    @overload
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool, **kwargs: Any) -> Any: ...
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool = False, **kwargs: Any) -> Any:
         """fn(*args, **kwargs) computed on untorn weights, in one section.
 
         With consistency="optimistic" a call whose section was torn is repeated, the fourth time under a pin, so fn must
         be safe to repeat. An exception from a torn call is dropped, and the call repeated. With "live" nothing is
-        promised.
+        promised. Views of the weights in the result are cloned, as in what a guarded call returns.
+
+        Args:
+            with_version: return (result, version): the version that the result was computed with.
+
+        Raises:
+            ProtocolError: the result holds views of the weights in something that cannot be copied.
+            ShmSyncError: as in read().
         """
+        result, version = self._computed(self._private, (fn, args, kwargs), {})
+        return (result, version) if with_version else result
+
+    @skip
+    def _private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            out = fn(*args, **kwargs)
+        except BaseException as error:
+            unalias_error(error, self._aliases)
+            raise
+        return unalias(out, self._aliases, (*args, *kwargs.values()))
+
+    @skip
+    def run_as_is(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """As run(), but the result may show the weights."""
+        return self._computed(fn, args, kwargs)[0]
+
+    @skip
+    def _computed(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[T, int]:
+        """The result, and the version that it was computed with."""
         if not self.optimistic or self._mine:
-            with self.read():
-                return fn(*args, **kwargs)
+            with self.read() as section:
+                return fn(*args, **kwargs), section.version
         for _ in range(_TEARS_BEFORE_PIN):
             section = self.read()
             try:
@@ -147,18 +187,29 @@ class ReadPath(WaitPath):
                     raise
             else:
                 if not section.torn:
-                    return result
+                    return result, section.version
             self._count_retry()
         with self._exclusive():
             self._forget()  # so that entering takes the slow path, which knows about Pinned
-            with self.read(timeout=Pinned(self.timeout)):
-                return fn(*args, **kwargs)
+            with self.read(timeout=Pinned(self.timeout)) as section:
+                return fn(*args, **kwargs), section.version
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """A read section that is no use of this thread's: `version` goes on with what the subscriber applies."""
+        had_used = self._has_used
+        try:
+            with self.read():
+                yield
+        finally:
+            if not had_used:
+                self._forget_use()
 
     def show(self, follower: Follower) -> None:
         """Let a follower show the applied version now, and each later one when it is applied."""
         with self._exclusive():
             if self._version:
-                with self.read():
+                with self.unused():
                     follower.move(self._held_slot)
             self.followers.append(follower)
 
@@ -170,6 +221,7 @@ class ReadPath(WaitPath):
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
         pinned = isinstance(timeout, Pinned)
+        patient = timeout is not None and not pinned
         if version is not None:
             version = check_version(version)
             self._wait_for(version, deadline, lambda deadline: self._follow())
@@ -178,7 +230,7 @@ class ReadPath(WaitPath):
         waited = False
         while outcome not in (Enter.SAME, Enter.MOVED):
             waited = True
-            outcome = self._try_again(outcome, deadline, pinned)
+            outcome = self._try_again(outcome, deadline, pinned, patient)
         if version is not None and self._held_version != version:
             raise ProtocolError(
                 f"version {version} is gone, the arena is at {self._held_version}; read without version=, or make the "
@@ -198,10 +250,15 @@ class ReadPath(WaitPath):
             self._abandon()
         return self._try_enter(pinned)
 
-    def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
+    def _try_again(self, outcome: Enter, deadline: float, pinned: bool, patient: bool) -> Enter:
+        """One slice of the wait. `patient`: wait for the repair of a poisoned arena too, as long as it can come."""
         self._look_up()
         if outcome == Enter.POISONED:
             if self._follow():
+                return self._try_enter(pinned)
+            if patient and not self._gone and time.monotonic() < deadline:
+                self._wait(slice_until(deadline))
+                self._look_up()
                 return self._try_enter(pinned)
             raise Poisoned(
                 f"the publisher of arena {self._name!r} failed in the middle of version {self._latest + 1}; it has to "
@@ -256,7 +313,6 @@ class ReadPath(WaitPath):
         for follower in gone or ():
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
-        self._version = self._held_version
         self._moves += 1
         self._applied()
         if self._shown is not self.arena:
@@ -327,6 +383,7 @@ class ReadPath(WaitPath):
             device.check()
 
     _enter_slow = disable(_enter_slowly)
+    _checked_timeout = staticmethod(disable(check_timeout))
 
     def _refresh_now(self) -> bool:
         if self._successor is not None:
@@ -406,4 +463,5 @@ class ReadPath(WaitPath):
             self._successor.warn(error)
 
 
-skip(ReadPath.run)  # Dynamo compiles what it calls, not this frame
+for _frame in (ReadPath.run, ReadPath.run_as_is):
+    skip(_frame)  # Dynamo compiles what it calls, not this frame

@@ -10,10 +10,11 @@ from tensordict import TensorDictBase
 from .. import _native
 from ..memory.arena import Arena, lies_in, nested, readonly_ranges
 from ..memory.devices import assign, holding
+from ..memory.fresh import Pieces
 from ..memory.manifest import Key, Leaf
 from ..memory.plainly import counts_changes, plainly
 from .admission import problem_with
-from .matching import plain
+from .matching import direct
 from .sources import EVERYTHING, Collected, collect
 from .targets import collisions, made_anew, problem_with_target
 
@@ -38,10 +39,10 @@ class Targets:
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._counted: list[torch.Tensor] = []
-        self._whole: torch.Tensor | None = None  # new memory
+        self._pieces: Pieces | None = None  # of new memory
         self.made: TensorDictBase | None = None  # of new memory
         if out is None and arena.on_device is None:
-            self._whole, self.made = arena.fresh.make()
+            self._pieces, self.made = arena.fresh.make()
             return
         if out is None:
             with plainly():
@@ -70,7 +71,7 @@ class Targets:
 
     def _take(self, collected: Collected, found: dict[Key, torch.Tensor], arena: Arena) -> None:
         pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
-        by_address = [arena.on_device is None and plain(target) and holding(target) is None for target, _ in pairs]
+        by_address = [arena.on_device is None and direct(each, leaf) and holding(each) is None for each, leaf in pairs]
         self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
         self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
         self.count()
@@ -87,9 +88,8 @@ class Targets:
     def copy(self, arena: Arena, slot: int) -> None:
         """Copy this slot into them. The arena has the same leaves: it may have taken the other one's place."""
         source = arena.readonly_range()[0] + slot * arena.manifest.slot_bytes
-        if self._whole is not None:
-            to = self._whole.data_ptr()
-            _native.copy([(to + begin, source + offset, size) for begin, offset, size in arena.fresh.pieces])
+        if self._pieces is not None:
+            _native.copy([(to, source + offset, size) for to, offset, size in self._pieces])
             return
         if self.table is not None:
             self.table.copy_from(source)

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key, Manifest
-from .admission import loaded_class, problem_with
+from .admission import check_depth, loaded_class, problem_with, problem_with_key, shown
 from .wrappers import spelled_in, unwrapped, walk, wrapped_by
 
 __all__ = [
@@ -200,6 +200,7 @@ def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest 
 
 def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
     # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
+    check_depth(path)
     store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
     watch.add(store)
     if watch.guards is not None:  # select(inplace=True) and others give the TensorDict another dict
@@ -223,6 +224,7 @@ def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest 
 def _in_mapping(
     source: Mapping[str, Any], path: Key, watch: _Watch, manifest: Manifest | None
 ) -> Iterable[tuple[Key, Any]]:
+    check_depth(path)
     watch.add(source)
     for key, value in source.items():
         if not isinstance(key, str):
@@ -253,7 +255,10 @@ def _known(path: Key, manifest: Manifest | None) -> Key | None:
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:
-    """Raise ManifestMismatch for keys that do not form a tree, or that have the same dotted form."""
+    """Raise ManifestMismatch for keys that no leaf can have, that form no tree, or that have the same dotted form."""
+    odd = [f"the key {shown(key)} {reason}" for key in tensors if (reason := problem_with_key(key))]
+    if odd:
+        raise ManifestMismatch("these weights cannot be published: " + "; ".join(odd))
     names: dict[str, Key] = {}
     inner: set[Key] = set()
     for key in tensors:

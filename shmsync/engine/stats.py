@@ -74,7 +74,7 @@ class SubscriberStats:
     """Counts since the subscriber was attached.
 
     Attributes:
-        version: the applied one.
+        version: the applied one, whichever thread has applied it.
         latest: the published one.
         lag: published versions that it has not applied.
         reads: sections entered.

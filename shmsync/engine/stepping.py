@@ -14,7 +14,10 @@ from torch._dynamo.decorators import skip
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ManifestMismatch, ProtocolError
+from ..memory.devices import laid_out
 from ..memory.manifest import Key
+from ..memory.plainly import plainly
+from ..memory.strides import same_order
 
 Orphans = Sequence[tuple[Key, "weakref.ref[torch.Tensor]"]]  # parameters that an adopted module has no more, and where
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -127,6 +130,16 @@ class OptimizerWatch:
         self._hook: Any = None
         # By optimizer: after how many changes it was looked at, and the state that it had.
         self._checked: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+        self._inside: Callable[[], bool] = lambda: True
+        self._known: Callable[[], Sequence[torch.optim.Optimizer]] = list
+
+    def refuse_outside(self, inside: Callable[[], bool], known: Callable[[], Sequence[torch.optim.Optimizer]]) -> None:
+        """Refuse steps of the module's parameters while the calling thread is not `inside` update().
+
+        The steps of `known` optimizers go through gates.
+        """
+        self._inside, self._known = inside, known
+        self._hang()
 
     def replaced(self, old: Iterable[tuple[Key, torch.Tensor]]) -> None:
         """These are not the module's any more."""
@@ -140,6 +153,9 @@ class OptimizerWatch:
     def changed(self) -> None:
         """Look at each optimizer once more."""
         self._changes += 1
+        self._hang()
+
+    def _hang(self) -> None:
         if self._hook is None:
             reference = weakref.ref(self)
 
@@ -153,14 +169,26 @@ class OptimizerWatch:
             weakref.finalize(self, self._hook.remove).atexit = False  # of a Publisher that nobody closed
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step: let its state follow its parameters, and warn if it steps one that the module has no more."""
+        """Before a step: let its state follow its parameters, and warn if it steps one that the module has no more.
+
+        Raises ProtocolError outside update(), ManifestMismatch for state that cannot follow.
+        """
+        if not self._inside() and not any(optimizer is each for each in self._known()):
+            own = {id(tensor) for tensor in self._placed.values()}
+            if any(id(tensor) in own for tensor in stepped_by(optimizer)):
+                raise ProtocolError(
+                    f"this {type(optimizer).__name__} steps parameters of an adopted module outside update(), while "
+                    "workers read them; pass it to adopt(module, optimizer), or step inside `with pub.update():`"
+                )
+        if not self._changes:
+            return
         state = getattr(optimizer, "state", None)
         checked = self._checked.get(optimizer)
         if checked is not None and checked[0] == self._changes and checked[1] is state:
             return
-        if problems := stuck_states(optimizer, self._placed.values()):
+        if problems := stuck_states(optimizer, laid(self._placed.values())):
             raise ManifestMismatch(
-                "adopt() laid the parameters out in rows, and the optimizer's state cannot follow: "
+                "parameters lie as the arena has them, in another order, and the optimizer's state cannot follow: "
                 f"{'; '.join(problems)}; clone the state first"
             )
         states_follow(optimizer, self._placed.values())
@@ -227,26 +255,35 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     }
 
 
-def _out_of_order(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterable[tuple[str, Any]]:
-    """State as large as its parameter that does not lie in rows: fused optimizers walk both as plain memory."""
-    for parameter in parameters:
+Laid = Iterable[tuple[torch.Tensor, tuple[int, ...]]]  # parameters, and the strides that they have or get
+
+
+def laid(parameters: Iterable[torch.Tensor]) -> Laid:
+    """Parameters that are at their places, and how they lie there."""
+    return [(parameter, parameter.stride()) for parameter in parameters]
+
+
+def _out_of_order(optimizer: torch.optim.Optimizer, parameters: Laid) -> Iterable[tuple[str, Any, tuple[int, ...]]]:
+    """State as large as its parameter that lies in another order: fused optimizers walk both as plain memory."""
+    for parameter, strides in parameters:
         state = optimizer.state.get(parameter)
         for name, value in state.items() if isinstance(state, Mapping) else ():
             same = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if same and value.layout is torch.strided and not value.is_contiguous():
-                yield name, value
+            if same and value.layout is torch.strided and not same_order(value.shape, value.stride(), strides):
+                yield name, value, strides
 
 
-def stuck_states(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[str]:
-    """State that would have to be laid out in rows, but is part of larger memory that others may use."""
+def stuck_states(optimizer: torch.optim.Optimizer, parameters: Laid) -> list[str]:
+    """State that would have to be laid out in another order, but is part of larger memory that others may use."""
     return [
         f"{name} {tuple(value.shape)} is a view of a larger tensor"
-        for name, value in _out_of_order(optimizer, parameters)
+        for name, value, _ in _out_of_order(optimizer, parameters)
         if value.untyped_storage().nbytes() != value.nbytes
     ]
 
 
 def states_follow(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Lay the state of these parameters out in rows, as the parameters are in the slab."""
-    for _, value in _out_of_order(optimizer, parameters):
-        value.data = value.data.contiguous()
+    """Lay the state of these parameters out as the parameters are in the slab."""
+    with plainly():
+        for _, value, strides in _out_of_order(optimizer, laid(parameters)):
+            value.data = laid_out(value.data, strides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,11 +19,11 @@ from ..memory.plainly import counts_changes, run_plainly
 from . import extra_state
 from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
-from .dtypes import Dtypes, check_dtypes
+from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .matching import plain, same_bytes
 from .sources import EVERYTHING, check_keys, collect, not_saved, problem_with
 from .targets import made_anew, problem_with_target
-from .wrappers import spelled_in, state_of, submodules, walk
+from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules, walk
 
 Form = Literal["tensordict", "state_dict"]
 _FORMS = ("tensordict", "state_dict")
@@ -35,7 +35,7 @@ class WeightStrategy:
     Args:
         extract_as: "tensordict": nested, zero-copy views of the source. "state_dict": a flat dict of dotted keys.
         partial: weights to apply may lack leaves; only those that are given change.
-        dtype: floating leaves are cast to it when they are extracted, and before they are checked and applied. A
+        dtype: floating parameters are cast to it when they are extracted, and before they are checked and applied. A
             mapping of glob patterns on dotted keys to dtypes casts those that match, as Publisher(dtype=) does.
 
     Raises ValueError for another name, TypeError and ValueError for what the others cannot be.
@@ -50,14 +50,18 @@ class WeightStrategy:
         self.extract_as = extract_as
         self.partial = partial
         self.dtype = dtype
+        self._kept: frozenset[Key] = frozenset()  # buffers of the module that was extracted last
 
     def __repr__(self) -> str:
         options = ", partial=True" * self.partial + (f", dtype={self.dtype!r}" if self.dtype is not None else "")
         return f"WeightStrategy({self.extract_as!r}{options})"
 
     def cast(self, weights: Any) -> Any:
-        """Weights in the form that they have, cast to dtype=. Raises ManifestMismatch as Publisher(dtype=) does."""
-        return cast_weights(weights, self.dtype, partial=self.partial)
+        """Weights in the form that they have, cast to dtype=. Raises ManifestMismatch as Publisher(dtype=) does.
+
+        The buffers of the module that was extracted last keep their dtype in every form.
+        """
+        return cast_weights(weights, self.dtype, partial=self.partial, kept=self._kept)
 
     @run_plainly
     def extract_weights(self, source: Any) -> Any:
@@ -66,7 +70,12 @@ class WeightStrategy:
         They share the source's memory, but for leaves that dtype= casts. A module that torch.compile(), DataParallel,
         DDP or AveragedModel wraps gives the keys that it has by itself. Raises ValueError for a source of another type.
         """
-        return self.cast(self._extracted(source))
+        extracted = self._extracted(source)
+        if isinstance(self.dtype, torch.dtype) and isinstance(source, nn.Module):
+            tensors = unflattened(collect(source, EVERYTHING).tensors)
+            self._kept = frozenset(kept_leaves(source, tensors))
+            extracted = _with_buffers(extracted, self._kept)
+        return self.cast(extracted)
 
     def _extracted(self, source: Any) -> Any:
         if self.extract_as == "state_dict":
@@ -144,7 +153,6 @@ class WeightStrategy:
                 f"{type(destination).__name__}"
             )
         given, extra = leaves_of(weights)
-        given = cast_tensors(given, self.dtype, partial=self.partial)
         targets, _ = leaves_of(destination, to_write=True)
         again = leaves_of(destination, to_write=True)[0] if isinstance(destination, TensorDictBase) else targets
         optional: set[Key] = set()
@@ -152,10 +160,19 @@ class WeightStrategy:
         if isinstance(destination, nn.Module):
             optional = not_saved(destination)
             modules = submodules(destination)
+            own = of_wrappers(given).difference(targets)
+            given = {key: value for key, value in given.items() if key not in own}
             spelled = {spelled_in(targets, key) or key: value for key, value in given.items()}
             given = spelled if len(spelled) == len(given) else given
+            others = respelled(given, targets)
+            given = {others.get(key, key): value for key, value in given.items()}
             ends = {(*path, ""): path for path in modules}  # a path is all prefix
             extra = {ends.get(spelled_in(ends, (*path, "")) or (), path): state for path, state in extra.items()}
+        if self.dtype is not None:
+            kept = kept_leaves(destination, targets)
+            if not isinstance(destination, nn.Module):  # the sender has cast them already
+                kept |= {key for key, each in given.items() if _dtype_of(each) == _dtype_of(targets.get(key))}
+            given = cast_tensors(given, self.dtype, partial=self.partial, kept=kept)
         problems = _differences(targets, given, None if self.partial else optional)
         if self.partial:
             problems += [f"mismatched: {problem}" for problem in shared_in_part(targets)]
@@ -223,6 +240,21 @@ def _copies_as_bytes(tensor: torch.Tensor) -> bool:
     # Other types may keep their values elsewhere; the changes of an inference tensor are not counted.
     known = type(tensor) in (torch.Tensor, nn.Parameter) and plain(tensor) and counts_changes(tensor)
     return known and holding(tensor) is None
+
+
+def _dtype_of(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _with_buffers(extracted: Any, buffers: Container[Key]) -> Any:
+    """The same weights, in which buffers are known by their type, wherever they are cast."""
+    named = collect(extracted, EVERYTHING).tensors if isinstance(extracted, TensorDictBase) else extracted
+    found = {}
+    for key, value in named.items():
+        path = tuple((key if isinstance(key, str) else ".".join(key)).split("."))
+        is_buffer = path in buffers and isinstance(value, torch.Tensor)
+        found[key] = nn.Buffer(value) if is_buffer else value
+    return nested(found) if isinstance(extracted, TensorDictBase) else found
 
 
 def is_flat(weights: TensorDictBase) -> bool:

@@ -19,6 +19,7 @@ from ..memory import attaching
 from ..memory.process import Peers
 from ..memory.segment import Handle
 from .binding import Binding, bind_module, bound_elsewhere, taken_over
+from .by_value import copy_by_value
 from .calls import GuardNames, calls_of
 from .checksums import refuse_without_checksums
 from .covering import guard_calls, withdraw_guards
@@ -27,7 +28,7 @@ from .following import Successor
 from .kept_out import KeptOut
 from .reading import Pinned, ReadPath
 from .snapshot import Snapshot
-from .timing import check_timeout, check_worker
+from .timing import DEFAULT_TIMEOUT, check_worker, timeout_or_default
 from .verifying import Proof, refuse_succeeded, verify_held
 
 Consistency = Literal["pinned", "optimistic", "live"]
@@ -53,7 +54,7 @@ class Subscriber(ReadPath):
         consistency: "pinned": what a section sees does not change while it lasts. "optimistic": sections never hold
             the publisher up, and say afterwards if they were torn; run() repeats. "live": plain shared memory.
         worker: an index by which the publisher names this subscriber.
-        timeout: default for this subscriber's waits, in seconds; math.inf waits for ever.
+        timeout: default for this subscriber's waits, in seconds; math.inf waits without limit, None is 10.
         follow: when the publisher was closed or died, and another one publishes the same leaves under the same name,
             move to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Its versions
             count anew, `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
@@ -77,14 +78,14 @@ class Subscriber(ReadPath):
         *,
         consistency: Consistency = "pinned",
         worker: int | None = None,
-        timeout: float = 10.0,
+        timeout: float | None = DEFAULT_TIMEOUT,
         follow: bool = False,
     ) -> None:
         if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
             raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
         if worker is not None:
             worker = check_worker(worker)
-        timeout = check_timeout(timeout)
+        timeout = timeout_or_default(timeout)
         if not isinstance(follow, bool):
             raise TypeError(f"follow is True or False, not {follow!r}")
         name, session = _name_and_session(handle_or_name)
@@ -102,6 +103,7 @@ class Subscriber(ReadPath):
             self._kept_out = KeptOut()
             self._finalizer = util.Finalize(self, release, exitpriority=30)
             self.arena.reader = weakref.ref(self)
+            copy_by_value()
             self.attached()
         except BaseException:
             release()
@@ -113,6 +115,7 @@ class Subscriber(ReadPath):
             self.refresh()
         except Poisoned:  # attaching works; the next section raises
             pass
+        self._forget_use()  # this thread may leave the weights to others, and look on
 
     def bind(
         self,
@@ -172,7 +175,7 @@ class Subscriber(ReadPath):
             for old in replaced:
                 old.drop()  # it may fit no more, which would be an error at the entry of the section
             try:
-                with self.read() if self._version else nullcontext():
+                with self.unused() if self._version else nullcontext():
                     binding = bind_module(self, bound, fitting, tensors)
                     if self._version:
                         binding.move(self._held_slot)
@@ -205,7 +208,7 @@ class Subscriber(ReadPath):
             version = self._held_version
             targets.copy(self.arena, self._held_slot)
 
-        self.run(copy)
+        self.run_as_is(copy)
         made = targets.made if out is None else out
         assert made is not None
         return Snapshot(made, version)
@@ -291,7 +294,7 @@ class Subscriber(ReadPath):
             # The caller's own error tells more; the row goes back when this is collected.
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"version {self.version} of {self.latest}"
+        state = "closed" if self._closed else f"version {self._version} of {self.latest}"
         return f"<shmsync.Subscriber of {self.name!r}, {state}, {self._consistency}>"
 
     def __del__(self) -> None:

@@ -12,23 +12,41 @@ from .. import _native
 
 
 def check_seconds(name: str, seconds: float, means: str) -> float:
-    """Seconds as a float. Raises ValueError, which says what some `means`, unless they are 0 or more, or math.inf."""
-    if isinstance(seconds, bool) or not isinstance(seconds, Real) or math.isnan(seconds) or seconds < 0:
-        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {seconds!r}")
-    return float(seconds)
+    """Seconds as a float; a number that no float can hold is math.inf.
+
+    Raises ValueError, which says what some `means`, unless they are 0 or more, or math.inf.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:  # NaN is not
+        raise ValueError(f"{name} must be 0 or more seconds ({means}), not {_shown(seconds)}")
+    try:
+        return float(seconds)
+    except OverflowError:
+        return math.inf
 
 
-def check_timeout(timeout: float) -> float:
-    """A timeout as a float. Raises ValueError unless it is 0 or more seconds; math.inf waits for ever."""
-    return check_seconds("timeout", timeout, "math.inf waits for ever")
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a whole number of thousands of digits"
+
+
+def check_timeout(timeout: float, name: str = "timeout") -> float:
+    """A timeout as a float. Raises ValueError unless it is 0 or more seconds; math.inf waits without limit."""
+    return check_seconds(name, timeout, "math.inf waits without limit")
 
 
 DEFAULT_TIMEOUT = 10.0  # seconds
 
 
-def timeout_or_default(timeout: float | None, default: float = DEFAULT_TIMEOUT) -> float:
+def timeout_or_default(timeout: float | None, default: float = DEFAULT_TIMEOUT, name: str = "timeout") -> float:
     """What a constructor's timeout= means, as a float: None is the default. Raises as check_timeout() does."""
-    return default if timeout is None else check_timeout(timeout)
+    return default if timeout is None else check_timeout(timeout, name)
+
+
+def timeout_or_none(timeout: float | None) -> float | None:
+    """A call's timeout= as a float, or None; for a call that does not wait itself. Raises as check_timeout() does."""
+    return None if timeout is None else check_timeout(timeout)
 
 
 def check_version(version: int) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
 from .. import _native
 from ..errors import ForkedHandle
+from .loading import Loads
 from .stepping import Section, StepGate
 from .timing import deadline_after
 from .writing import NO_ACKS, Acks, WriteSide
@@ -18,6 +21,8 @@ from .writing import NO_ACKS, Acks, WriteSide
 
 class Update(_native.Scope):
     """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
+
+    _writes_at_once = True
 
     def __init__(self, publisher: object, side: WriteSide, acks: Acks, timeout: float | None) -> None:
         super().__init__()
@@ -46,6 +51,10 @@ class Update(_native.Scope):
         elif side.adopted is not None:
             side.take_in()
         weights = side.arena.weights(side.writer.slot, writable=True)
+        if side.adopted is not None:
+            side.touched |= self._writes_at_once
+        elif side.arena.slots == 1:
+            side.watch_hand_out(weights)
         side.set_updating(threading.get_ident())
         self._seconds = time.perf_counter() - started
         return weights
@@ -58,6 +67,8 @@ class Update(_native.Scope):
             self._recover()
             return
         started = time.perf_counter()
+        side.touched = True
+        side.end_watch()
         if side.adopted is not None:
             side.adopted.look()  # the body may have replaced tensors too
             side.take_in()
@@ -80,6 +91,7 @@ class Update(_native.Scope):
         side = self._side
         if side.lock.held_by(self) and not side.in_parent:
             side.set_updating(None)
+            side.end_watch()
             side.undo()
             side.lock.release(self)
 
@@ -94,6 +106,44 @@ class StepUpdate(Update):
     _enter = torch.compiler.disable(Update._enter)
     _exit = torch.compiler.disable(Update._exit)
     _recover = torch.compiler.disable(Update._recover)
+
+
+class LoadUpdate(Update):
+    """The section that load_state_dict() of an adopted module opens. Nothing is written before it has succeeded."""
+
+    _writes_at_once = False
+
+    def __init__(self, publisher: object, side: WriteSide) -> None:
+        super().__init__(publisher, side, NO_ACKS, None)
+
+
+def load_inside_update(publisher: object, side: WriteSide) -> None:
+    """Let load_state_dict() of the adopted module, and of all in it, run in an update(), or join that of its thread."""
+    adopted = side.adopted
+    assert adopted is not None
+    reference = weakref.ref(publisher)  # the module does not keep its publisher
+    loading: set[int] = set()  # threads that are in load(): a submodule's own call is part of it
+
+    def inside() -> bool:
+        return side.closed or side.adopted is not adopted or side.updating_thread == threading.get_ident()
+
+    def written() -> None:
+        side.touched = True
+
+    def load(run: Callable[[], Any]) -> Any:
+        thread, owner = threading.get_ident(), reference()
+        if side.closed or side.adopted is not adopted or owner is None or thread in loading:
+            return run()
+        loading.add(thread)
+        try:
+            if inside():
+                return adopted.load(run, written)
+            with LoadUpdate(owner, side):
+                return adopted.load(run, written)
+        finally:
+            loading.discard(thread)
+
+    adopted.load_through(Loads(side.name, inside, load, adopted.placed_in))
 
 
 def step_inside_update(optimizers: Iterable[torch.optim.Optimizer], publisher: object, side: WriteSide) -> None:

@@ -103,9 +103,10 @@ def refuse_succeeded(path: Verifiable) -> None:
         session = segment.session_of(path.name)
     except ArenaNotFound:  # another user has the name now
         return
-    if session is not None and session != path.session:
+    read = path.arena.session
+    if session is not None and session != read:
         raise NotDelivered(
-            f"this subscriber reads session {path.session.hex()[:8]} of arena {path.name!r}, whose publisher is gone; "
+            f"this subscriber reads session {read.hex()[:8]} of arena {path.name!r}, whose publisher is gone; "
             f"session {session.hex()[:8]} has taken its place. Attach to that one, or use follow=True",
             version=path.held[0],
         )
@@ -128,7 +129,7 @@ class _Look:
         for leaf in self._arena.manifest.leaves:
             if leaf.nbytes and leaf.offset not in seen:
                 seen.add(leaf.offset)
-                if checksum_of(self._views[leaf.key]) != self._sums[leaf.offset]:
+                if checksum_of(self._views[leaf.key], leaf.strides) != self._sums[leaf.offset]:
                     self.wrong[f"the arena's {leaf.name}"] = leaf.name, "was written after it was published"
 
     def at(self, held: HeldTensors) -> None:
@@ -142,7 +143,7 @@ class _Look:
                 if key not in held.private:
                     self.unsent.append(name)
                 continue
-            missing.discard(key)
+            missing.discard(key if key in by_key else leaf.key)
             try:
                 what = self._differs(leaf, tensor)
             except Exception:  # torch's own, of a kind of tensor that has no values yet, or none that can be read
@@ -174,7 +175,7 @@ class _Look:
         same = tensor.device == view.device and has_address(tensor) and tensor.data_ptr() == view.data_ptr()
         if same and tensor.stride() == view.stride():
             return ""  # the arena's own bytes, which were compared
-        found = checksum_of(tensor)
+        found = checksum_of(tensor, leaf.strides)
         if found == self._sums[leaf.offset]:
             return ""
         return self._whose(leaf, tensor, found)

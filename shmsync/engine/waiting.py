@@ -47,7 +47,6 @@ class WaitPath(_native.Reader):
         self._release = release
         self._peers = peers
         self._name = name
-        self._version = 0
         self._successor = successor
         self._follows = successor is not None
         self._restarts = 0
@@ -55,8 +54,8 @@ class WaitPath(_native.Reader):
 
     @property
     def session(self) -> bytes:
-        """The session of the arena: another one after a restart of the trainer that was followed."""
-        return self.arena.session
+        """The session of the arena that `version` is of: another one after a restart that was followed."""
+        return self._used_session
 
     @property
     def publisher_alive(self) -> bool:
@@ -117,7 +116,6 @@ class WaitPath(_native.Reader):
         self.arena.reader, attached.arena.reader = None, self.arena.reader
         self.arena = attached.arena
         self._writer_owner = attached.writer
-        self._version = 0
         self._restarts += 1
         self._lost = False
         _log.info("arena %r: its publisher was started again, and is followed", self._name)

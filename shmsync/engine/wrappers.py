@@ -9,14 +9,14 @@ have an attribute of any name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key
-from .admission import is_a, loaded_class
+from .admission import check_depth, is_a, loaded_class
 
 # (module, class, attribute that holds the wrapped module)
 _TRANSPARENT = (
@@ -78,15 +78,18 @@ def _attribute(module: nn.Module, prefix: str) -> str | None:
 
 def walk(module: nn.Module) -> Iterator[Submodule]:
     """The module and all in it, each as often as it occurs, in the order of named_modules()."""
-    yield from _walk(module, (), "", _wrapper_types())
-
-
-def _walk(module: nn.Module, path: Key, prefix: str, types: tuple[type, ...]) -> Iterator[Submodule]:
-    module, prefix, around = _inside(module, prefix, types)
-    yield Submodule(path, prefix, module, around)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, (*path, name), f"{prefix}{name}.", types)
+    types = _wrapper_types()
+    waiting: list[tuple[Key, str, nn.Module]] = [((), "", module)]
+    while waiting:  # no recursion: a generator inside a generator would pass each module up through all levels
+        path, prefix, each = waiting.pop()
+        check_depth(path)
+        each, prefix, around = _inside(each, prefix, types)
+        yield Submodule(path, prefix, each, around)
+        waiting += [
+            ((*path, name), f"{prefix}{name}.", child)
+            for name, child in reversed(each._modules.items())
+            if child is not None
+        ]
 
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
@@ -145,6 +148,82 @@ def spelled_in(known: Container[Key], key: Key) -> Key | None:
     found = {tuple(part for index, part in enumerate(key) if index not in each) for each in left_out}
     fitting = [each for each in found if each in known]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def respelled(keys: Collection[Key], known: Collection[Key]) -> dict[Key, Key]:
+    """The known key of each key that is not known, where prefixes of wrappers make the difference, on either side.
+
+    A name such as `module` may be a user's own. So prefixes are left out of all keys of a side at once, where that
+    makes the two sides equal, or else where one key on each side is what is left.
+    """
+    unknown, free = _apart(keys, known)
+    if not unknown or not free:
+        return {}
+    sides = itertools.product(_levels(unknown), _levels(free))
+    for ours, theirs in sides:
+        same = ours.keys() & theirs.keys()
+        rest = _by_rest(ours.keys() - same, theirs.keys() - same)
+        if all(len(one) == len(two) == 1 for one, two in rest):
+            pairs = [(key, key) for key in same] + [(one[0], two[0]) for one, two in rest]
+            return {ours[one]: theirs[two] for one, two in pairs}
+    return {one[0]: two[0] for one, two in _by_rest(unknown, free) if len(one) == len(two) == 1}
+
+
+def open_questions(keys: Collection[Key], known: Collection[Key]) -> list[str]:
+    """Where prefixes of wrappers leave open which leaf a key stands for; a sentence each."""
+    found = respelled(keys, known)
+    unknown, free = _apart([key for key in keys if key not in found], set(known) - set(found.values()))
+    return [
+        f"{_listed(one)} may stand for {_listed(two)} of the arena, without the prefixes of wrappers; use one form on "
+        "both sides, such as the module itself"
+        for one, two in _by_rest(unknown, free)
+        if one and two
+    ]
+
+
+def _listed(keys: Collection[Key]) -> str:
+    return " or ".join(sorted(".".join(key) for key in keys))
+
+
+def _apart(keys: Collection[Key], known: Collection[Key]) -> tuple[list[Key], list[Key]]:
+    """The keys that only one side has, but for the tensors of wrappers."""
+    ours, theirs = set(keys), set(known)
+    if ours <= theirs or theirs <= ours:
+        return [], []
+    own = of_wrappers(ours) | of_wrappers(theirs)
+    return [key for key in keys if key not in theirs | own], [key for key in known if key not in ours | own]
+
+
+def _levels(keys: Collection[Key]) -> list[dict[Key, Key]]:
+    """Whole keys by what is left of them without the prefixes that all of them begin with: none, one, two, ..."""
+    levels = [{key: key for key in keys}]
+    while (
+        len(first := {key[0] for key in levels[-1]}) == 1
+        and first <= set(_PREFIXES)
+        and all(len(key) > 1 for key in levels[-1])
+    ):
+        levels.append({key[1:]: whole for key, whole in levels[-1].items()})
+    return levels
+
+
+def _by_rest(ours: Collection[Key], theirs: Collection[Key]) -> list[tuple[list[Key], list[Key]]]:
+    """The keys of both sides that are the same without any prefix of a wrapper."""
+    found: dict[Key, tuple[list[Key], list[Key]]] = {}
+    for side, keys in enumerate((ours, theirs)):
+        for key in keys:
+            rest = (*(part for part in key[:-1] if part not in _PREFIXES), key[-1])
+            found.setdefault(rest, ([], []))[side].append(key)
+    return list(found.values())
+
+
+def of_wrappers(keys: Collection[Key]) -> set[Key]:
+    """The keys of tensors that an AveragedModel has itself: beside them it has `module` alone."""
+    found = set()
+    for count in [key for key in keys if key[-1] == "n_averaged"]:
+        beside = [key for key in keys if key[: len(count) - 1] == count[:-1] and key != count]
+        if beside and all(key[len(count) - 1] == "module" and len(key) > len(count) for key in beside):
+            found.add(count)
+    return found
 
 
 def wrapped_by(value: Any) -> nn.Module | None:

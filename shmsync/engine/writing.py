@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 
 from .. import _native
 from ..errors import (
@@ -28,6 +31,7 @@ from ..memory import reader_table
 from ..memory.arena import Arena
 from ..memory.exiting import stay_if_exiting
 from ..memory.manifest import Key
+from ..memory.plainly import plainly
 from ..memory.process import Peers, ProcessState
 from ..memory.reader_table import RowId
 from .acks import name_with_pid, wait_for_acks
@@ -35,6 +39,7 @@ from .adopting import Adoption
 from .checksums import ChecksumWriter
 from .copy_plan import CopyPlan
 from .device_writes import DeviceWrites, fetch_order
+from .handing import HandOut
 from .stale import StaleLeaves
 from .stats import PublisherStats
 from .timing import Samples, deadline_after, slice_until
@@ -78,6 +83,7 @@ def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None =
     version: the one that is written next, None for each one's own.
     """
     for side in sides:
+        side.touched = False
         if side._died:
             side._died = {}
     while True:
@@ -112,12 +118,18 @@ class WriteSide:
         self.waiting_thread: int | None = None  # the holder of the lock, while it waits for readers or acks
         self.tracing: Tracing | None = None
         self._trace_turn = threading.RLock()  # of who begins or ends a trace; a finalizer may, in the middle of it
-        self._ending = False  # close() wants the lock: whoever waits gives it up
+        self._hand_out: HandOut | None = None
+        self._watched = False
+        self.touched = True  # may the write that is under way have changed a byte?
+        # close() wants the lock. Who waits with the lock takes the request, and gives the lock up then.
+        self._requests: list[object] = []
+        self._heeded = False  # was it, in this wait?
         self._generation = _native.fork_generation()
         self._me = owner
         self._died: dict[RowId, int | str] = {}  # reaped in this call
         self._stale = StaleLeaves(arena.manifest, arena.slots)
         self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
+        arena.writer = weakref.ref(self)
         self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
 
     @property
@@ -233,6 +245,7 @@ class WriteSide:
         """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
             self.carry(plan.given)
+        self.touched = True
         kept = self.take_in()  # until the copy is done: the plan may read from there
         if self.later is None:
             plan.copy_to(self.address(), self._writer.slot)
@@ -265,6 +278,50 @@ class WriteSide:
         self._stale.written()
         return version
 
+    def watch_hand_out(self, weights: TensorDict) -> None:
+        """update() gives its body these weights: watch whether the body uses them."""
+        if self._hand_out is None:
+            self._hand_out = HandOut(weights, self.arena.views(0, writable=True))
+        self._watched = True
+        self._hand_out.begin()
+
+    def end_watch(self) -> None:
+        """Watch no more; bytes may have changed if anything was handed out."""
+        if self._watched and self._hand_out is not None:
+            self._hand_out.end()
+            self.touched = self.touched or self._hand_out.may_have_written()
+            self._watched = False
+
+    def protect(self) -> None:
+        """Let the only slot be read-only for this process while readers may be in it, as docs/adr/0039 has it.
+
+        Not on a device, whose memory has no protection, and where the system refuses.
+        """
+        if self.later is None:
+            address = self._addresses[0]
+            _native.faults_of_adopted(address)
+            size = -(-self.arena.manifest.written_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if size and not self._writer.protect(address, size):
+                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self.name)
+
+    def give_back(self) -> None:
+        """Make the adopted parameters private again. Whatever comes between, they can be written afterwards."""
+        adopted = self.adopted
+        if adopted is None:
+            return
+        try:
+            with plainly():
+                adopted.give_back()
+        except BaseException:  # an interrupt may land anywhere
+            try:
+                with plainly():
+                    adopted.give_back()
+            except BaseException:
+                self._writer.unprotect()
+            raise
+        finally:
+            self.adopted = None
+
     def set_updating(self, thread: int | None) -> None:
         """This thread is in update() from now on; None: no thread is."""
         self.updating_thread = thread
@@ -275,6 +332,7 @@ class WriteSide:
         """Bring what the adopted module's look() found into the slab; the memory that it had."""
         if self.adopted is None:
             return []
+        self.touched |= self.adopted.moves
         kept = self.adopted.take_in()
         self.counts.bytes_copied += sum(tensor.nbytes for tensor in kept)
         return kept
@@ -298,6 +356,7 @@ class WriteSide:
             self.skip_to(version)
         if self._died:
             self._died = {}
+        self.touched = False
         if self.later is not None or not self._writer.begin():
             begin_all([self], deadline, version)
 
@@ -317,10 +376,10 @@ class WriteSide:
                 while True:
                     self._refuse_own_pins()
                     free = writer.wait_begin(slice_until(deadline))
-                    ending = self.ending()  # also in a slot that came free because the process exits
+                    stay_if_exiting()  # also in a slot that came free because the process exits
                     if free:
                         return True
-                    if ending:
+                    if self.ending():
                         raise self._closed_meanwhile()
                     if not self._reap_dead() and time.monotonic() >= deadline:
                         self.counts.stalls += 1
@@ -379,7 +438,7 @@ class WriteSide:
         began = self._writer.marked_at if self._writer.writing else 0
         if self._sums is not None:
             self._sums.undone()
-        if self.arena.slots == 1 and self.writer.writing:
+        if self.arena.slots == 1 and self.writer.writing and self.touched:
             self.writer.poison()
         else:
             self.writer.abort()
@@ -429,6 +488,7 @@ class WriteSide:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        self._heeded = False
         self.waiting_thread = threading.get_ident()
         try:
             yield
@@ -438,7 +498,11 @@ class WriteSide:
     def ending(self) -> bool:
         """In each slice of a wait: does close() want it to end?"""
         stay_if_exiting()
-        return self._ending
+        if self._requests and not self._heeded:
+            with suppress(IndexError):  # close() has taken it back
+                self._requests.pop()
+                self._heeded = True
+        return self._heeded
 
     def open_to_kernels(self) -> None:
         """What the calling thread asks a device for now comes after what was carried."""
@@ -487,16 +551,33 @@ class WriteSide:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Hold the lock for close(), after the waits of another thread have ended."""
+        """Hold the lock for close(), after the waits of another thread have ended.
+
+        Raises WriterBusy as long as no wait has been ended: one that ended with ClosedError is followed by the close.
+        """
         deadline = deadline_after(None, self.timeout)
+        request = object()
+        mine = self.lock.reserve(request)  # what a waiter gives up goes to close(), and not to a third thread
         try:
-            while self.waiting_thread not in (None, threading.get_ident()) and time.monotonic() < deadline:
-                self._ending = True
-                time.sleep(0.0005)
-            with self.lock:
-                yield
+            if mine and self._others_wait():
+                self._requests.append(request)
+                while request in self._requests and self._others_wait() and time.monotonic() < deadline:
+                    time.sleep(0.0005)
+                try:
+                    self._requests.remove(request)
+                except ValueError:  # taken: that wait ends with ClosedError, so there is no way back
+                    while self.lock.locked():
+                        time.sleep(0.0005)
+            self.lock.acquire(request)
+            yield
         finally:
-            self._ending = False
+            if mine:
+                self._requests.clear()
+            self.lock.forgo(request)
+            self.lock.release(request)
+
+    def _others_wait(self) -> bool:
+        return self.lock.locked() and self.waiting_thread not in (None, threading.get_ident())
 
     def stats(self) -> PublisherStats:
         """Counts and latencies so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 import threading
 import weakref
@@ -16,7 +17,7 @@ from ..errors import ClosedError
 from . import lent, segment, slab
 from .devices import Device, OnDevice, checked_slots
 from .fresh import Fresh, tensordict_of
-from .manifest import Key, Manifest, fingerprint
+from .manifest import Key, Leaf, Manifest, fingerprint
 from .plainly import plainly, run_plainly
 from .process import me
 from .slab import Slab
@@ -24,7 +25,6 @@ from .system import refusals
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
-_CONTIGUOUS = ()  # strides that torch finds by itself
 _CPU = torch.device("cpu")
 _mapped: weakref.WeakSet[Arena] = weakref.WeakSet()
 _mapped_lock = threading.RLock()  # re-entrant: garbage collection may run finalisers while it is held
@@ -40,9 +40,16 @@ def readonly_ranges() -> list[tuple[int, int]]:
     return [arena.readonly_range() for arena in _all_mapped() if arena.mapped]
 
 
-def lies_in_a_slab(tensor: torch.Tensor) -> bool:
-    """Does a tensor start in the read-only mapping of some arena of this process?"""
-    return lies_in(tensor, readonly_ranges())
+def arena_around(tensor: torch.Tensor, address: int) -> Arena | None:
+    """The arena of this process in which a tensor lies whose storage begins at this address.
+
+    It may also lie in a private copy that a Subscriber renews with each version.
+    """
+    for arena in filter(operator.attrgetter("mapped"), _all_mapped()):
+        reader = None if arena.reader is None else arena.reader()
+        if any(begin <= address < end for begin, end in arena.spans()) or (reader and reader._aliases(tensor)):
+            return arena
+    return None
 
 
 def lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
@@ -79,6 +86,7 @@ class Arena:
         self.slots = slots
         self.session = session
         self.reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
+        self.writer: weakref.ref[Any] | None = None  # a Publisher's side, which has the writer's lock
         self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
         self._weights: dict[tuple[int, bool], TensorDict] = {}
         self._fresh: Fresh | None = None
@@ -123,9 +131,9 @@ class Arena:
         views = {}
         for leaf in self.manifest.leaves:
             # Tied leaves share an offset, and stay one tensor.
-            identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.key if leaf.nbytes == 0 else None)
+            identity = (leaf.offset, leaf.dtype, leaf.shape, leaf.strides, leaf.key if leaf.nbytes == 0 else None)
             if identity not in made:
-                made[identity] = view(storage, leaf.dtype, leaf.shape, start + leaf.offset)
+                made[identity] = view(storage, leaf, start + leaf.offset)
             views[leaf.key] = made[identity]
         return views
 
@@ -155,16 +163,17 @@ class Arena:
         begin = int(self.slab.readonly.data_ptr())
         return begin, begin + slab.slab_bytes(self.slots, self.manifest.slot_bytes)
 
+    def spans(self) -> list[tuple[int, int]]:
+        """[begin, end) of the mappings that this object has made; none after release()."""
+        if self._slab is None:
+            return []
+        size = slab.slab_bytes(self.slots, self.manifest.slot_bytes)
+        storages = (self._slab.readonly, self._slab.writable)
+        return [(each.data_ptr(), each.data_ptr() + size) for each in storages if each is not None]
+
     def ranges(self) -> list[tuple[int, int]]:
         """[begin, end) of every mapping of this arena's slab in this process."""
-        size = slab.slab_bytes(self.slots, self.manifest.slot_bytes)
-        found = []
-        for arena in _all_mapped():
-            if arena.session == self.session and arena._slab is not None:
-                for storage in (arena.slab.readonly, arena.slab.writable):
-                    if storage is not None:
-                        found.append((storage.data_ptr(), storage.data_ptr() + size))
-        return found
+        return [span for arena in _all_mapped() if arena.session == self.session for span in arena.spans()]
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Does a tensor start in the slab, under any mapping of it in this process?"""
@@ -254,8 +263,8 @@ def _level(level: dict[str, Any]) -> TensorDict:
     return tensordict_of({key: _level(value) if type(value) is dict else value for key, value in level.items()})
 
 
-def view(storage: torch.UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A contiguous tensor over a storage, `offset` bytes from its start. Call it inside plainly()."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(
-        storage, offset // dtype.itemsize, shape, _CONTIGUOUS
+def view(storage: torch.UntypedStorage, leaf: Leaf, offset: int) -> torch.Tensor:
+    """A tensor laid out as this leaf, over a storage, `offset` bytes from its start. Call it inside plainly()."""
+    return torch.empty(0, dtype=leaf.dtype, device=storage.device).set_(
+        storage, offset // leaf.dtype.itemsize, leaf.shape, leaf.strides
     )

@@ -16,6 +16,7 @@ import torch
 from .. import _native
 from ..errors import ArenaNotFound, DeviceFailed, ShmSyncError
 from .plainly import copy_into
+from .strides import same_order
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Hashable
@@ -218,6 +219,21 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.clone()`, where the tensor lies, as work of the calling thread's current stream."""
     device = next((device for device in _visible if device.holds(tensor)), None)
     return tensor.clone() if device is None else device.clone(tensor)
+
+
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with its values in the order of these strides, where it lies: itself, or a copy by the current stream.
+
+    Call it inside plainly().
+    """
+    if same_order(tensor.shape, tensor.stride(), strides):
+        return tensor
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    visible = next((device for device in _visible if device.holds(tensor)), None)
+    if visible is not None:
+        made = visible.clone(made)
+    assign(made, tensor)
+    return made
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:

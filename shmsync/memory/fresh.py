@@ -1,21 +1,24 @@
-"""New private memory that is laid out as a slot is, and its tensors.
+"""New private memory for the leaves of an arena, and a TensorDict of it.
 
-What must be known of each leaf is worked out once for an arena, so that each snapshot only makes the tensors.
+Each leaf has a storage of its own, so that one that is kept, pickled or shared takes no others along. What must be
+known of each leaf is worked out once for an arena, so that each snapshot only makes the tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
 from torch import nn
 
-from .manifest import Key, Manifest, round_up
-from .plainly import plainly, plainly_without_bases
-from .slab import TENSOR_ALIGNMENT
+from .manifest import Key, Manifest
+from .plainly import plainly
 
-_strided = torch.as_strided
+Pieces: TypeAlias = list[tuple[int, int, int]]  # (address, place in a slot, bytes)
+
+_empty = torch.empty_strided
+_cpu = torch.device("cpu")
 
 
 class Fresh:
@@ -26,44 +29,19 @@ class Fresh:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self.pieces = [(0, 0, manifest.used_bytes)]  # of a slot, that go there: (to, from, bytes)
-        end = round_up(manifest.used_bytes, TENSOR_ALIGNMENT)
-        taken: set[int] = set()
-        self._leaves: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        self._leaves = [(leaf.shape, leaf.strides, leaf.dtype) for leaf in manifest.leaves]
+        self._places = [(leaf.offset, leaf.nbytes) for leaf in manifest.leaves]
         self._tree: dict[str, Any] = {}  # of numbers of leaves
         for number, leaf in enumerate(manifest.leaves):
-            place = leaf.offset
-            if place in taken and leaf.nbytes:
-                place = end
-                self.pieces.append((place, leaf.offset, leaf.nbytes))
-                end = round_up(end + leaf.nbytes, TENSOR_ALIGNMENT)
-            elif leaf.nbytes:
-                taken.add(place)
-            self._leaves.append((leaf.dtype, leaf.shape, contiguous(leaf.shape), place // leaf.dtype.itemsize))
             _put(self._tree, leaf.key, number)
-        self._bytes = end
-        self._dtypes = {leaf.dtype for leaf in manifest.leaves}
 
-    def make(self) -> tuple[torch.Tensor, TensorDict]:
-        """One piece of memory, whose bytes are not set, and the tensors over it."""
-        without = plainly_without_bases()
-        with without or plainly():
-            whole = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
-            typed = {dtype: whole.view(dtype) for dtype in self._dtypes}
-            tensors = [_strided(typed[dtype], shape, strides, first) for dtype, shape, strides, first in self._leaves]
-            if without is None:
-                tensors = [tensor.data for tensor in tensors]
-        return whole, _filled(self._tree, tensors)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    def make(self) -> tuple[Pieces, TensorDict]:
+        """What is to be copied where, and the tensors there, whose bytes are not set."""
+        with plainly():
+            tensors = [_empty(shape, strides, dtype=dtype, device=_cpu) for shape, strides, dtype in self._leaves]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+        pieces = [(to, *place) for to, place in zip(addresses, self._places, strict=True) if place[1]]
+        return pieces, _filled(self._tree, tensors)
 
 
 def _put(tree: dict[str, Any], key: Key, number: int) -> None:

@@ -1,8 +1,8 @@
 """The manifest: the ordered list of leaves of an arena, and where each stands in a slot.
 
-A leaf is a key path, a dtype, a shape and an offset. Tied tensors share one offset. The manifest is written as JSON
-into the control segment, with the place of the checksums where there are some; its fingerprint is part of the header,
-so that a mismatched reader refuses to attach.
+A leaf is a key path, a dtype, a shape, strides and an offset. Tied tensors share one offset. The manifest is written as
+JSON into the control segment, with the place of the checksums where there are some; its fingerprint is part of the
+header, so that a mismatched reader refuses to attach.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from ..errors import ArenaCorrupt
 from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
+from .strides import Strides, contiguous, dense, layout_of
 
 Key = tuple[str, ...]
 
@@ -48,11 +49,12 @@ def merged(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of the weights."""
+    """One tensor of the weights. INV: its strides are dense, so its bytes are those from `offset` on."""
 
     key: Key
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: Strides
     offset: int  # bytes from the start of the slot
     cast: bool = False  # dtype= chose its dtype: floating sources of any dtype are cast to it
 
@@ -128,19 +130,23 @@ class Manifest:
             shape = tuple(tensor.shape)
             identity = tie(tensor)
             at = placed.get(identity) if identity else None
+            leaf = Leaf(key, kept, shape, layout_of(tensor), offset if at is None else at, key in dtypes)
+            leaves.append(leaf)
             if at is None:
-                at = offset
-                offset = round_up(offset + math.prod(shape) * kept.itemsize, TENSOR_ALIGNMENT)
+                offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
                 if identity:
-                    placed[identity] = at
-            leaves.append(Leaf(key, kept, shape, at, key in dtypes))
+                    placed[identity] = leaf.offset
         return cls(tuple(leaves), filtered=filtered, sums=offset if checksum else None)
 
     def to_json(self) -> bytes:
         """UTF-8 JSON; the same leaves give the same bytes."""
         leaves = [
-            [list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset, int(leaf.cast)] for leaf in self.leaves
-        ]
+            [
+                list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset, int(leaf.cast),
+                *([] if leaf.strides == contiguous(leaf.shape) else [list(leaf.strides)]),
+            ]
+            for leaf in self.leaves
+        ]  # fmt: skip
         document: dict[str, object] = {"leaves": leaves, "filtered": self.filtered}
         if self.sums is not None:
             document["sums"] = self.sums
@@ -183,27 +189,36 @@ def _number(value: Any) -> int:
 
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
-    key, dtype_name, shape, offset, cast = _typed(entry, list)
+    key, dtype_name, shape, offset, cast, *strides = _typed(entry, list)
     dtype = _DTYPES.get(_typed(dtype_name, str))
     if dtype is None:
         raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
-    leaf = Leaf(
-        tuple(_typed(part, str) for part in _typed(key, list)),
-        dtype,
-        tuple(_number(size) for size in _typed(shape, list)),
-        _number(offset),
-        bool(cast),
-    )
-    if not leaf.key or leaf.offset % TENSOR_ALIGNMENT:
-        raise ValueError(f"leaf {leaf.name!r} is malformed: it has no key, or its offset {offset} is not aligned")
+    sizes = tuple(_number(size) for size in _typed(shape, list))
+    path = tuple(_typed(part, str) for part in _typed(key, list))
+    name = ".".join(path)
     extent = dtype.itemsize  # of an empty one the strides count
-    for size in leaf.shape:
+    for size in sizes:
         extent *= size or 1
         if extent >= _LARGEST:  # before it is a number of a million digits
-            raise ValueError(f"leaf {leaf.name!r} has the shape {reprlib.repr(leaf.shape)}, which no tensor has")
+            raise ValueError(f"leaf {name!r} has the shape {reprlib.repr(sizes)}, which no tensor has")
+    leaf = Leaf(path, dtype, sizes, _strides(name, sizes, *strides), _number(offset), bool(cast))
+    if not leaf.key or leaf.offset % TENSOR_ALIGNMENT:
+        raise ValueError(f"leaf {name!r} is malformed: it has no key, or its offset {offset} is not aligned")
     if leaf.offset + leaf.nbytes > slot_bytes:
-        raise ValueError(f"leaf {leaf.name!r} ends beyond a slot of {slot_bytes} bytes")
+        raise ValueError(f"leaf {name!r} ends beyond a slot of {slot_bytes} bytes")
     return leaf
+
+
+def _strides(name: str, shape: tuple[int, ...], given: Any = None) -> Strides:
+    if given is None:
+        return contiguous(shape)
+    strides = tuple(_number(stride) for stride in _typed(given, list))
+    if not dense(shape, strides):
+        raise ValueError(
+            f"leaf {name!r} of shape {reprlib.repr(shape)} has the strides {reprlib.repr(strides)}, which do not lead "
+            "to each of its elements once, and nowhere else"
+        )
+    return strides
 
 
 def _check_keys(leaves: Iterable[Leaf]) -> None:
@@ -223,7 +238,7 @@ def _check_keys(leaves: Iterable[Leaf]) -> None:
 
 def _check_places(leaves: Iterable[Leaf]) -> None:
     """Leaves are apart, or begin at one place, as tied ones do."""
-    before = Leaf((), torch.uint8, (0,), 0)
+    before = Leaf((), torch.uint8, (0,), (1,), 0)
     for leaf in sorted((leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: (leaf.offset, leaf.nbytes)):
         if before.offset < leaf.offset < before.offset + before.nbytes:
             raise ValueError(f"leaves {before.name!r} and {leaf.name!r} overlap")

@@ -86,28 +86,6 @@ def plainly() -> _native.Together:
     return _native.Together(_MAKERS, _no_gradients)
 
 
-def _views() -> Any:
-    """The dispatch key with which torch remembers of a view what it is a view of; None: this torch does not show it."""
-    try:
-        found = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-        with torch._C._ExcludeDispatchKeyGuard(found):
-            return found
-    except (AttributeError, TypeError):
-        return None
-
-
-_VIEWS = _views()
-_MAKERS_WITHOUT_BASES = (*_MAKERS, partial(torch._C._ExcludeDispatchKeyGuard, _VIEWS))
-
-
-def plainly_without_bases() -> _native.Together | None:
-    """The same, and views made inside have no base: they count their own changes, as tensors made by set_() do.
-
-    None: this torch cannot do that.
-    """
-    return None if _VIEWS is None else _native.Together(_MAKERS_WITHOUT_BASES, _no_gradients)
-
-
 def run_plainly(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function runs inside plainly()."""
 

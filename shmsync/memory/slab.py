@@ -183,11 +183,21 @@ def _protect_in_children(slab: Slab, size: int) -> None:
     _native.protect_in_children(address, size, slab.fd)
 
 
+_mapped: dict[int, int] = {}  # where mappings of slabs of the host begin and end, those of closed arenas too
+
+
+def is_mapped(address: int) -> bool:
+    """Does it lie in a mapping of a slab?"""
+    return any(begin <= address < end for begin, end in _mapped.copy().items())
+
+
 def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None:
     """Let a write where it may not be say so before the process dies of it, for as long as the mapping lives."""
     address = storage.data_ptr()
     weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
     _native.watch_faults(address, size, name)
+    _mapped[address] = address + size
+    weakref.finalize(storage, _mapped.pop, address, None).atexit = False
 
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:

@@ -32,9 +32,16 @@ def refusals(what: str) -> Iterator[None]:
     except ShmSyncError:  # some of them are OSErrors too
         raise
     except (OSError, MemoryError) as error:
-        number = getattr(error, "errno", None)
-        cure = _CURES.get(number or errno.ENOMEM, "try again, and look into the kernel's log")
+        cure = _CURES.get(_number(error), "try again, and look into the kernel's log")
         raise NoSpace(f"{what} failed, and changed nothing: {_reason(error)}; {cure}") from error
+
+
+def _number(error: BaseException) -> int:
+    number: int | None = getattr(error, "errno", None)
+    if number is None and isinstance(error, OSError):  # posix_ipc says these two in words alone
+        said = str(error)
+        number = errno.EMFILE if "files open" in said else errno.ENFILE if "open files" in said else None
+    return number or errno.ENOMEM
 
 
 def _reason(error: BaseException) -> str:

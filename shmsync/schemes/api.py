@@ -15,11 +15,11 @@ from ..engine.checksums import check_checksum
 from ..engine.dtypes import Dtypes
 from ..engine.strategy import Form, WeightStrategy
 from ..errors import ClosedError
-from .lookup import Arguments, check_names, find_model, model_at, model_in
+from .lookup import Arguments, check_names, find_model, model_at, model_in, refuse_collector
 from .receiver import WeightReceiver
 from .sender import WeightSender
 
-_OF_COLLECTORS = {
+_OF_TORCHRL = {
     "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",
     "synchronized_on_sender",
 }  # fmt: skip
@@ -51,8 +51,8 @@ class WeightSyncScheme(ABC):
     Args:
         strategy: the form in which weights are extracted, "state_dict" or "tensordict".
         partial: weights may lack leaves; only those that are given change. Others are refused by name.
-        dtype: floating leaves are cast to it before they travel; a mapping of glob patterns on dotted keys to dtypes
-            casts those that match. As in Publisher.
+        dtype: floating parameters are cast to it before they travel; a mapping of glob patterns on dotted keys to
+            dtypes casts those that match. As in Publisher.
         checksum: note a checksum of each leaf that is sent, so that the sender's verify() can prove what workers hold.
             Each send then reads the weights once more. Needs shmsync[verify].
 
@@ -66,6 +66,11 @@ class WeightSyncScheme(ABC):
     sender_takes: ClassVar[frozenset[str]] = frozenset({"pipes", "num_workers", "model"})
     worker_takes: ClassVar[frozenset[str]] = frozenset({"pipe", "model", "worker_idx"})
 
+    _for_torchrl: ClassVar[str] = (  # what to give TorchRL's collectors instead
+        "Give Collector, MultiSyncCollector and MultiAsyncCollector shmsync.integrations.torchrl.ShmWeightSyncScheme() "
+        "and RayCollector, RPCCollector and DistributedCollector the RayWeightSyncScheme(), RPCWeightSyncScheme() and "
+        "DistributedWeightSyncScheme() of torchrl.weight_update"
+    )
     _depth = 0  # of `with` blocks
     _over = False
 
@@ -94,9 +99,11 @@ class WeightSyncScheme(ABC):
             **kwargs: the same names, instead of a context or beside it, and `model`, which wins over what the context
                 has under the id.
 
-        Raises ValueError for missing or contradictory ones, TypeError for unknown ones, ClosedError after shutdown().
+        Raises ValueError for missing or contradictory ones, TypeError for unknown ones, ClosedError after shutdown(),
+        ProtocolError for a collector of TorchRL's, whose workers need a scheme of another kind.
         """
         self.check_open("init_on_sender")
+        refuse_collector(self, context, self._for_torchrl)
         arguments = Arguments(model_id, context, kwargs)
         late = check_names(self, "sender_takes", arguments)
         sender = self.create_sender()
@@ -220,10 +227,10 @@ class WeightSyncScheme(ABC):
     def __getattr__(self, name: str) -> Any:
         # Only what is not there comes here. TorchRL's collectors ask their schemes for these first.
         kind = type(self).__name__
-        if name in _OF_COLLECTORS:
+        if name in _OF_TORCHRL:
             raise AttributeError(
                 f"{kind} has no {name}, which TorchRL's collectors need of their schemes: it is a scheme for workers "
-                "of your own. Give the collector shmsync.integrations.torchrl.ShmWeightSyncScheme() instead"
+                f"of your own. {self._for_torchrl}"
             )
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 

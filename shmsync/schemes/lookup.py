@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+
+from ..errors import ProtocolError
 
 
 class Arguments:
@@ -144,6 +147,16 @@ def named_content(content: Any, model_id: str) -> Any:
             f"weights of {content[0]!r} came to the receiver of {model_id!r}; make a receiver for {content[0]!r} too"
         )
     return content[1]
+
+
+def refuse_collector(scheme: object, context: Any, instead: str) -> None:
+    """Raise ProtocolError for a collector of TorchRL's. `instead`: a sentence with what to give it."""
+    torchrl = sys.modules.get("torchrl.collectors")
+    if torchrl is not None and isinstance(context, torchrl.BaseCollector):
+        raise ProtocolError(
+            f"{type(scheme).__name__} is for workers of your own, not for a {type(context).__name__} of TorchRL's. "
+            f"{instead}"
+        )
 
 
 def check_names(scheme: Any, attribute: str, arguments: Arguments) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from ..engine.timing import timeout_or_none
 from ..engine.verifying import Proof
 from ..errors import ProtocolError
 from .api import WeightSyncScheme
@@ -16,6 +17,10 @@ from .sender import WeightSender
 class NoWeightSyncScheme(WeightSyncScheme):
     """Every call does nothing, and answers as if there were no news."""
 
+    _for_torchrl = (
+        "Leave weight_sync_schemes= out and do not call update_policy_weights_(): the collector's workers then keep "
+        "the weights they start with"
+    )
     sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}  # of the scheme that it stands in for
 
     def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
@@ -45,6 +50,7 @@ class NoTransport:
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None, without waiting: there is no sender."""
+        timeout_or_none(timeout)
         return None
 
     def send_ack(self, message: str = "updated") -> None:
@@ -72,6 +78,7 @@ class NoSender(WeightSender):
     @override
     def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
         """Raises ProtocolError: it sends nothing that could be proved."""
+        timeout_or_none(timeout)
         raise ProtocolError("this scheme sends nothing, so there is nothing to verify; use another scheme")
 
     @override
@@ -96,6 +103,7 @@ class NoReceiver(WeightReceiver):
     @override
     def receive(self, timeout: float | None = 0.001) -> bool:
         """False: there is no news."""
+        timeout_or_none(timeout)
         self._scheme.check_open("receive")
         return False
 

@@ -17,7 +17,7 @@ from ..engine.outcome import Failure, Outcome, listed
 from ..engine.sources import not_saved
 from ..engine.strategy import leaves_of
 from ..engine.verifying import Proof
-from ..engine.wrappers import spelled_in
+from ..engine.wrappers import of_wrappers, respelled, spelled_in
 from ..errors import NotDelivered, ProtocolError
 from ..memory.plainly import run_plainly
 
@@ -84,9 +84,13 @@ def prove(model: Any, question: Mapping[str, Any], model_id: str, *, partial: bo
     tensors, _ = leaves_of(model)
     wrong: dict[str, str] = {}
     asked = set()
+    names = [tuple(name.split(".")) for name in question]
+    spelled, own = respelled(names, tensors), of_wrappers(names).difference(tensors)
     for name, (shape, dtype, sum) in question.items():
         key = tuple(name.split("."))
-        key = key if key in tensors else spelled_in(tensors, key) or key
+        if key in own:
+            continue
+        key = key if key in tensors else spelled_in(tensors, key) or spelled.get(key, key)
         asked.add(key)
         tensor = tensors.get(key)
         if not isinstance(tensor, torch.Tensor):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..engine import extra_state
 from ..engine.casting import matching_dtypes
-from ..engine.dtypes import Dtypes
+from ..engine.dtypes import Dtypes, dtypes_of
 from ..engine.publisher import Publication, Publisher, publish_all
 from ..engine.second_names import tied_along
 from ..engine.sources import EVERYTHING, Weights, collect, not_saved
@@ -209,7 +209,9 @@ class Publishers:
         try:
             for group in groups:
                 if group not in made:
-                    fresh[group] = self._make(first, readers, version, self._device_of[group])
+                    fresh[group] = self._make(
+                        first, readers, version, self._device_of[group], next(iter(made.values()), None)
+                    )
         except BaseException:
             discard()
             raise
@@ -217,7 +219,9 @@ class Publishers:
         old = [Publication(made[group], source, optional) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
-    def _make(self, source: Weights, readers: int, version: int, device: str | None) -> Publisher:
+    def _make(
+        self, source: Weights, readers: int, version: int, device: str | None, known: Publisher | None
+    ) -> Publisher:
         if self._alias and not isinstance(source, nn.Module):
             raise ValueError(
                 f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
@@ -228,14 +232,14 @@ class Publishers:
             slots=self._slots,
             max_readers=max(64, 2 * readers),
             device=device if device is not None or self._alias else usual(),  # a trainer on a GPU sends too
-            dtype=self._dtype_for(source),
+            dtype=self._dtype_for(source, known),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,
             checksum=self._checksum,
         )
         try:
             if self._alias:
-                publisher.adopt(source)  # type: ignore[arg-type]
+                publisher.share(source)  # type: ignore[arg-type]
             if not isinstance(source, nn.Module):
                 publisher.forget_source()  # a relay's weights are a buffer that comes and goes
             if version > 1:  # the model's other groups have come that far
@@ -245,8 +249,11 @@ class Publishers:
             raise
         return publisher
 
-    def _dtype_for(self, source: Weights) -> Dtypes:
-        return matching_dtypes(collect(source, EVERYTHING).tensors, self.dtype) if self.partial else self.dtype
+    def _dtype_for(self, source: Weights, known: Publisher | None) -> Dtypes:
+        if known is None and not self.partial:
+            return self.dtype
+        dtype = self.dtype if known is None else dtypes_of(known.manifest)  # all arenas of a model cast the same
+        return matching_dtypes(collect(source, EVERYTHING).tensors, dtype)
 
     def close(self) -> None:
         """End every arena. Idempotent."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.timing import check_worker
+from ..engine.timing import check_worker, timeout_or_none
 from . import proving
 from .lookup import Arguments, copied_end, find_model, named_content, referenced_model
 from .proving import Asked
@@ -109,6 +109,7 @@ class WeightReceiver:
             WriterDied: the sender is gone.
             Exception: that of applying them, here and, with its traceback, in the sender.
         """
+        timeout = timeout_or_none(timeout)
         self._scheme.check_open("receive")
         if self._transport is None:
             return False

@@ -249,8 +249,8 @@ class WeightSender:
             NotDelivered: these workers hold something else; it names every leaf. WorkerDied, AckTimeout: these have
             not answered. ProtocolError: there are no checksums, or nothing was sent. As send() does otherwise.
         """
-        refuse_unnoted(self._scheme)
         deadline = self._deadline(timeout)
+        refuse_unnoted(self._scheme)
         with turn(self.turns(), deadline, "verify"):
             self.check_ready("verify")
             return self._verify(self._chosen(worker_ids), deadline)

@@ -96,9 +96,9 @@ class Subscriptions:
         if subscriber is None:
             subscriber = self.needed(model_id)
         self.move_to(subscriber, version)
-        if subscriber.version < version:
+        if subscriber._version < version:
             raise ProtocolError(
-                f"{model_id!r} is at version {subscriber.version} in the arena that this worker knows, not at "
+                f"{model_id!r} is at version {subscriber._version} in the arena that this worker knows, not at "
                 f"{version}; was the scheme restarted? Make the receiver anew",
                 version=version,
             )
@@ -118,8 +118,8 @@ class Subscriptions:
     def prove(self, model_id: str, session: bytes, model: Any) -> None:
         """Raise NotDelivered unless the model holds the newest version of the arena of this session."""
         subscriber = self._subscribers.get(model_id)
-        if subscriber is None or subscriber.session != session:
-            what = "none" if subscriber is None else f"session {subscriber.session.hex()[:8]}"
+        if subscriber is None or subscriber.arena.session != session:
+            what = "none" if subscriber is None else f"session {subscriber.arena.session.hex()[:8]}"
             raise NotDelivered(
                 f"this worker has attached to {what} of the arenas of {model_id!r}, but the sender's is session "
                 f"{session.hex()[:8]}; send again, or make the receiver anew"

@@ -36,11 +36,23 @@ def test_a_key_that_the_space_lacks_is_refused_from_every_call(collector, call, 
         (spaces.Dict({0: BYTES, 1: BYTES}), "the key 0"),
         (spaces.Dict({"a": spaces.Dict({(1, 2): BYTES})}), r"the key \(1, 2\)"),
         (spaces.Dict({"a": spaces.Dict({})}), "a is a Dict without keys"),
+        (spaces.Dict({}), "observation is a Dict without keys"),
+        (spaces.Dict({"": BYTES}), "an empty part"),
+        (spaces.Dict({"\ud800": BYTES}), "a lone surrogate"),
+        (spaces.Dict({"a": spaces.Dict({"b\0": BYTES})}), "a NUL character"),
     ],
 )
 def test_a_dict_space_whose_keys_a_batch_cannot_have_is_refused_by_name(collector, space, named):
     with pytest.raises(shmsync.ManifestMismatch, match=named):
         collector(functools.partial(Odd, space), Constant(), **ONE)
+
+
+@pytest.mark.parametrize("which", ["space", "action"])
+@pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Tuple(())], ids=["Dict", "Tuple"])
+def test_an_empty_space_is_refused_when_the_collector_is_made(collector, which, space):
+    env = functools.partial(Odd, **{"space": BYTES, which: space}, reset=np.zeros(3, np.uint8))
+    with pytest.raises((TypeError, shmsync.ManifestMismatch), match=f"{type(space).__name__}"):
+        collector(env, Constant(), **ONE)
 
 
 @pytest.mark.parametrize("key", ["a.b", "a b", "é"])

@@ -78,6 +78,25 @@ def test_workers_get_cast_values(make, form):
     assert net.layer.weight[0, 0] == torch.tensor(PRECISE)
 
 
+class Table(Stamped):
+    """With a table that is computed in float32, whatever the dtype of the parameters."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__(0)
+        self.to(dtype)
+        self.register_buffer("table", torch.full((2,), PRECISE))
+
+
+@pytest.mark.parametrize("second", FORMS)
+def test_buffers_keep_their_dtype_in_every_form_that_follows_a_module(make, second):
+    rig, net = make(lambda: Table(torch.bfloat16), dtype=torch.bfloat16), precise(Table())
+    rig.deliver(net)
+    rig.deliver(FORMS[second](net))
+    for each in rig.nets:
+        check(each)
+        assert each.table.dtype == torch.float32 and (each.table == PRECISE).all()
+
+
 @pytest.mark.parametrize("form", ["module", "state_dict"])
 def test_patterns_choose_what_is_cast(make, form):
     class Mixed(Stamped):

@@ -56,6 +56,17 @@ def test_a_module_is_loaded_again_by_safetensors_own_means(tmp_path, export, slo
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
+def test_weights_in_any_layout_are_rows_in_the_file(tmp_path, export):
+    net = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 5, 1)).to(memory_format=torch.channels_last)
+    net.register_parameter("turned", nn.Parameter(torch.randn(3, 2).t()))
+    with shmsync.Publisher(net) as pub:
+        status, _, said = export(pub.name, tmp_path / "net")
+    assert status == 0, said
+    found = safetensors.load_file(tmp_path / "net")
+    assert found.keys() == net.state_dict().keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in net.state_dict().items())
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_it_is_one_version_while_the_trainer_publishes(start, name, tmp_path, export, slots):
     """Each leaf of these weights is filled with the number of its version."""

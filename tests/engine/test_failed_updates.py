@@ -1,5 +1,6 @@
 """An update that fails half way."""
 
+import threading
 from math import inf as for_ever
 
 import pytest
@@ -12,6 +13,7 @@ from support.engine import (
     read,
     wait_version,
 )
+from support.processes import until_waits
 from support.weights import stamp, stamped, stamps
 
 
@@ -33,7 +35,7 @@ def test_failed_update_in_place_poisons_until_a_full_publish(start):
             fail_half_way(pub)
         assert pub.version == 1
         for reader in (sub, optimistic):
-            for call in (lambda: read(reader, timeout=for_ever), lambda: reader.run(print), reader.snapshot):  # noqa: B023
+            for call in (lambda: read(reader), lambda: reader.run(print), reader.snapshot):  # noqa: B023
                 with pytest.raises(shmsync.Poisoned):
                     call()
         with pytest.raises(shmsync.PublishTimeout):
@@ -55,6 +57,27 @@ def test_failed_update_in_place_poisons_until_a_full_publish(start):
         with pub.update() as weights:
             stamp(weights, 3)
         assert read(sub) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_read_with_a_timeout_waits_for_the_repair(consistency):
+    with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        with pytest.raises(shmsync.Poisoned):
+            read(sub, timeout=0.05)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(read(sub, timeout=for_ever)))
+        reader.start()
+        until_waits(reader, "_try_again")
+        pub.publish(stamped(2))
+        reader.join(60)
+        assert found == [(2, 2, 2)]
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        pub.close()
+        with pytest.raises(shmsync.Poisoned):  # nothing will repair it
+            read(sub, timeout=for_ever)
 
 
 def test_failed_update_of_a_spare_slot_just_goes_away():

@@ -15,6 +15,7 @@ from shmsync.memory.manifest import Manifest
 
 KEYS = st.lists(st.text(max_size=5), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
+ORDERS = st.tuples(*[st.integers(0, 4)] * 4)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64])
 LIMIT = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 JSON = st.recursive(
@@ -29,12 +30,20 @@ def without_clashes(keys):
 
 
 @LIMIT
-@given(st.lists(st.tuples(KEYS, SHAPES, DTYPES), max_size=8, unique_by=lambda each: each[0]), *[st.booleans()] * 2)
+@given(
+    st.lists(st.tuples(KEYS, SHAPES, DTYPES, ORDERS), max_size=8, unique_by=lambda each: each[0]), *[st.booleans()] * 2
+)
 def test_what_is_laid_out_is_read_back(leaves, filtered, checksum):
-    keys = without_clashes([key for key, _, _ in leaves])
-    tensors = {key: torch.zeros(shape, dtype=dtype) for key, shape, dtype in leaves if key in keys}
+    keys = without_clashes([key for key, _, _, _ in leaves])
+    tensors = {
+        key: torch.zeros(shape, dtype=dtype).permute(sorted(range(len(shape)), key=lambda d: (order[d], d)))
+        for key, shape, dtype, order in leaves
+        if key in keys
+    }
     made = Manifest.of(tensors, filtered=filtered, checksum=checksum)
     assert Manifest.from_json(made.to_json(), made.slot_bytes) == made
+    for leaf in made.leaves:
+        assert not leaf.nbytes or leaf.strides == tensors[leaf.key].stride()
 
 
 @LIMIT

@@ -161,6 +161,34 @@ def pages(tmp_path):
     return tmp_path
 
 
+CELL = """
+import json, os, sys
+from pathlib import Path
+engine, nodes, workers, seconds, result, *sizes = sys.argv[1:]
+bare = f"{engine}, variable: {os.environ.get('RAY_ENABLE_ZERO_COPY_TORCH_TENSORS')}"
+contestants = {name: {"p50_ms": 1.0, "p99_ms": 2.0} for name in ("shmsync", "shmsync, by node", bare)}
+Path(result).write_text(json.dumps([{"size": size, "contestants": contestants} for size in sizes]))
+"""
+RAY = """
+import distributed_cell
+from clock import Clock
+from sections import ray
+distributed_cell.__file__ = "cell.py"
+for row in ray.rows(Clock(1000)):
+    print(row.what, row.floor, sep="; ")
+"""
+
+
+def test_ray_with_and_without_zero_copy_tensors_are_cells_of_their_own(tmp_path):
+    (tmp_path / "cell.py").write_text(CELL)
+    program = RAY.replace('"cell.py"', repr(str(tmp_path / "cell.py")))
+    said = say(tmp_path, program, RAY_ENABLE_ZERO_COPY_TORCH_TENSORS="1").splitlines()
+    for where in ("1 node, 4 workers", "2 nodes, 4 workers", "1 node, 1 worker", "2 nodes, 1 worker"):
+        for way in ("to each worker", "by node"):
+            assert f"Ray, 100 MB, {where}, {way}; ray, variable: None" in said
+            assert f"Ray, zero-copy tensors, 100 MB, {where}, {way}; ray, variable: 1" in said
+
+
 def test_the_tables_are_pasted_between_their_marks_and_nothing_else_changes(pages):
     measured = row(what="publish 100 MB in 14 tensors, 1 thread", floor="memcpy")
     found = earlier(pages, measured, row(what="another", trouble="not installed: ray"))

@@ -1,18 +1,22 @@
-"""Which tests run: all, or of each cross product a choice in which every value occurs.
+"""Which tests run: all, or of each cross product a choice in which every value, or every pair of values, occurs.
 
 A test function with several parameters, say a scheme, a start method and a form of weights, is one test for each of
 their combinations. The covering choice takes so few of them that each scheme, each start method and each form still
 occurs. A scheme that is there with several options counts once; the options take turns. Which combinations these are
 differs from function to function, and is the same in every run.
 
-A test that is marked `full` is never of the choice: another one of its function shows the same, or it is a training of
-a minute or more whose program other tests start too.
+A test that is marked `full` is never of the covering choice: another one of its function shows the same, or it is a
+training of a minute or more whose program other tests start too.
+
+The pairs are what CI runs after the covering choice: so many more combinations that every two values of two parameters
+meet in one test. Most faults need one value or two, so combinations of three are left to `make test-all`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
+from itertools import combinations
 
 import pytest
 
@@ -24,7 +28,10 @@ def first(values, count=1):
 
 
 def choose(items, choice):
-    """(the tests to run, those that are left out), in their order. `choice`: "all", "covering" or "rest"."""
+    """(the tests to run, those that are left out), in their order. `choice`: "all", "covering", "pairs" or "rest".
+
+    "pairs" and "rest" leave out what "covering" has.
+    """
     if choice == "all":
         return items, []
     functions = defaultdict(list)
@@ -32,9 +39,13 @@ def choose(items, choice):
         functions[item.nodeid.partition("[")[0]].append(item)
     taken = Counter()  # how often each value was
     covering = {id(item) for group in functions.values() for item in cover(group, taken)}
-    wanted = choice == "covering"
-    chosen = [item for item in items if (id(item) in covering) is wanted]
-    return chosen, [item for item in items if (id(item) in covering) is not wanted]
+    if choice == "covering":
+        wanted = covering
+    elif choice == "pairs":
+        wanted = {id(item) for group in functions.values() for item in pair(group, covering)}
+    else:
+        wanted = {id(item) for item in items} - covering
+    return [item for item in items if id(item) in wanted], [item for item in items if id(item) not in wanted]
 
 
 def cover(items, taken):
@@ -42,13 +53,11 @@ def cover(items, taken):
     items = [item for item in items if not item.get_closest_marker("full")]
     if len(items) <= 1:
         return items
-    given = {id(item): item.callspec.params.items() for item in items}
-    values = {
-        key: {(name, id(getattr(value, "scheme", value))) for name, value in pairs} for key, pairs in given.items()
-    }
+    given = {id(item): item.callspec.params.values() for item in items}
+    values = {id(item): values_of(item) for item in items}
 
     def worth(item):
-        rare = -sum(taken[id(value)] for _, value in given[id(item)])
+        rare = -sum(taken[id(value)] for value in given[id(item)])
         return len(values[id(item)] & missing), rare
 
     # A mix of the names, so that other functions pair the same values in other ways.
@@ -58,5 +67,27 @@ def cover(items, taken):
         best = max(left, key=worth)
         chosen.append(best)
         missing -= values[id(best)]
-        taken.update(id(value) for _, value in given[id(best)])
+        taken.update(id(value) for value in given[id(best)])
+    return chosen
+
+
+def values_of(item):
+    """The values of a test's parameters; a scheme that is there with several options counts once."""
+    callspec = getattr(item, "callspec", None)
+    pairs = callspec.params.items() if callspec else ()
+    return {(name, id(getattr(value, "scheme", value))) for name, value in pairs}
+
+
+def pair(items, covering):
+    """Tests of one function in which every two values of two parameters meet, but for those that `covering` has."""
+    met = {id(item): set(combinations(sorted(values_of(item)), min(2, len(values_of(item))))) for item in items}
+    missing = set().union(*met.values()) - set().union(*(met[id(item)] for item in items if id(item) in covering))
+    left = sorted(
+        (item for item in items if id(item) not in covering), key=lambda item: zlib.crc32(item.nodeid.encode())
+    )
+    chosen = [item for item in left if not met[id(item)]]  # without parameters
+    while missing:
+        best = max(left, key=lambda item: len(met[id(item)] & missing))
+        chosen.append(best)
+        missing -= met[id(best)]
     return chosen

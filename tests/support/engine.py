@@ -9,7 +9,7 @@ import time
 import torch
 
 import shmsync
-from support.weights import bytes_of, stamped, stamps
+from support.weights import Counting, bytes_of, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
 # what was left of the arena.
@@ -55,6 +55,28 @@ def publish_stamps_for_ever(state):
     while True:
         publish(state, state.pub.version + 1)
         time.sleep(0.001)
+
+
+def open_counting(state, version=1, **kwargs):
+    """A publisher whose weights are the number of their version."""
+    state.net = Counting()
+    state.pub = shmsync.Publisher(state.net, **kwargs)
+    while state.pub.version < version:
+        count(state)
+    return state.pub.handle
+
+
+def count(state):
+    with torch.no_grad():
+        for tensor in (*state.net.parameters(), *state.net.buffers()):
+            tensor.fill_(state.pub.version + 1)
+    state.pub.publish()
+
+
+def count_for_ever(state):
+    while True:
+        count(state)
+        time.sleep(0.0003)
 
 
 def begin_update(state, version):

@@ -162,9 +162,10 @@ def flat(batch):
 class Odd(Counting):
     """Returns what it is told to, from its resets or its steps; its space is `space`."""
 
-    def __init__(self, space, *, reset=None, step=..., reward=1.0, terminated=False, result=None):
+    def __init__(self, space, *, reset=None, step=..., reward=1.0, terminated=False, result=None, action=None):
         super().__init__()
         self.observation_space = space
+        self.action_space = self.action_space if action is None else action
         self._reset, self._step, self._reward, self._terminated = reset, step, reward, terminated
         self._result = result  # instead of all
 

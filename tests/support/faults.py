@@ -59,6 +59,8 @@ ERRORS = {
     "getsockopt": "ENOMEM",
 }
 
+CURES = {errno.EMFILE: "ulimit -n", errno.ENFILE: "fs.file-max"}  # of what NoSpace says
+
 _library = ctypes.CDLL(None)
 
 
@@ -152,6 +154,8 @@ def run(scenario, case):
             text = "".join(traceback.format_exception(error))
             raise Violation(f"it raised {type(error).__name__} ({fired=}):\n{text}")
         name = type(error).__name__
+        if fired and isinstance(error, shmsync.NoSpace) and error_number in CURES:
+            need(CURES[error_number] in str(error), f"the cure is another one's: {error}")
         error.__traceback__ = None
     else:
         name = f"returned {result}" if scenario.expected else "succeeded"

@@ -88,6 +88,10 @@ class ManifestBytes(Target):
         assert manifest.written_bytes <= ROOM, text
         for leaf in manifest.leaves:
             assert 0 <= leaf.offset <= leaf.offset + leaf.nbytes <= ROOM, text
+            elements = leaf.nbytes // leaf.dtype.itemsize
+            if 0 < elements < 10_000:  # each is at a place of its own among so many, which torch holds it to
+                shown = torch.arange(elements).as_strided(leaf.shape, leaf.strides)
+                assert shown.unique().numel() == elements, text
         assert len(manifest.by_key) == len(manifest.leaves), text
         assert Manifest.from_json(manifest.to_json(), ROOM) == manifest, text
 

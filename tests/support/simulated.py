@@ -260,9 +260,9 @@ class Simulated:
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """A copy of this tensor in memory of the device."""
-        values = values.contiguous()
+        values = values.clone()  # dense, and laid out as the values are
         storage = self.allocate(max(values.nbytes, 1))
-        there = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape)
+        there = torch.empty(0, dtype=values.dtype).set_(storage, 0, values.shape, values.stride())
         weakref.finalize(storage, self._drop, storage._cdata).atexit = False  # it lives as long as tensors over it
         there.copy_(values)
         return there

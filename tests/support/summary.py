@@ -36,7 +36,7 @@ class Summary:
     def pytest_terminal_summary(self, terminalreporter):
         if not self.tests:
             return
-        left = "test-rest" if self.config.option.choice == "covering" else ""
+        left = "test-all" if self.config.option.choice == "covering" else ""
         rows = [("folder", "tests", "seconds", "in", f"left to make {left}" if left else "")]
         for where in sorted(self.seconds, key=lambda each: -self.seconds[each]):
             workers = sorted(self.workers[where])

@@ -72,3 +72,73 @@ def step(module):
 def put(pub, value):
     """Publish a version whose only tensor, of four elements, is `value`."""
     return pub.publish({"t": torch.full((4,), float(value))})
+
+
+class Counting(nn.Module):
+    """Each result is the version of the weights that made it; a mixture of versions is no whole number."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Part()
+        self.last = Part()
+
+    def forward(self, x):
+        return (self.first(x) + self.last(x)) / 2
+
+    def act(self, x):
+        return (self(x) + self.first.bias) / 2
+
+    def stream(self, x):
+        for _ in range(2):
+            yield self.act(x)
+
+    def lazily(self, x):
+        weight = self.last.weight
+        return (weight.sum() / len(weight) for _ in range(2))
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("bias", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return (self.weight.sum() + self.bias) / 5
+
+    act = forward
+
+
+def filled(value, module=None):
+    """A module of several layers whose every element is `value`; or one that is there, its gradients all -1."""
+    if module is None:
+        module = nn.Sequential(*(nn.Linear(192, 192) for _ in range(4)))
+        for parameter in module.parameters():
+            parameter.data.fill_(value)
+    else:
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, -1.0)
+    return module
+
+
+def states(value, prefix=""):
+    """The state_dict of such a module."""
+    return {f"{prefix}{name}": torch.full_like(t, value) for name, t in filled(0).state_dict().items()}
+
+
+class PlainSgd:
+    """An optimizer of another library, which is none of torch's."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data += 1.0
+
+
+def expect_ones(tensors):
+    """Check tensors that came from another process, and that they can be written."""
+    assert all(each.eq(1).all() for each in tensors)
+    for each in tensors:  # some are tied
+        each.detach().zero_()

@@ -6,7 +6,10 @@ that mixes versions shows.
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +211,89 @@ class Batched(nn.Module):
         return self.out(hidden) + self.step
 
 
+class Planes(nn.Module):
+    """Convolutions whose weights lie in another order of memory, and so their outputs."""
+
+    def __init__(self, dims, memory_format):
+        super().__init__()
+        convolution, norm = ((nn.Conv2d, nn.BatchNorm2d), (nn.Conv3d, nn.BatchNorm3d))[dims - 2]
+        self.size = (7,) * dims
+        self.first = convolution(WIDTH, 24, 3)
+        self.norm = norm(24).eval()
+        self.last = convolution(24, 5, 1)
+        self.to(memory_format=memory_format)
+
+    def forward(self, x):
+        planes = x.reshape(*x.shape, *[1] * len(self.size)) * torch.linspace(-1, 1, 7)
+        hidden = torch.relu(self.norm(self.first(planes.expand(*x.shape, *self.size))))
+        meanwhile()
+        return self.last(hidden)
+
+
+class Turned(nn.Module):
+    """Weights, an embedding and a buffer that are transposed in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Parameter(torch.randn(WIDTH, 70))
+        self.body = nn.Linear(70, 70)
+        self.embed = nn.Embedding(3, 70)
+        self.register_buffer("mixed", torch.randn(70, 70).t())
+        for parameter in (self.body.weight, self.embed.weight):
+            parameter.data = parameter.data.t().contiguous().t()
+        self.decoder = nn.Parameter(torch.randn(WIDTH, 70).t())
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x @ self.encoder) @ self.mixed)
+        meanwhile()
+        return (hidden + self.embed(torch.arange(len(x)))) @ self.decoder
+
+
+class Holder:
+    """An object of the user's own, which an output may be."""
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+class Returning(nn.Module):
+    """Returns its own weights, in whatever holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, 2)
+        self.shift = nn.Parameter(torch.zeros(2))
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("noise", torch.zeros(2))
+
+    def dist(self, x):
+        """As in SAC: the transforms hold weights."""
+        base = torch.distributions.Normal(self.net(x), 1.0, validate_args=False)
+        meanwhile()
+        affine = torch.distributions.AffineTransform(self.shift, self.scale)
+        return torch.distributions.TransformedDistribution(
+            base, [torch.distributions.ComposeTransform([affine])], validate_args=False
+        )
+
+    def held(self, x):
+        out = self.net(x)
+        meanwhile()
+        return Holder(out=out, weights=[self.shift, deque([self.scale.expand_as(out)])], inner=Holder(noise=self.noise))
+
+    def mapped(self, x):
+        out = self.net(x)
+        return OrderedDict(out=out, rest=MappingProxyType({"shift": self.shift[:1], "views": (self.scale, self.noise)}))
+
+    def bounded(self, x):
+        return partial(torch.nn.functional.linear, self.net(x), bias=self.shift)
+
+    def stepped(self, x):
+        out = self.net(x)
+        yield Holder(out=out, scale=self.scale)
+        meanwhile()
+        yield Holder(out=out, noise=self.noise.view(2, 1))
+
+
 class Container(nn.ModuleDict):
     def __init__(self):
         super().__init__({"pi": mlp(), "v": mlp(1)})
@@ -242,7 +328,8 @@ def tensordict_module():
 class Use(NamedTuple):
     """One way to use one kind. `names`: what to guard when the user lists it. `whole`: Dynamo compiles it as one graph.
 
-    `repeats`: calling it again with the same weights gives the same.
+    `repeats`: calling it again with the same weights gives the same. `exact`: compare to the bit, and strides too.
+    `worker`: makes the worker's module, where it is made in another way.
     """
 
     make: Callable[[], nn.Module]
@@ -250,6 +337,8 @@ class Use(NamedTuple):
     names: list[str]
     whole: bool = True
     repeats: bool = True
+    exact: bool = False
+    worker: Callable[[], nn.Module] | None = None
 
 
 def _call(module, x):
@@ -290,6 +379,20 @@ USES = {
     "hooked": Use(Hooked, _call, ["forward"]),
     "recurrent": Use(Recurrent, _call, ["forward"], whole=False),
     "batched": Use(Batched, _call, ["forward"], repeats=False),
+    "channels_last": Use(
+        lambda: Planes(2, torch.channels_last),
+        _call,
+        ["forward"],
+        exact=True,
+        worker=lambda: Planes(2, torch.contiguous_format),
+    ),
+    "channels_last_3d": Use(lambda: Planes(3, torch.channels_last_3d), _call, ["forward"], exact=True),
+    "turned": Use(Turned, _call, ["forward"], exact=True),
+    "returning.dist": Use(Returning, lambda m, x: m.dist(x), ["dist"], whole=False),
+    "returning.held": Use(Returning, lambda m, x: m.held(x), ["held"], whole=False),
+    "returning.mapped": Use(Returning, lambda m, x: m.mapped(x), ["mapped"], whole=False),
+    "returning.bounded": Use(Returning, lambda m, x: m.bounded(x).keywords, ["bounded"], whole=False),
+    "returning.stepped": Use(Returning, lambda m, x: list(m.stepped(x)), ["stepped"], whole=False),
     "container.pi": Use(Container, lambda m, x: m.pi(x), ["pi"]),
     "weight_norm": Use(weight_norm, _call, ["forward"], whole=False),
     "spectral_norm": Use(spectral_norm, _call, ["forward"], whole=False),

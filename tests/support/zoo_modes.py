@@ -7,10 +7,16 @@ from __future__ import annotations
 
 import functools
 import threading
+from contextlib import nullcontext
 
 import torch
 
+from .calls import Call
 from .zoo import WIDTH
+
+# In what surroundings the worker's module is made.
+CREATIONS = {"plain": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+             "default device": functools.partial(torch.device, "cpu")}  # fmt: skip
 
 
 def plain(bind, module, use):
@@ -40,7 +46,9 @@ def compiled_before(bind, module, use):
 
 def used_then_compiled_before(bind, module, use):
     compiled = torch.compile(module, backend="eager")
-    with torch.no_grad():
+    # A module of inference tensors that counts its calls runs in inference mode only: torch refuses the count elsewhere.
+    inference = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
+    with torch.no_grad(), torch.inference_mode(inference):
         use.run(compiled, torch.zeros(2, WIDTH))
     worker = bind(compiled)
     return lambda x: use.run(worker, x)
@@ -135,6 +143,22 @@ def another_thread(bind, module, use):
     return run
 
 
+def several_threads(bind, module, use):
+    worker = bind(module)
+
+    def call(x):
+        return use.run(worker, x), bind.subscriber.version
+
+    def run(x):
+        out = use.run(worker, x)
+        bind.advance()
+        other = Call(call, x).result()
+        return [(out, bind.subscriber.version), other, call(x)]
+
+    run.labelled = True  # it says itself which version each result is of
+    return run
+
+
 def wrapped_after(bind, module, use):
     worker = bind(module)
     for name in [name for name in ("forward", *use.names) if "." not in name and name in vars(worker)]:
@@ -159,5 +183,8 @@ MODES = {mode.__name__: mode for mode in (
     plain, named, read_section, compiled_before, used_then_compiled_before, compiled_after, compiled_whole_before,
     compiled_whole_after, compiled_in_place_before, compiled_in_place_after, called_by_compiled_code,
     called_by_compiled_code_in_a_section, section_in_compiled_code, autocast_loop, inference_mode, another_thread,
-    wrapped_after, bound_before_elsewhere, two_arenas,
+    several_threads, wrapped_after, bound_before_elsewhere, two_arenas,
 )}  # fmt: skip
+
+# Those whose results are not those of guarded calls, and may show the weights.
+UNGUARDED = (read_section, called_by_compiled_code_in_a_section, section_in_compiled_code)

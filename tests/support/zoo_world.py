@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 import warnings
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import torch
 from tensordict import TensorDict
 
 import shmsync
 
-from .zoo import WIDTH, set_meanwhile
-from .zoo_modes import two_arenas
+from .zoo import WIDTH, Holder, set_meanwhile
+from .zoo_modes import CREATIONS, UNGUARDED, two_arenas
 
 STEPS = 4
 
@@ -23,12 +24,15 @@ class World:
     def __init__(self, use, mode, slots, rng):
         self.use, self.slots, self.rng = use, slots, rng
         self.parts = mode is two_arenas
+        self.keeps = mode not in UNGUARDED
         self.consistency = rng.choice(["pinned", "pinned", "optimistic"]) if use.repeats else "pinned"
         self.route = rng.choice(["module", "tensordict", "mapping", "update", *(["adopt"] if slots == 1 else [])])
         self.trainer = use.make()
         self.history = {}
         self.open = []
-        self.module = use.make()
+        self.creation = rng.choice(list(CREATIONS))
+        with CREATIONS[self.creation]():
+            self.module = (use.worker or use.make)()
         keys = [name for name, _ in (*self.trainer.named_parameters(), *self.trainer.named_buffers())]
         self.publishers = [self._keep(shmsync.Publisher(self.trainer, slots=slots, include=part)) for part in (
             (keys[::2], list(keys[1::2])) if self.parts and len(keys) > 1 else (None,)
@@ -124,6 +128,7 @@ class World:
             setattr(owner, name, tensor.clone())
 
     def check(self, run, steps):
+        kept = []
         for number in range(steps):
             if number and self.rng.random() < 0.8:
                 self.advance()
@@ -138,11 +143,19 @@ class World:
                 out = run(x)
             finally:
                 set_meanwhile(None)
-            version = self.subscriber.version
-            assert version >= latest, f"version {version} is shown, {latest} was published"
-            with getattr(run, "expected_around", nullcontext)():
-                expected = self.use.run(self.history[version], x)
-            assert same(out, expected), f"not what the trainer's module computed at version {version}"
+            labelled = out if hasattr(run, "labelled") else [(out, self.subscriber.version)]
+            for out, version in labelled:
+                assert version >= latest, f"version {version} is shown, {latest} was published"
+                with getattr(run, "expected_around", nullcontext)():
+                    expected = self.use.run(self.history[version], x)
+                assert same(out, expected, self.use.exact), f"not what the trainer computed at version {version}"
+                kept.append((version, out, expected))
+        for _ in range(self.slots if self.keeps else 0):
+            self.advance()
+        for subscriber in self.subscribers:
+            subscriber.refresh()
+        for version, out, expected in kept if self.keeps else ():
+            assert same(out, expected, self.use.exact), f"a result of version {version} has changed with later versions"
 
 
 def _tensors(module):
@@ -150,12 +163,19 @@ def _tensors(module):
         yield from (*child._parameters.values(), *child._buffers.values())
 
 
-def same(a, b):
+def same(a, b, exact=False):
     if isinstance(a, torch.Tensor):
+        if exact:
+            return torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
         return torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6) and a.dtype == b.dtype
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.distributions.Distribution):
+        at = torch.full(b.batch_shape + b.event_shape, 0.5)
+        return same(a.log_prob(at), b.log_prob(at), exact)
+    if isinstance(a, Holder):
+        return same(vars(a), vars(b), exact)
+    if isinstance(a, (dict, MappingProxyType)):
+        return a.keys() == b.keys() and all(same(a[key], b[key], exact) for key in a)
+    return len(a) == len(b) and all(same(*pair, exact) for pair in zip(a, b, strict=True))
 
 
 def visit(use, mode, slots, seed):
@@ -170,7 +190,10 @@ def visit(use, mode, slots, seed):
             with getattr(run, "around", nullcontext()):
                 world.check(run, STEPS)
     except BaseException as error:
-        drawn = f"{mode.__name__}, slots={slots}, {world.consistency}, published by {world.route}, seed {seed}"
+        drawn = (
+            f"{mode.__name__}, slots={slots}, {world.consistency}, made in {world.creation}, published by "
+            f"{world.route}, seed {seed}"
+        )
         error.args = (f"{drawn}: {error}",)
         raise
     finally:

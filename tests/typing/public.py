@@ -54,6 +54,7 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
             assert_type(section.weights, TensorDictBase)
             assert_type((section.version, section.torn), tuple[int, bool])
         assert_type(sub.run(half, 2), float)
+        assert_type(sub.run(half, 2, with_version=True), tuple[float, int])
         assert_type(sub.snapshot(), shmsync.Snapshot)
         assert_type(sub.refresh(), bool)
         assert_type(sub.wait_version(2), int)

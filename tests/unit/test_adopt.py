@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -137,3 +143,117 @@ def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(publish
     assert pub.publish() == 2
     with sub.read() as section:
         assert section.weights["weight"].unique().tolist() == [7.0]
+
+
+# ---- load_state_dict()
+
+
+def doubled(module):
+    return {name: tensor * 2 + 1 for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("part", ["", "0"])
+def test_loading_is_a_version_or_joins_the_update_of_its_thread(publisher, subscriber, part, assign):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+    target = module.get_submodule(part)
+    for version, joins in ((2, False), (3, True), (4, False)):
+        with pub.update() if joins else contextlib.nullcontext():
+            target.load_state_dict(doubled(target), assign=assign)
+        assert pub.version == version
+        shown = sub.snapshot().weights
+        assert all(torch.equal(shown[tuple(name.split("."))], t) for name, t in module.state_dict().items())
+    pub.close()
+    assert "load_state_dict" not in vars(module) and "_load_from_state_dict" not in vars(target)
+    target.load_state_dict(doubled(target))
+
+
+@pytest.mark.parametrize("wrong", ["a shape", "a missing key", "a key too many"])
+def test_a_load_that_raises_changes_nothing(publisher, subscriber, wrong):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pub = publisher(module)
+    sub = subscriber(pub)
+    pub.adopt(module)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = doubled(module)
+    if wrong == "a missing key":
+        del state["1.bias"]
+    else:
+        state["1.bias" if wrong == "a shape" else "2.bias"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="Error.* in loading state_dict"):
+        module.load_state_dict(state)
+    assert pub.version == 1 and sub.snapshot().version == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    module.load_state_dict(doubled(module))
+    assert pub.version == 2 and torch.equal(sub.snapshot().weights["0", "weight"], module[0].weight)
+
+
+def test_a_copy_of_an_adopted_module_loads_by_its_own(publisher):
+    module = nn.Sequential(nn.Linear(2, 2))
+    pub = publisher(module)
+    pub.adopt(module)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        twin.load_state_dict(doubled(module))
+        assert pub.version == 1 and not torch.equal(twin[0].weight, module[0].weight)
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_writes_in_its_forward_is_refused(publisher, make):
+    module = nn.Sequential(make(3, 2, max_norm=1.0))
+    address = module[0].weight.data_ptr()
+    pub = publisher(module)
+    with pytest.raises(shmsync.ProtocolError, match="0 is an embedding with max_norm=1.0"):
+        pub.adopt(module)
+    assert module[0].weight.data_ptr() == address and pub.version == 1
+
+
+def test_what_an_interrupted_close_leaves_can_be_written(publisher, monkeypatch):
+    module = nn.Linear(2, 2)
+    pub = publisher(module)
+    pub.adopt(module)
+    give_back, calls = pub._side.adopted.give_back, []
+
+    def interrupted():
+        calls.append(True)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        give_back()
+
+    monkeypatch.setattr(pub._side.adopted, "give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pub.close()
+    with torch.no_grad():
+        module.weight.add_(1)
+
+
+def test_an_adopted_module_outlives_a_publisher_that_nobody_closed():
+    module = nn.Linear(2, 2)
+    pub = shmsync.Publisher(module)
+    pub.adopt(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del pub
+        gc.collect()
+    with torch.no_grad():
+        module.weight.add_(1)
+    module.load_state_dict(doubled(module))
+
+
+def test_many_cycles_leave_no_mapping():
+    module = nn.Linear(64, 64)
+
+    def mappings():
+        return sum("shmsync:" in line for line in open("/proc/self/maps"))
+
+    before = mappings()
+    for _ in range(200):
+        with shmsync.Publisher(module) as pub:
+            pub.adopt(module)
+            module.load_state_dict(module.state_dict())
+    gc.collect()
+    assert mappings() == before
+    with torch.no_grad():
+        module.weight.add_(1)

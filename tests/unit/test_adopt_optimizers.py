@@ -112,7 +112,9 @@ def test_weights_that_come_in_another_order_take_the_state_with_them(publisher, 
 
 
 def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_is_refused(publisher):
-    module = convolution(torch.channels_last)
+    module = convolution()
+    pub = publisher(module)
+    module.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
     learn(module, optimizer, 1)
     state = optimizer.state[module[0].weight]
@@ -121,7 +123,6 @@ def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_
     place.copy_(state["exp_avg"])
     state["exp_avg"] = place
     before = module[0].weight.data_ptr()
-    pub = publisher(module)
     with pytest.raises(shmsync.ManifestMismatch, match=r"exp_avg \(4, 3, 3, 3\) is a view of a larger tensor"):
         pub.adopt(module, optimizer)
     assert module[0].weight.data_ptr() == before and pub.version == 1

@@ -105,7 +105,8 @@ def test_parameters_that_left_the_arena_come_back_with_the_next_version(publishe
     pub = publisher(trainer, slots=slots)
     sub = subscriber(pub)
     sub.bind(worker)
-    worker.double().float()
+    for parameter in worker.parameters():
+        parameter.data = parameter.data.clone()
     step(trainer)
     pub.publish()
     x = torch.ones(1, 2)

@@ -211,7 +211,8 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
     trainer, worker = Policy(), Policy()
     pub = publisher(trainer)
     sub = subscriber(pub)
-    with pytest.raises(RuntimeError, match="half"), pub.update():
+    with pytest.raises(RuntimeError, match="half"), pub.update() as weights:
+        weights["head", "weight"].fill_(0.0)
         raise RuntimeError("half way")
     with pytest.raises(shmsync.Poisoned):
         sub.bind(worker)
@@ -553,3 +554,19 @@ def test_an_autocast_loop_uses_each_new_version(bound, slots):
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
                 expected = trainer(x)
             assert torch.equal(worker(x), expected)
+
+
+@torch.no_grad()
+def test_a_generator_that_an_optimistic_call_returns_is_pinned(bound):
+    _, worker, pub, sub = bound(Decoder, 1, "optimistic")
+    x = torch.randn(2, 4)
+    steps = worker.lazily(x)
+    next(steps)
+    with pytest.raises(shmsync.ProtocolError):
+        pub.publish()  # in place: it would change what the next steps use
+    steps.close()
+    assert pub.publish() == 2
+    with sub.read() as section:  # the caller has said what it wants
+        assert len(list(worker.lazily(x))) == 3
+        assert pub.publish() == 3
+    assert section.torn

@@ -118,7 +118,7 @@ def fits(tensor, name, cast):
 def test_each_publish_gives_what_the_tensors_are_now(publisher, known, how, cast, seed):
     draw = random.Random(seed)
     holder = Holder(how)
-    pub = publisher(holder.source, dtype=torch.float64 if cast else None)
+    pub = publisher(holder.source, dtype={"*": torch.float64} if cast else None)
     names = list(SHAPES)
     for _ in range(60):
         name = draw.choice(names)
@@ -158,7 +158,7 @@ def test_a_storage_that_was_cut_at_the_same_place_is_refused(publisher, known, h
             else:
                 source.t = nn.Parameter(tensor)
                 tensor = source.t
-        pub = publisher(source, dtype=torch.float64 if cast else None)
+        pub = publisher(source, dtype={"*": torch.float64} if cast else None)
         address = tensor.data_ptr()
         pub.publish(source)
         pub.publish(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from math import inf as for_ever
 
 import pytest
@@ -129,3 +130,52 @@ def test_a_publisher_is_not_closed_inside_its_own_update(publisher):
             pub.close()
         weights["t"].fill_(1)
     assert pub.version == 2
+
+
+@pytest.mark.parametrize("waits_in", ["begin", "wait_for_acks"])
+def test_a_third_thread_does_not_take_the_lock_that_a_wait_gave_up_for_close(publisher, subscriber, waits_in):
+    """close() succeeds, or nobody hears that the arena is closed."""
+    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
+    reader = subscriber(pub, worker=3)
+    with reader.read() if waits_in == "begin" else nullcontext():
+        waiter = Call(pub.publish, wait=None if waits_in == "begin" else [3])
+        until_waits(waiter, waits_in)
+        over, entered = threading.Event(), []
+
+        def third_thread():
+            while not over.is_set():
+                try:
+                    with pub.update():
+                        entered.append(True)
+                        over.wait(60)
+                except shmsync.WriterBusy:
+                    pass
+                except shmsync.ClosedError:
+                    return
+
+        busy = Call(third_thread)
+        try:
+            pub.close()
+        finally:
+            over.set()
+        assert waiter.ended_with() is shmsync.ClosedError
+        busy.join(60)
+    assert not entered
+    with pytest.raises(shmsync.ArenaNotFound):
+        shmsync.Subscriber(pub.handle)
+
+
+def test_a_close_that_is_too_late_has_ended_no_wait(publisher, subscriber, monkeypatch):
+    pub = publisher({"t": torch.zeros(4)}, timeout=0.0)
+    sub = subscriber(pub, timeout=for_ever)
+    with sub.read():
+        waiter = Call(pub.publish, timeout=for_ever)
+        until_waits(waiter, "begin")
+        taken = threading.Event()
+        monkeypatch.setattr(pub._side, "ending", lambda: taken.is_set())  # it looks, but too late
+        with pytest.raises(shmsync.WriterBusy):
+            pub.close()
+        assert not pub._side._requests
+        monkeypatch.undo()
+    assert waiter.ended_with() is type(None)
+    assert pub.publish() == 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 
 import shmsync
@@ -78,6 +81,130 @@ def test_the_manifest_records_which_leaves_are_cast(publisher):
     assert cast == {"proj.weight", "proj.bias", "inv_freq"}
     again = Manifest.from_json(pub.manifest.to_json(), pub.manifest.slot_bytes)
     assert again == pub.manifest
+
+
+class Language(nn.Module):
+    """Parameters, tied ones too, and buffers, one of them of whole numbers."""
+
+    def __init__(self, dtype=F32):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        self.head.weight = self.emb.weight
+        self.norm = nn.BatchNorm1d(2)
+        for parameter in self.parameters():  # as from_config(dtype=) makes it: buffers are computed in float32
+            parameter.data = parameter.data.to(dtype)
+        self.register_buffer("inv_freq", torch.tensor([1.0 + 2**-12, 3.0]))
+
+    def forward(self, tokens, position):
+        angle = (position * self.inv_freq).sum()
+        return self.head(self.emb(tokens) * torch.cos(angle).to(self.emb.weight.dtype))
+
+
+def data(module):
+    return TensorDict.from_module(module).data
+
+
+FORMS = {
+    "module": lambda module: module,
+    "tensordict": TensorDict.from_module,
+    "parameters by name": lambda module: {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **module._buffers,
+        **{f"norm.{name}": each for name, each in module.norm._buffers.items()},
+    },
+    "state_dict with parameters": lambda module: module.state_dict(keep_vars=True),
+    "nested dict": lambda module: TensorDict.from_module(module).to_dict(),
+}
+PLAIN = {
+    "state_dict": lambda module: module.state_dict(),
+    "tensordict without parameters": data,
+    "strings to tensors": lambda module: {name: tensor.clone() for name, tensor in module.state_dict().items()},
+}
+
+
+def buffers_of(pub):
+    return {name: kind for name, kind in dtypes_of(pub).items() if "inv_freq" in name or "running" in name}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_dtype_casts_parameters_and_buffers_keep_theirs(publisher, subscriber, form, slots):
+    """What a worker computes is what the trainer's own cast computes, rotary angles at large positions too."""
+    trainer = Language()
+    pub = publisher(FORMS[form](trainer), slots=slots, dtype=BF16)
+    assert set(buffers_of(pub).values()) == {F32}
+    assert dtypes_of(pub)["emb.weight"] == dtypes_of(pub)["norm.weight"] == BF16
+    worker = Language(BF16)
+    subscriber(pub).bind(worker)
+    expected = copy.deepcopy(trainer)
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.to(BF16)
+    tokens = torch.arange(3)
+    assert all(torch.equal(worker(tokens, at), expected(tokens, at)) for at in (0, 100, 2000, 99999))
+    rounded = copy.deepcopy(trainer).to(BF16)  # what casting the table as well computes
+    assert not all(torch.equal(worker(tokens, at), rounded(tokens, at)) for at in (0, 100, 2000, 99999))
+    for again in (FORMS | PLAIN).values():  # any form of it is a later version
+        with torch.no_grad():
+            trainer.emb.weight.add_(1)
+        pub.publish(again(trainer))
+        assert torch.equal(pub.weights["head", "weight"], trainer.emb.weight.bfloat16())
+        assert pub.weights["inv_freq"][0] == 1 + 2**-12
+
+
+@pytest.mark.parametrize("form", PLAIN)
+def test_where_nothing_tells_parameters_all_floating_leaves_are_cast(publisher, form):
+    pub = publisher(PLAIN[form](Language()), dtype=BF16)
+    assert set(buffers_of(pub).values()) == {BF16}
+    for again in (FORMS | PLAIN).values():
+        pub.publish(again(Language()))
+
+
+def test_an_instance_of_buffer_is_known_by_its_type(publisher):
+    pub = publisher({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}, dtype=BF16)
+    assert dtypes_of(pub) == {"w": BF16, "table": F32}
+
+
+def test_a_filter_does_not_change_what_is_a_parameter(publisher):
+    pub = publisher(TensorDict.from_module(Language()), dtype=BF16, include=["inv_freq", "norm.running_*"])
+    assert set(dtypes_of(pub).values()) == {F32}
+
+
+def test_a_buffer_that_is_one_tensor_with_a_parameter_is_cast_with_it(publisher, subscriber):
+    def make():
+        module = nn.Linear(2, 2)
+        module.register_buffer("seen", module.weight.data)
+        return module
+
+    pub = publisher(make(), dtype=BF16)
+    assert dtypes_of(pub) == {"weight": BF16, "bias": BF16, "seen": BF16}
+    subscriber(pub).bind(make().to(BF16))
+
+
+WORKERS = {
+    "all of it": lambda: Language().to(BF16),
+    "parameters": lambda: Language(BF16),
+    "nothing": Language,
+    "one layer": lambda: Language().apply(lambda each: each.to(F16) if isinstance(each, nn.BatchNorm1d) else each),
+    "one tensor": lambda: Language().apply(lambda each: setattr(each, "bias", halved(each)) or each),
+}
+
+
+def halved(module):
+    return None if getattr(module, "bias", None) is None else nn.Parameter(module.bias.detach().to(F64))
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("dtype", [None, BF16, F16], ids=str)
+def test_the_error_prints_the_mapping_that_cures_it(publisher, subscriber, worker, dtype):
+    make = WORKERS[worker]
+    pub = publisher(Language(), dtype=dtype)
+    try:
+        subscriber(pub).bind(make())
+    except shmsync.ManifestMismatch as error:
+        cure = eval(re.search(r"dtype=(\{.*?\})\)", str(error))[1], {"torch": torch})
+        subscriber(publisher(Language(), dtype=cure)).bind(make())
+    else:
+        assert (worker, dtype) in [("nothing", None), ("parameters", BF16)]
 
 
 BAD_PATTERNS = {

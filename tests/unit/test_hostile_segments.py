@@ -63,8 +63,12 @@ def test_a_slot_that_is_not_there_is_never_read(pub, subscriber, slot, consisten
         assert section.weights["t"][5] == 5
 
 
-def leaf(*, key=("t",), dtype="float32", shape=(64,), offset=0, cast=0):
-    return [key if isinstance(key, str) else list(key), dtype, shape, offset, cast]
+def leaf(*, key=("t",), dtype="float32", shape=(64,), offset=0, cast=0, more=()):
+    return [key if isinstance(key, str) else list(key), dtype, shape, offset, cast, *more]
+
+
+def strided(shape, strides, **more):
+    return document(leaf(shape=shape, more=[strides], **more))
 
 
 def document(*leaves, **more):
@@ -84,6 +88,23 @@ NO_MANIFESTS = {
     "a number of many digits": b'{"leaves":[[["t"],"float32",[' + b"9" * 50_000 + b'],0,0]],"filtered":false}',
     "empty, with a size beyond all numbers": document(leaf(shape=[0, 2**70])),
     "empty, with a stride beyond all numbers": document(leaf(shape=[0, 2**40, 2**40])),
+    "strides for fewer dimensions": strided([2, 3], [1]),
+    "strides for more dimensions": strided([2, 3], [1, 2, 6]),
+    "strides for no dimensions": strided([], [1]),
+    "no strides for some": strided([2, 3], []),
+    "strides of elements in one place": strided([2, 3], [0, 1]),
+    "strides of elements that meet": strided([2, 3], [1, 1]),
+    "strides with gaps": strided([2, 3], [4, 1]),
+    "strides that end beyond the slot": strided([2, 3], [1 << 30, 1]),
+    "a stride below nothing": strided([2, 3], [3, -1]),
+    "a stride beyond all numbers": strided([1, 3], [2**63, 1]),
+    "a stride whose bytes are beyond all numbers": strided([1, 3], [2**60, 1]),
+    "a stride with a fraction": strided([2, 3], [3, 1.0]),
+    "a stride as a truth value": strided([1, 3], [True, 1]),
+    "strides as text": strided([2], "1"),
+    "strides as a number": strided([2], 1),
+    "strides of an empty tensor": strided([0, 3], [3, 1]),
+    "strides twice": document(leaf(shape=[2, 3], more=[[1, 2], [1, 2]])),
     "a size with a fraction": document(leaf(shape=[2.5])),
     "a truth value as a size": document(leaf(shape=[True])),
     "a size as text": document(leaf(shape=["4"])),
@@ -127,9 +148,10 @@ def test_a_forged_manifest_is_refused_by_everybody(pub, capsys, what):
 
 
 def test_what_publishers_write_is_a_manifest(publisher):
-    """Tied, empty, without dimensions, nested, of every dtype, with checksums."""
+    """Tied, empty, without dimensions, nested, permuted, of every dtype, with checksums."""
     tied = torch.ones(3)
     weights = {"a.b": tied, "a.c": tied, "none": torch.empty(0, 4), "one": torch.tensor(1.0), "t": torch.ones(2).half()}
+    weights |= {"turned": torch.ones(2, 3).t(), "last": torch.ones(2, 3, 1, 1).to(memory_format=torch.channels_last)}
     for checksum in (False, True):
         pub = publisher(weights, checksum=checksum)
         text = observed.manifest_of(pub.name).to_json()

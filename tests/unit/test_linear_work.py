@@ -73,6 +73,75 @@ def test_snapshot(publisher, subscriber, tied, out):
     assert_linear(lambda leaves: snapped(leaves, tied, out, subscriber, publisher))
 
 
+def flat(leaves):
+    return nn.ModuleList([nn.Linear(2, 2) for _ in range(leaves // 2)])
+
+
+def nested(leaves):
+    """Towers of modules in modules, 40 levels high."""
+    towers = []
+    for start in range(0, leaves // 2, 40):
+        tower = nn.Linear(2, 2)
+        for _ in range(min(40, leaves // 2 - start) - 1):
+            tower = nn.Sequential(tower, nn.Linear(2, 2))
+        towers.append(tower)
+    return nn.ModuleList(towers)
+
+
+def listed(leaves):
+    module = nn.Linear(2, 2)
+    module.more = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(leaves - 2)])
+    return module
+
+
+def one_of_many(leaves):
+    module = flat(leaves)
+    for layer in module:
+        layer.weight = module[0].weight
+    return module
+
+
+def buffered(leaves):
+    return nn.ModuleList([nn.BatchNorm1d(2) for _ in range(leaves // 5)])
+
+
+SHAPES = [flat, nested, listed, one_of_many, buffered]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda each: each.__name__)
+def test_attaching_binding_and_the_first_calls(publisher, subscriber, shape, slots):
+    def work(leaves):
+        trainer, worker = shape(leaves), shape(leaves).eval()
+        pub = publisher(trainer, slots=slots)
+        layer = next(each for each in worker.modules() if isinstance(each, (nn.Linear, nn.BatchNorm1d)))
+        x = torch.zeros(2, 2)
+
+        @torch.no_grad()
+        def attach_bind_and_call():
+            sub = subscriber(pub)
+            sub.bind(worker)
+            layer(x)
+            pub.publish()
+            layer(x)
+            sub.bind(worker)
+
+        return calls(attach_bind_and_call)
+
+    assert_linear(work)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda each: each.__name__)
+def test_converting_and_copying_a_bound_module(publisher, subscriber, shape, slots):
+    def work(leaves):
+        worker = shape(leaves)
+        subscriber(publisher(shape(leaves), slots=slots)).bind(worker, guard=False)
+        return calls(worker.float)
+
+    assert_linear(work)
+
+
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 @pytest.mark.parametrize("patterns", [50, 300])
 def test_many_patterns_are_compiled_once(publisher, monkeypatch, patterns, argument):
@@ -128,7 +197,7 @@ def taken(leaves, subscriber, publisher):
 
 @pytest.mark.parametrize(
     ("work", "most"),
-    [(bound_once, 145), (bound_again, 155), (published, 80), (taken, 155)],
+    [(bound_once, 145), (bound_again, 157), (published, 87), (taken, 162)],
     ids=lambda each: getattr(each, "__name__", None),
 )
 def test_a_leaf_takes_no_more_calls_than_it_did(subscriber, publisher, work, most):

@@ -103,8 +103,15 @@ def test_each_byte_is_copied_once_and_in_one_call(publisher, subscriber, copies,
     pub = publisher(given | {"tied": given["leaf.0"]})
     sub = subscriber(pub)
     taken = sub.snapshot().weights
-    assert copies == [[pub.manifest.used_bytes, given["leaf.0"].nbytes]]  # a tied leaf's second name has its own
+    assert copies == [[leaf.nbytes for leaf in pub.manifest.leaves]]  # a tied leaf's second name has its own
     assert torch.equal(taken["tied"], given["leaf.0"])
+
+
+def test_each_leaf_has_a_storage_of_its_own(publisher, subscriber):
+    pub = publisher({f"leaf.{number}": torch.rand(100 + number) for number in range(9)})
+    taken = subscriber(pub).snapshot().weights
+    for leaf in taken.values(True, True):
+        assert leaf.untyped_storage().nbytes() == leaf.nbytes and leaf.storage_offset() == 0
 
 
 def test_what_is_known_of_the_leaves_is_worked_out_once(publisher, subscriber):

@@ -113,3 +113,66 @@ def test_no_tensordict_of_values_is_kept_alive(publisher):
     pub.publish(source)
     del source
     assert alive() is None
+
+
+def flat(key):
+    return {".".join(key): torch.zeros(1)}
+
+
+def tree(key):
+    made = torch.zeros(1)
+    for part in reversed(key):
+        made = {part: made}
+    return made
+
+
+def modules(key):
+    made = root = nn.Module()
+    for part in key[:-1]:
+        made._modules[part] = made = nn.Module()  # add_module() refuses some of these names, a subclass may not
+    made._buffers[key[-1]] = torch.zeros(1)
+    return root
+
+
+def tensordict(key):
+    return TensorDict(tree(key[:200]))  # TensorDict itself makes no deeper one
+
+
+ODD_KEYS = {
+    "a lone surrogate": ("a", "b\ud800c"),
+    "an empty part": ("a", "", "b"),
+    "a NUL character": ("a", "b\0"),
+    "levels": ("a",) * 3000,
+}
+FORMS = [flat, tree, modules, tensordict]
+
+
+@pytest.mark.parametrize("reason", ODD_KEYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_that_no_leaf_can_have_is_refused_with_the_reason(form, reason):
+    source = form(ODD_KEYS[reason])
+    with pytest.raises(shmsync.ManifestMismatch, match=reason) as error:
+        shmsync.Publisher(source)
+    str(error.value).encode()
+    source = form(("sound",))
+    with shmsync.Publisher(source) as pub, pytest.raises(shmsync.ManifestMismatch):
+        pub.publish(form(ODD_KEYS[reason]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_deepest_key_works(publisher, subscriber, form):
+    pub = publisher(form(("a",) * 100))
+    assert len(pub.manifest.leaves[0].key) == 100
+    assert subscriber(pub).snapshot().weights.flatten_keys(".")[".".join("a" * 100)] == 0
+    with pytest.raises(shmsync.ManifestMismatch, match="101 levels, and 100 are the most"):
+        shmsync.Publisher(form(("a",) * 101))
+
+
+def test_weights_that_contain_themselves_are_refused():
+    for around in ({}, nn.Module()):
+        if isinstance(around, dict):
+            around["a"] = around
+        else:
+            around._modules["a"] = around
+        with pytest.raises(shmsync.ManifestMismatch, match="contains itself"):
+            shmsync.Publisher(around)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 
@@ -192,3 +193,88 @@ def test_an_update_that_is_over_cannot_be_left_again(publisher, slots):
     with update as weights:  # entered anew
         weights["t"].fill_(2)
     assert pub.version == 4
+
+
+def missed(weights):
+    with pytest.raises(KeyError):
+        weights["typo"]
+    return weights
+
+
+NOTHING = {
+    "an error before any use": lambda weights: 1 / 0,
+    "a key that is not there": lambda weights: weights["typo"],
+    "a nested key that is not there": lambda weights: weights["layer", "typo"],
+}
+SOMETHING = {
+    "a leaf": lambda weights: weights["layer", "bias"].fill_(7),
+    "a level": lambda weights: weights["layer"]["bias"].fill_(7),
+    "items()": lambda weights: [leaf.fill_(7) for _, leaf in weights.items(True, True)],
+    "data": lambda weights: weights.data["t"].fill_(7),
+    "apply_()": lambda weights: weights.apply_(lambda leaf: leaf.fill_(7)),
+    "tree_leaves()": lambda weights: [leaf.fill_(7) for leaf in torch.utils._pytree.tree_leaves(weights)],
+    "a key that is there, after one that is not": lambda weights: missed(weights)["t"].fill_(7),
+}
+
+
+@pytest.mark.parametrize("earlier", ["first", "later"])
+@pytest.mark.parametrize("use", [*NOTHING, *SOMETHING])
+def test_only_a_body_that_may_have_written_poisons(publisher, subscriber, use, earlier):
+    pub = publisher({"t": torch.zeros(4), "layer.bias": torch.zeros(4)})
+    sub = subscriber(pub)
+    if earlier == "later":
+        with pub.update() as weights:
+            weights["t"].fill_(1)
+    before = pub.version
+
+    def fail():
+        with pub.update() as weights:
+            (NOTHING | SOMETHING)[use](weights)
+            raise ZeroDivisionError
+
+    with pytest.raises((ZeroDivisionError, KeyError)):
+        fail()
+    assert pub._side.writer.poisoned == (use in SOMETHING)
+    if use in NOTHING:
+        with sub.read() as section:
+            assert section.version == before and not section.weights["layer", "bias"].any()
+    assert pub.publish({"t": torch.ones(4), "layer.bias": torch.ones(4)}) == before + 1
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t.numpy(), lambda t: t.data, lambda t: t[1:]])
+def test_a_leaf_that_was_kept_poisons_too(publisher, keep):
+    pub = publisher({"t": torch.zeros(4)})
+    with pub.update() as weights:
+        kept = keep(weights["t"])
+    with pytest.raises(ZeroDivisionError), pub.update():
+        kept[:] = 5
+        raise ZeroDivisionError
+    assert pub._side.writer.poisoned
+
+
+@pytest.mark.parametrize("levels", [("layer",), ("layer", "inner")])
+def test_a_level_that_was_kept_poisons_too(publisher, levels):
+    pub = publisher({"layer.bias": torch.zeros(4), "layer.inner.bias": torch.zeros(4)})
+    with pub.update() as weights:
+        kept = weights[levels]
+    with pytest.raises(ZeroDivisionError), pub.update():
+        kept["bias"].fill_(5)
+        raise ZeroDivisionError
+    assert pub._side.writer.poisoned
+
+
+def test_a_deep_module_costs_an_update_no_more_calls(publisher):
+    def calls(layers):
+        pub = publisher({f"{layer}.weight": torch.zeros(1) for layer in range(layers)})
+        seen = []
+        for _ in range(2):
+            seen.clear()
+            sys.setprofile(lambda frame, event, arg: seen.append(event))
+            try:
+                with pub.update() as weights:
+                    weights["0", "weight"].fill_(1)
+            finally:
+                sys.setprofile(None)
+        return len(seen)
+
+    assert calls(300) <= calls(3) + 10

@@ -289,3 +289,116 @@ def test_extra_state_finds_its_module_through_a_wrapper():
         into = nn.Sequential(Telling(1, 1))
         WeightStrategy(form).apply_weights(into, WeightStrategy(form).extract_weights(source))
         assert into[0].told == 7
+
+
+class Policy(nn.Module):
+    """As most modules are: no name in it is that of a wrapper's."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.first, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        fill(self, value)
+
+    def forward(self, x):
+        return self.norm(self.first(x))
+
+
+class Head(nn.Module):
+    """Has a child of its own that is called `module`, and nothing else."""
+
+    def __init__(self, value=0.0):
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        fill(self, value)
+
+
+def fill(module, value):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(value)
+    return module
+
+
+def part_compiled(module):
+    name = next(iter(module._modules))
+    module._modules[name] = compiled(module._modules[name])
+    return module
+
+
+AROUND = {name: wrap for name, wrap in WRAPPERS.items() if "inside" not in name and "twice" not in name}
+AROUND |= {"part compiled": part_compiled, "part averaged": lambda module: averaged(part_compiled(module))}
+AS = {
+    "module": lambda module: module,
+    "state_dict": lambda module: module.state_dict(),
+    "tensordict": TensorDict.from_module,
+}
+
+
+def values_in(module):
+    return {t.unique().item() for name, t in module.state_dict().items() if not name.endswith("n_averaged")}
+
+
+@pytest.mark.parametrize("form", AS)
+@pytest.mark.parametrize("worker", AROUND)
+@pytest.mark.parametrize("trainer", AROUND)
+@pytest.mark.parametrize("kind", [Policy, Net, Head])
+def test_an_arena_of_any_form_serves_modules_in_any_wrapper(publisher, subscriber, kind, trainer, worker, form):
+    source, target = AROUND[trainer](kind(1.0)), AROUND[worker](kind(0.0))
+    if form == "tensordict":
+        source = source.cpu()
+    pub = publisher(AS[form](source))
+    sub = subscriber(pub)
+    sub.bind(target, guard=False)
+    assert values_in(target) == {1.0}
+    for number, again in enumerate((form, "module", "state_dict"), start=2):
+        fill(source, float(number))
+        pub.publish(AS[again](source))
+        sub.refresh()
+        assert values_in(target) == {number}
+    pub.publish(AS["state_dict"](kind(7.0)))
+    sub.refresh()
+    assert values_in(target) == {7.0}
+
+
+def test_what_prefixes_leave_open_is_an_error_with_both_forms(publisher, subscriber):
+    pub = publisher({"module.a.w": torch.zeros(1), "_orig_mod.a.w": torch.zeros(1), "b": torch.zeros(1)})
+    worker = nn.Module()
+    worker.a = nn.Module()
+    worker.a.w = nn.Parameter(torch.zeros(1))
+    worker.b = nn.Parameter(torch.zeros(1))
+    with pytest.raises(shmsync.ManifestMismatch, match=r"a\.w may stand for _orig_mod\.a\.w or module\.a\.w"):
+        subscriber(pub).bind(worker, guard=False)
+    with pytest.raises(shmsync.ManifestMismatch, match=r"a\.w may stand for _orig_mod\.a\.w or module\.a\.w"):
+        pub.publish({"a.w": torch.zeros(1)})
+
+
+def test_a_name_that_is_a_wrappers_is_kept_where_it_fits(publisher, subscriber):
+    """`module.weight` and `weight` are two leaves of one module."""
+
+    class Both(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.module = nn.Linear(2, 2)
+
+    pub = publisher(Both().state_dict())
+    worker = Both()
+    subscriber(pub).bind(worker, guard=False)
+    for key, value in worker.state_dict().items():
+        assert torch.equal(value, pub.weights[tuple(key.split("."))])
+
+
+@pytest.mark.parametrize("trainer", AROUND)
+@pytest.mark.parametrize("kind", [Policy, Net])
+@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
+def test_schemes_send_the_state_dict_of_a_wrapped_module(scheme, kind, trainer):
+    ours, theirs = multiprocessing.Pipe()
+    with scheme(checksum=True) as sending, scheme(checksum=True) as receiving:
+        worker = kind(0.0)
+        sending.init_on_sender("policy", pipes=[ours])
+        receiving.init_on_worker("policy", pipe=theirs, model=worker)
+        for value in (6.0, 7.0):
+            sending.get_sender().send_async(AROUND[trainer](kind(value)).state_dict())
+            while not receiving.get_receiver().receive(1.0):
+                pass
+            sending.get_sender().wait_async()
+            assert values_in(worker) == {value}

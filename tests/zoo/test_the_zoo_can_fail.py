@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shmsync.engine import binding, covering, guard, subscriber
+from shmsync.engine import binding, cover, covering, guard, subscriber
 from shmsync.engine.calls import calls_of
 from shmsync.engine.cover import Cover
 from support.zoo import USES
@@ -59,6 +59,16 @@ def nobody_together(patch):
     patch.setattr(Cover, "drop_ended", lambda self, taken: self.members.clear())
 
 
+def one_version_for_all_threads(patch):
+    """`version` is the applied one, whichever thread has applied it."""
+    patch.setattr(subscriber.Subscriber, "version", property(lambda self: self.stats().version))
+
+
+def tensors_alone(patch):
+    """Of what a call returns, only tensors and lists of them are looked at."""
+    patch.setattr(cover, "unalias", lambda out, aliases, given: out)
+
+
 @pytest.mark.parametrize(
     ("fault", "use", "mode"),
     [
@@ -70,12 +80,15 @@ def nobody_together(patch):
         (last_binding_alone, "policy", "two_arenas"),
         (generators_let_go, "decoder.stream", "plain"),
         (nobody_together, "policy", "two_arenas"),
+        (one_version_for_all_threads, "policy", "several_threads"),
+        (tensors_alone, "returning.dist", "plain"),
+        (tensors_alone, "returning.held", "another_thread"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_fault_is_found(fault, use, mode, monkeypatch):
     fault(monkeypatch)
-    with pytest.raises(AssertionError, match="is shown|not what the trainer's module computed"):
+    with pytest.raises(AssertionError, match="is shown|has changed with later|not what the trainer computed"):
         for seed in range(10):
             for slots in (1, 2, 3):
                 visit(USES[use], MODES[mode], slots, seed)

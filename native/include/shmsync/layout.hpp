@@ -24,7 +24,7 @@ namespace shmsync {
 static_assert(std::endian::native == std::endian::little, "shmsync lays its words out little-endian");
 
 inline constexpr std::uint64_t kMagic = 0x31434e59534d4853;  // "SHMSYNC1"
-inline constexpr std::uint32_t kAbi = 5;                     // any change to this file raises it
+inline constexpr std::uint32_t kAbi = 6;                     // any change to this file, or to the manifest, raises it
 inline constexpr std::uint32_t kEndianTag = 0x01020304;
 inline constexpr std::size_t kLine = 128;
 inline constexpr std::size_t kHandleBytes = 96;

@@ -8,6 +8,8 @@
 // INV: the writer trusts only its own copies of its state; what readers can write is bounds-checked.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -52,6 +54,11 @@ class PublicationWriter {
   void poison();           // slots = 1: the bytes are half written; no reader enters until a commit
   void close();
 
+  // Slots = 1, in the host's memory: this writable mapping of the slot is read-only from now on, but for while readers
+  // are kept out: from `ready` to commit() or abort(), and while poisoned. False: the system refuses, nothing changed.
+  bool protect(std::uintptr_t address, std::size_t bytes);
+  void unprotect();  // for good
+
   // What it writes from now on is traced; null: it is not. Any thread may say so: a write that is under way goes on as
   // it began.
   void write_trace(std::shared_ptr<Trace> into);
@@ -87,7 +94,9 @@ class PublicationWriter {
   void let_waiting_readers_in();  // fairness, slots = 1
   bool somebody_has_a_turn();
   void end_turns();
-  void rest();      // nothing is under way any more
+  void rest();  // nothing is under way any more
+  void open_pages();
+  bool close_pages();
   void announce();  // notify++ and wake
   template <class Done>
   bool sleep_until(Done done, Nanoseconds timeout, Nanoseconds spin);
@@ -113,6 +122,9 @@ class PublicationWriter {
   bool gate_closed_ = false;
   bool poisoned_ = false;
   bool writing_ = false;
+  std::uintptr_t pages_ = 0;  // what protect() was given
+  std::size_t page_bytes_ = 0;
+  bool pages_open_ = true;
   SpinEstimate acks_take_;
   std::uint64_t acks_wait_for_ = 0;            // the version whose acks were waited for last
   std::uint64_t acks_since_ = 0;               // when that wait began

@@ -16,6 +16,7 @@ from ...engine.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
 from ...engine.timing import check_worker, deadline_after, timeout_or_default
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
+from ..lookup import refuse_collector
 from ..owed import Leaves, Owed, private_leaves
 from ..proving import SentSums
 from ..publishers import Plan
@@ -220,7 +221,8 @@ class MPTransport(PipeTransport):
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """In the worker: the next (model_id, weights) of any model; None if none came. send_ack() answers."""
-        message = self.end.take((messages.UPDATE,), deadline_after(timeout, self.timeout))
+        deadline = deadline_after(timeout, self.timeout)
+        message = self.end.take((messages.UPDATE,), deadline)
         if message is not None and isinstance(message.content, Unreadable):
             self.end.fail(message, message.content.error)
             raise message.content.error
@@ -260,6 +262,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        refuse_collector(self, context, self._for_torchrl)
         if kwargs.get("pipes") is None and getattr(context, "pipes", None) is None:
             raise ValueError("pipes must be given, as pipes= or by a context that has .pipes")
         pipes = kwargs.get("pipes")

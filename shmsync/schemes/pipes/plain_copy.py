@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from ... import _native
-from ...engine.matching import plain
+from ...engine.matching import direct
 from ...engine.publisher import Publisher
 from ...engine.sources import EVERYTHING, Weights, collect
 from ...engine.strategy import unflattened
@@ -96,9 +96,9 @@ def _takes_bytes(target: Any, leaf: Leaf) -> bool:
     return (
         type(target) in (torch.Tensor, nn.Parameter)  # others may keep their values elsewhere
         and problem_with_target(target) is None
-        and plain(target)
+        and tuple(target.shape) == leaf.shape
+        and direct(target, leaf)
         and counts_changes(target)
-        and (tuple(target.shape), target.dtype) == (leaf.shape, leaf.dtype)
     )
 
 

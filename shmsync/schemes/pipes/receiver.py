@@ -75,6 +75,7 @@ class PipeReceiver(WeightReceiver):
         while (message := end.next(self._concerns, 0.0)) is not None:
             self._handle(message)
         self._has_news = False
+        self._use_news()
         return True
 
     @override
@@ -268,6 +269,9 @@ class PipeReceiver(WeightReceiver):
     def _use(self, message: Message) -> None:
         """Make the model use the version of the message."""
         raise NotImplementedError
+
+    def _use_news(self) -> None:
+        """receive() returns True: `version` is what was applied, in whatever thread."""
 
 
 def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:

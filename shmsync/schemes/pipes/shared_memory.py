@@ -123,7 +123,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
         timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
-        alias: adopt the first module that is sent (Publisher.adopt): the trainer's own parameters become the shared
+        alias: adopt the first module that is sent, unprotected: the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
         device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A list or
             tuple names the device of each worker, None for the host's memory: each device has one arena, which all
@@ -287,7 +287,10 @@ class SharedMemReceiver(PipeReceiver):
     @property
     @override
     def version(self) -> int:
-        """The version that the model uses now. It may move on between receive() calls: each forward uses the newest."""
+        """The version of the calling thread's last forward or receive(), whichever came last; else the applied one.
+
+        Each forward uses the newest, so it may move on between two calls of receive().
+        """
         subscriber = self._transport and self._transport.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else 0
 
@@ -332,3 +335,9 @@ class SharedMemReceiver(PipeReceiver):
     @override
     def _use(self, message: Message) -> None:
         self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model_ref())
+
+    @override
+    def _use_news(self) -> None:
+        subscriber = self._transport.subscriptions.get(self._model_id)
+        if subscriber is not None:
+            subscriber._use_applied()

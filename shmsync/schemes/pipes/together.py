@@ -13,7 +13,7 @@ from typing import Any
 
 from ...engine.outcome import Outcome, listed
 from ...engine.pickling import dumps
-from ...engine.timing import deadline_after
+from ...engine.timing import deadline_after, timeout_or_none
 from ...errors import AckTimeout
 from ..api import WeightSyncScheme
 from ..publishers import Plan, write
@@ -49,6 +49,7 @@ def send_together(
         ValueError, ManifestMismatch, AckTimeout while the workers come together: nothing was sent.
         WorkerDied, AckTimeout, a worker's exception afterwards: as in send().
     """
+    timeout = timeout_or_none(timeout)
     pairs = _pairs(models)
     deadline = deadline_after(timeout, max(sender.default_timeout for sender, _ in pairs))
     with turn([_one_at_a_time, *(each for sender, _ in pairs for each in sender.turns())], deadline, "send_together"):

@@ -30,6 +30,7 @@ from ...engine.sources import check_keys
 from ...engine.strategy import leaves_of, refuse_odd
 from ...errors import NoSpace, ProtocolError
 from ...memory.arena import nested, view
+from ...memory.devices import fetched, laid_out
 from ...memory.manifest import Key, Manifest
 from ...memory.plainly import run_plainly
 from ...memory.reusable import Reusable
@@ -188,7 +189,7 @@ def _copy(
     for leaf in {leaf.offset: leaf for leaf in manifest.leaves if leaf.nbytes}.values():
         source = tensors[leaf.key]
         if not direct(source, leaf):
-            source = source.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+            source = laid_out(fetched(source.detach()).resolve_conj().resolve_neg(), leaf.strides)
         number = bisect.bisect(starts, leaf.offset) - 1
         rows.append((source, pieces[number].data_ptr() + leaf.offset - starts[number], leaf.nbytes))
     if rows:
@@ -238,7 +239,7 @@ def unpack(label: Label, *pieces: torch.Tensor | numpy.ndarray) -> TensorDict | 
     views = {}
     for leaf in manifest.leaves:
         number = bisect.bisect(label.starts, leaf.offset) - 1
-        views[leaf.key] = view(storages[number], leaf.dtype, leaf.shape, leaf.offset - label.starts[number])
+        views[leaf.key] = view(storages[number], leaf, leaf.offset - label.starts[number])
     weights: TensorDict | WeightsDict
     if label.kind == "tensordict":
         weights = nested(views)

@@ -70,7 +70,11 @@ class RemoteReceiver(WeightReceiver):
 
     @property
     def version(self) -> int:
-        """The version that the model uses now; 0: as it came. Bound to an arena, each forward uses the newest."""
+        """The version that the model uses now; 0: as it came.
+
+        Bound to an arena (fan_out="node"), each forward uses the newest. Then it is the version of the calling thread's
+        last forward or receive(), whichever came last; in a thread without one, the applied version.
+        """
         subscriber = self.subscriptions.get(self._model_id)
         return subscriber.version if subscriber else self._version
 
@@ -123,6 +127,9 @@ class RemoteReceiver(WeightReceiver):
         while True:
             with contextlib.suppress(queue.Empty):
                 self._news.get(min(deadline - time.monotonic(), 3600.0))
+                subscriber = self.subscriptions.get(self._model_id)
+                if subscriber is not None:
+                    subscriber._use_applied()
                 return True
             if time.monotonic() >= deadline:
                 return False

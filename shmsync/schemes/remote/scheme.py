@@ -13,7 +13,7 @@ from typing_extensions import override
 from ...engine.dtypes import Dtypes
 from ...engine.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.timing import check_timeout, check_worker, deadline_after
+from ...engine.timing import check_worker, deadline_after, timeout_or_default
 from ...engine.verifying import Proof
 from ...errors import AckTimeout, WorkerDied
 from ..api import WeightSyncScheme
@@ -83,7 +83,7 @@ class RemoteScheme(WeightSyncScheme):
         self.fan_out = fan_out
         self.slots = slots
         self.consistency: Consistency = consistency
-        self.timeout = _TIMEOUT if timeout is None else check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout, _TIMEOUT)
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> RemoteTransport:

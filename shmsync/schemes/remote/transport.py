@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
-from ...engine.timing import check_timeout, deadline_after
+from ...engine.timing import deadline_after, timeout_or_default, timeout_or_none
 from .alone import Alone
 from .carrier import Carrier
 from .parcel import Packer
@@ -32,7 +32,7 @@ class RemoteTransport(Destination, ABC):
     """
 
     def __init__(self, carrier: Carrier, timeout: float | None) -> None:
-        self.timeout = _DEFAULT if timeout is None else check_timeout(timeout)
+        self.timeout = timeout_or_default(timeout, _DEFAULT)
         self._alone = Alone(f"this {type(self).__name__}")
         self._carrier = carrier
         self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
@@ -115,6 +115,7 @@ class RemoteTransport(Destination, ABC):
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None: the worker gets weights as an argument of a call."""
+        timeout_or_none(timeout)
         return None
 
     def send_ack(self, message: str = "updated") -> None:
@@ -125,6 +126,7 @@ class RemoteTransport(Destination, ABC):
 
         Raises RuntimeError for another word, which no worker of this transport can have answered.
         """
+        timeout_or_none(timeout)
         if checked_word(message) != "updated":
             raise RuntimeError(f"this transport's workers answer 'updated' by returning, and never {message!r}")
 

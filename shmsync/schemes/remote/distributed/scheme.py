@@ -138,10 +138,10 @@ class DistributedReceiver(RemoteReceiver):
         Raises WriterDied when the store cannot be reached any more, ValueError without a model.
         """
         self._scheme.check_open("receive")
+        deadline = deadline_after(timeout, self._timeout)
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        deadline = deadline_after(timeout, self._timeout)
         with inbox.alone(deadline) as turn:
             message = inbox.next(deadline) if turn.taken else None
             if message is None:

@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from ....engine.strategy import WeightStrategy
-from ....engine.timing import deadline_after
+from ....engine.timing import deadline_after, timeout_or_none
 from ..carrier import Carrier
 from ..parcel import Parcel, Stamp
 from ..place import Site, here
@@ -160,6 +160,7 @@ class DistributedTransport(RemoteTransport):
 
         Raises RuntimeError for another word, AckTimeout when none comes in time.
         """
+        timeout = timeout_or_none(timeout)
         outbox = self.outbox
         word = checked_word(message).encode()
         if outbox is None or self.pending:
@@ -198,9 +199,9 @@ class DistributedTransport(RemoteTransport):
 
         send_ack() answers. Raises ManifestMismatch for weights that fit neither, WriterDied when the sender is gone.
         """
+        deadline = deadline_after(timeout, self.timeout)
         if self.inbox is None:
             return None
-        deadline = deadline_after(timeout, self.timeout)
         target = self.weights_buffer if weights is None else weights
         given = [destination for destination in (target, model) if destination is not None]
         received = self.inbox.receive_weights(deadline, given, strategy or _STRATEGY)

@@ -1,0 +1,60 @@
+"""Which combinations of parameters run: the covering choice, the pairs, and the rest."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from support.choice import choose
+
+NUMBERS = {"scheme": range(6), "start": range(3), "form": range(4), "slots": range(2)}
+
+
+def item(name, params, full=False):
+    """What choose() asks of a test."""
+    return SimpleNamespace(
+        nodeid=f"tests/test_it.py::{name}{list(params.values())}" if params else f"tests/test_it.py::{name}",
+        callspec=SimpleNamespace(params=params),
+        get_closest_marker=lambda mark: True if full and mark == "full" else None,
+    )
+
+
+def product(names, full=lambda params: False):
+    """A test function with these parameters: one test for each combination."""
+    values = {name: [f"{name}{number}" for number in NUMBERS[name]] for name in names}
+    every = [dict(zip(names, each, strict=True)) for each in itertools.product(*values.values())]
+    return [item("test_it", params, full(params)) for params in every]
+
+
+def pairs_of(items):
+    return {pair for each in items for pair in itertools.combinations(sorted(each.callspec.params.items()), 2)}
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_every_value_occurs_then_every_pair_and_nothing_runs_twice(count):
+    for names in itertools.combinations(NUMBERS, count):
+        items = product(names)
+        covering, pairs, rest = (choose(items, choice)[0] for choice in ("covering", "pairs", "rest"))
+        values = {value for each in items for value in each.callspec.params.items()}
+        assert {value for each in covering for value in each.callspec.params.items()} == values
+        assert pairs_of(covering + pairs) == pairs_of(items)
+        assert not {each.nodeid for each in covering} & {each.nodeid for each in rest}
+        assert {each.nodeid for each in pairs} <= {each.nodeid for each in rest}
+        assert len(covering) + len(rest) == len(items)
+        if count > 2:  # else all pairs are all combinations
+            assert len(covering) + len(pairs) < len(items) / 1.5
+
+
+def test_a_full_test_waits_for_the_pairs():
+    items = product(["scheme"], full=lambda params: params["scheme"] != "scheme0")
+    covering, pairs = (choose(items, choice)[0] for choice in ("covering", "pairs"))
+    assert [each.callspec.params["scheme"] for each in covering] == ["scheme0"]
+    assert {each.callspec.params["scheme"] for each in pairs} == {f"scheme{n}" for n in range(1, 6)}
+
+
+def test_a_full_test_without_parameters_waits_for_the_pairs():
+    items = [item("test_training", {}, full=True), item("test_other", {})]
+    assert choose(items, "covering")[0] == [items[1]]
+    assert choose(items, "pairs")[0] == [items[0]]

@@ -1,0 +1,348 @@
+"""Weights lie in an arena as they lie in the trainer's memory: channels_last, transposed, permuted in any way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from shmsync.engine import pickling
+from shmsync.memory.manifest import Manifest
+from shmsync.schemes.remote.parcel import Packer
+
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8,
+    torch.bool, torch.complex64,
+]  # fmt: skip
+SEEDS = range(25)
+
+
+def values(rng, shape, dtype):
+    count = 1
+    for size in shape:
+        count *= size
+    raw = torch.tensor([rng.randrange(0, 120) for _ in range(count)], dtype=torch.float32).reshape(shape)
+    return (raw % 2).to(dtype) if dtype is torch.bool else raw.to(dtype)
+
+
+def in_some_order(rng, tensor):
+    """The same values in another layout: permuted, with gaps, as a slice of more, or with odd strides of size 1."""
+    order = list(range(tensor.dim()))
+    rng.shuffle(order)
+    way = rng.randrange(5)
+    if way == 0:
+        return tensor.clone()
+    if way in (1, 2) or not tensor.dim():
+        return (
+            tensor.permute(order)
+            .clone(memory_format=torch.contiguous_format)
+            .permute([order.index(d) for d in range(tensor.dim())])
+        )
+    if way == 3:  # gaps behind each row of the permuted tensor
+        moved = tensor.permute(order)
+        room = torch.zeros([*moved.shape[:-1], moved.shape[-1] + 3], dtype=tensor.dtype)
+        room[..., : moved.shape[-1]] = moved
+        return room[..., : moved.shape[-1]].permute([order.index(d) for d in range(tensor.dim())])
+    strides = [
+        rng.choice([0, 1, 7, tensor.numel(), stride]) if size == 1 else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.clone().as_strided(tensor.shape, strides)
+
+
+def drawn(rng, dtypes=DTYPES):
+    """Weights by key, of random shapes, dtypes and layouts."""
+    made = {}
+    for number in range(rng.randrange(1, 7)):
+        shape = [rng.choice([0, 1, 1, 2, 3, 5, 8]) for _ in range(rng.randrange(0, 6))]
+        made[f"t{number}"] = in_some_order(rng, values(rng, shape, rng.choice(dtypes)))
+    made.setdefault("one", torch.ones(2, 3).t())
+    return made
+
+
+def changed(rng, weights):
+    """Other values, each in a layout of its own."""
+    return {key: in_some_order(rng, values(rng, tensor.shape, tensor.dtype)) for key, tensor in weights.items()}
+
+
+def alike(weights):
+    """Other values, in the same layouts."""
+    return {
+        key: torch.empty_like(tensor).copy_(tensor[range(len(tensor) - 1, -1, -1)] if tensor.dim() else tensor)
+        for key, tensor in weights.items()
+    }
+
+
+def kept(tensor):
+    return torch.empty_like(tensor, device="meta").stride() if tensor.numel() else torch.empty(tensor.shape).stride()
+
+
+def assert_shows(found, weights, like=None):
+    """The same values bit for bit; laid out as `like` is."""
+    for key, tensor in weights.items():
+        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape
+        assert like is None or found[key].stride() == kept(like[key]), key
+        rows = [
+            each.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            for each in (found[key], tensor)
+            if each.numel()
+        ]
+        assert not rows or torch.equal(*rows), key
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_layout_is_kept_whatever_is_published(publisher, subscriber, seed, slots):
+    rng = random.Random(seed)
+    first = drawn(rng)
+    pub = publisher(first, slots=slots, checksum=True)
+    sub = subscriber(pub)
+    assert_shows(sub.weights, first, first)
+    for _ in range(2):  # a plan is made, and found again
+        for source in (alike(first), changed(rng, first)):
+            pub.publish(source)
+            with sub.read():
+                assert_shows(sub.weights, source, first)
+                sub.verify()
+    now = {**source}
+    part = {key: tensor for key, tensor in changed(rng, first).items() if rng.random() < 0.5}
+    if part:
+        pub.publish(part)
+        now |= part
+    with sub.read():
+        assert_shows(sub.weights, now, first)
+    new = changed(rng, first)
+    with pub.update() as weights:
+        assert_shows(weights, now, first)
+        for key, tensor in new.items():
+            weights[key].copy_(tensor)
+    with sub.read():
+        assert_shows(sub.weights, new, first)
+        sub.verify()
+    assert_shows(sub.snapshot().weights, new, first)
+    out = sub.snapshot().weights
+    out.update({key: in_some_order(rng, torch.zeros_like(tensor)) for key, tensor in new.items()})
+    layouts = dict(out.items())
+    for _ in range(2):
+        sub.snapshot(out=out)
+        assert all(out[key] is tensor for key, tensor in layouts.items())
+        assert_shows(out, new)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_casts_and_parcels_keep_the_layout(publisher, subscriber, seed):
+    rng = random.Random(seed)
+    weights = drawn(rng, [torch.float32, torch.int64])
+    cast = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in weights.items()}
+    if any(tensor.is_floating_point() for tensor in weights.values()):
+        sub = subscriber(publisher(weights, dtype=torch.bfloat16))
+        assert_shows(sub.weights, cast, weights)
+    weights = drawn(rng)
+    packer = Packer(piece_bytes=rng.choice([None, 512]))
+    for source in (weights, alike(weights)):
+        came = pickle.loads(pickle.dumps(packer.pack(source, "m", 1)))
+        assert_shows(came, source, weights)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_messages_over_pipes_keep_the_layout(seed):
+    weights = drawn(random.Random(seed))
+    assert_shows(pickle.loads(pickling.dumps(weights)), weights, weights)
+    content, pieces = pickling.dumps_apart(weights, 64)
+    assert_shows(pickle.loads(content, buffers=pieces), weights, weights)
+
+
+def test_a_trainer_that_comes_back_with_another_layout_is_not_followed(publisher, subscriber):
+    first = publisher({"t": torch.ones(2, 3)})
+    sub = subscriber(first, follow=True)
+    first.close()
+    publisher({"t": torch.ones(3, 2).t()}, name=first.name)
+    with pytest.warns(RuntimeWarning, match=r"t had the strides \(3, 1\) and has \(1, 2\)"), sub.read() as section:
+        assert section.weights["t"].stride() == (3, 1)
+
+
+def test_strides_of_one_may_be_any_number(publisher, subscriber):
+    far = torch.ones(1, 3).as_strided((1, 3), (2**59 - 1, 1))
+    farther = torch.ones(3, 1, 2).permute(2, 1, 0).as_strided((2, 1, 3), (1, 2**60, 2))
+    sub = subscriber(publisher({"far": far, "farther": farther, "zero": far.as_strided((1, 3), (0, 1))}))
+    assert sub.weights["far"].stride() == (2**59 - 1, 1) and sub.weights["zero"].stride() == (0, 1)
+    assert torch.equal(sub.weights["farther"], farther) and sub.weights["farther"].is_contiguous()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_manifest_has_the_layout_only_where_it_is_not_rows(seed):
+    made = Manifest.of({(key,): tensor for key, tensor in drawn(random.Random(seed)).items()})
+    assert Manifest.from_json(made.to_json(), made.slot_bytes) == made
+    for entry, leaf in zip(json.loads(made.to_json())["leaves"], made.leaves, strict=True):
+        assert (len(entry) == 6) == (leaf.strides != torch.empty(leaf.shape, device="meta").stride())
+
+
+# ---- modules
+
+
+class Planes(nn.Module):
+    def __init__(self, convolution, norm, dims):
+        super().__init__()
+        self.size = (9, 9, 9)[:dims]
+        self.net = nn.Sequential(
+            convolution(4, 24, 3), norm(24), nn.ReLU(), convolution(24, 40, 1), nn.ReLU(), convolution(40, 5, 3)
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+    def inputs(self):
+        return torch.randn(3, 4, *self.size)
+
+
+class Wide(nn.Module):
+    """Two layers, an embedding and a buffer that may lie as they like."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(67, 130)
+        self.second = nn.Linear(130, 33)
+        self.embed = nn.Embedding(67, 67)
+        self.register_buffer("mixed", torch.randn(67, 67))
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x @ self.mixed))
+        return self.second(hidden) + self.embed(torch.arange(33)).sum(1)
+
+    def inputs(self):
+        return torch.randn(29, 67)
+
+
+class Tied(nn.Module):
+    """A decoder that is the encoder's transpose: two parameters over one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Parameter(torch.randn(67, 129))
+        self.decoder = nn.Parameter(self.encoder.data.t())
+
+    def forward(self, x):
+        return torch.tanh(x @ self.encoder) @ self.decoder
+
+    def inputs(self):
+        return torch.randn(29, 67)
+
+
+def planes(dims, memory_format):
+    def make(turned=True):
+        made = Planes(*((nn.Conv2d, nn.BatchNorm2d) if dims == 2 else (nn.Conv3d, nn.BatchNorm3d)), dims).eval()
+        return made.to(memory_format=memory_format) if turned else made
+
+    return make
+
+
+def turned(make):
+    """With every matrix transposed in memory."""
+
+    def made(turned=True):
+        module = make()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if turned and tensor.dim() == 2:
+                tensor.data = tensor.data.t().contiguous().t()
+        return module
+
+    return made
+
+
+NETS = {
+    "channels_last": planes(2, torch.channels_last),
+    "channels_last_3d": planes(3, torch.channels_last_3d),
+    "transposed": turned(Wide),
+    "tied transposed": lambda turned=True: Tied(),
+}
+
+
+def learn(module):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(1.01).add_(0.003)
+
+
+def assert_equal(worker, trainer):
+    for _ in range(3):
+        x = trainer.inputs()
+        for seen in (x, x.to(memory_format=torch.channels_last) if x.dim() == 4 else x):
+            expected = trainer(seen)
+            found = worker(seen)
+            assert torch.equal(found, expected), (found - expected).abs().max()
+            assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("same_layout", [True, False], ids=["worker lies alike", "worker in rows"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("net", NETS)
+def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(
+    publisher, subscriber, net, slots, consistency, same_layout
+):
+    torch.manual_seed(0)
+    trainer, worker = NETS[net](), NETS[net](same_layout)
+    pub = publisher(trainer, slots=slots)
+    sub = subscriber(pub, consistency=consistency)
+    sub.bind(worker)
+    assert_equal(worker, trainer)
+    own = worker.state_dict()
+    assert {name: own[name].stride() for name in own} == {name: kept(t) for name, t in trainer.state_dict().items()}
+    sources = (
+        lambda: trainer,
+        trainer.state_dict,
+        lambda: {name: tensor.contiguous() for name, tensor in trainer.state_dict().items()},
+    )
+    for source in sources:
+        for _ in range(2):
+            learn(trainer)
+            pub.publish(source())
+            assert_equal(worker, trainer)
+    learn(trainer)
+    with pub.update() as weights:
+        for name, tensor in trainer.state_dict().items():
+            weights[tuple(name.split("."))].copy_(tensor)
+    assert_equal(worker, trainer)
+
+
+@pytest.mark.parametrize("net", [net for net in NETS if net != "tied transposed"])
+def test_adopted_parameters_keep_their_layout(publisher, subscriber, net):
+    trainer, worker = NETS[net](), NETS[net](False)
+    before = {name: tensor.stride() for name, tensor in trainer.state_dict().items()}
+    pub = publisher(trainer)
+    optimizer = torch.optim.Adam(trainer.parameters(), lr=0.01, fused=True)
+    alone = copy.deepcopy(trainer)
+    others = torch.optim.Adam(alone.parameters(), lr=0.01, fused=True)
+    pub.adopt(trainer, optimizer)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    for _ in range(3):
+        x = trainer.inputs()
+        for module, each in ((trainer, optimizer), (alone, others)):
+            module(x).square().mean().backward()
+            each.step()
+            each.zero_grad()
+        assert {name: tensor.stride() for name, tensor in trainer.state_dict().items()} == before
+        assert_equal(trainer, alone)
+        assert_equal(worker, alone)
+
+
+def test_the_layout_is_that_of_the_first_weights(publisher, subscriber):
+    """Values follow a trainer that lays its module out in another way later; the arena's layout stays."""
+    trainer, worker = planes(2, torch.channels_last)(False), planes(2, torch.channels_last)(True)
+    pub = publisher(trainer)
+    sub = subscriber(pub)
+    sub.bind(worker)
+    trainer.to(memory_format=torch.channels_last)
+    learn(trainer)
+    pub.publish()
+    with sub.read():
+        shown = worker.state_dict()
+    for name, tensor in shown.items():
+        assert tensor.is_contiguous() and torch.equal(tensor, trainer.state_dict()[name])
