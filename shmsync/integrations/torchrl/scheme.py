@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,17 +19,23 @@ from ...engine import extra_state
 from ...engine.checksums import check_checksum
 from ...engine.dtypes import Dtypes, check_dtypes
 from ...engine.strategy import WeightStrategy, is_flat
-from ...engine.timing import timeout_or_default
+from ...engine.timing import timeout_or_default, timeout_or_none
 from ...engine.verifying import Proof
-from ...errors import ClosedError, ProtocolError
+from ...errors import ClosedError, ManifestMismatch, ProtocolError
 from ...schemes.worker_devices import DeviceChoice, WorkerDevices
-from .pickling import send_bound_tensors_by_value
 from .trainer.first_weights import First, first_weights, resolve
 from .trainer.groups import Groups
+from .trainer.own_weights import UNCHANGED, OwnWeights, Wanted
 from .trainer.sender import Sender
+from .worker.clock import OwnVersions
 from .worker.receiver import Receiver
 
 _FRESH = "give each collector a scheme of its own: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
+_NOT_DISTRIBUTED = (
+    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
+    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
+    "torchrl.weight_update"
+)
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -51,7 +57,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
             not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
         dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
-            mapping of glob patterns on dotted keys to dtypes casts those that match.
+            mapping of glob patterns on dotted keys to dtypes casts those that match. Without it weights of another
+            dtype than the policy's are refused.
+        strict: refuse weights that the policy has no place for. False: leave those out, as of an actor-critic's
+            weights for an actor; some must fit, and what fits must have the right shape.
         checksum: write a checksum of each leaf with each version, for verify(). Each update then reads what it has
             written once more. Needs shmsync[verify].
         device: where the weights lie: one device for all workers, or a list or tuple with one for each, None for the
@@ -74,8 +83,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         dtype: Dtypes = None,
         checksum: bool = False,
         device: DeviceChoice = None,
+        strict: bool = True,
     ) -> None:
         super().__init__(strategy)
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False, not {strict!r}")
         check_dtypes(dtype)
         check_checksum(checksum)
         if alias and dtype is not None:
@@ -102,6 +114,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self.alias = alias
         self.dtype = dtype
         self.checksum = checksum
+        self.strict = strict
         self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
         self._local = False
 
@@ -109,7 +122,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     _sender: Sender | None = None
     _receiver: Receiver | None = None
     _first: First | None = None
+    _own_here: OwnWeights  # of a collector of one process
     _generation = -1  # of the process that is the trainer
+    _context_set = -1  # the process in which the context was set
     _owner: weakref.ReferenceType[BaseCollector] | None = None  # the collector that sends through it
     _shut = False
 
@@ -146,6 +161,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._shut:
             raise ClosedError(f"this ShmWeightSyncScheme was shut down; {_FRESH}")
 
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        """As in TorchRL. Raises ProtocolError for a collector over Ray, RPC or torch.distributed."""
+        context = kwargs.get("context")
+        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
+            raise ProtocolError(_NOT_DISTRIBUTED.format(type(context).__name__))
+        super().init_on_sender(*args, **kwargs)
+
     def _init_on_sender_impl(
         self,
         *,
@@ -167,6 +189,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._owner = weakref.ref(context) if isinstance(context, BaseCollector) else None
         self._local = context is not None and getattr(context, "num_workers", None) is None
         if self._local:
+            if model_id == "policy" and hasattr(getattr(context, "policy_version_tracker", None), "increment_version"):
+                OwnVersions(context)
+            self._own_here = OwnWeights()
             return
         first = first_weights(
             model_id=model_id,
@@ -192,6 +217,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             alias=self.alias,
             dtype=self.dtype,
             checksum=self.checksum,
+            strict=self.strict,
             places=places,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
@@ -209,19 +235,21 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         now = self._first.again()
         sender.groups.open(lambda worker: self._prepared(now[worker]))
         if weights is not None:
-            sender.send(list(self._wanted(weights, None)), wait=False)
+            sender.send(self._wanted(weights, None), self._prepared, wait=False)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
 
         Args:
-            weights: None (the collector's policy, or what the scheme was initialised with), a module, a TensorDict, a
-                state dict, or a dict of worker index to such weights. They may be partial.
+            weights: a module, a TensorDict, a state dict, or a dict of worker index to such weights. They may be
+                partial. None: the collector's policy, or what the scheme was initialised with; after a send of other
+                weights only if its bytes have changed since, else the workers keep those.
             worker_ids: None (all), an index, a device, or a list of these.
             timeout: in seconds; None is the scheme's.
 
         Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers.
         """
+        timeout = timeout_or_none(timeout)
         self._check_open()
         if not self.initialized_on_sender:
             raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
@@ -230,7 +258,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._local:
             return self._apply_here(weights)
         sender = self._needed_sender()
-        return sender.send(list(self._wanted(weights, worker_ids)), wait=self.sync, timeout=timeout)
+        wanted = self._wanted(weights, worker_ids)
+        return sender.send(wanted, self._prepared, wait=self.sync, timeout=timeout)
 
     def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
         """Let every worker prove that its policy holds what was last sent to it.
@@ -246,6 +275,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             ProtocolError: the scheme was made without checksum=True, or its collector has no workers.
             RuntimeError: before init_on_sender() and connect().
         """
+        timeout = timeout_or_none(timeout)
         self._check_open()
         if not (self.initialized_on_sender and self.synchronized_on_sender):
             raise RuntimeError("Must be initialized and synchronized on sender before verifying: call connect()")
@@ -258,8 +288,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         sender = self._needed_sender()
         return sender.verify(sender.checked(worker_ids, self._first.devices), timeout=timeout)
 
-    def _wanted(self, weights: Any, worker_ids: Any) -> Iterator[tuple[Any, set[int]]]:
-        """Each of the weights to send, with the workers that get it."""
+    def _wanted(self, weights: Any, worker_ids: Any) -> list[Wanted]:
+        """Each of the weights to send, with the workers that get it, and the trainer's own weights for those."""
         assert self._first is not None
         sender = self._needed_sender()
         chosen = sender.checked(worker_ids, self._first.devices)
@@ -268,21 +298,22 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             sender.checked(list(weights), {})
             by_worker = {worker: each for worker, each in weights.items() if worker in chosen}
         else:
-            source = self._source(weights)
-            by_worker = self._first.again() if source is None else dict.fromkeys(chosen, source)
-        together: dict[int, tuple[Any, set[int]]] = {}
-        for worker in chosen & by_worker.keys():
-            together.setdefault(id(by_worker[worker]), (by_worker[worker], set()))[1].add(worker)
-        for source, workers in together.values():
-            yield self._prepared(source), workers
+            if isinstance(weights, str):
+                weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
+            by_worker = dict.fromkeys(chosen, weights)
+        own = self._own()
+        together: dict[Any, Wanted] = {}
+        for worker in chosen & by_worker.keys() & own.keys():
+            given, key = by_worker[worker], id(self._first.sources[worker])
+            wanted = Wanted(given, set(), own[worker], key)
+            together.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
+        return list(together.values())
 
-    def _source(self, weights: Any) -> Any:
-        """The model or weights that the caller means; None: those that the scheme was initialised with."""
-        if isinstance(weights, str):
-            return super().prepare_weights(weights, self._model_id, self._strategy, self.context)
-        if weights is None and not (self._first is not None and self._first.apart):
-            weights = resolve(self.context, self._model_id or "policy")
-        return weights
+    def _own(self) -> dict[int, Any]:
+        """By worker, the trainer's own weights: the collector's model, else what the scheme was initialised with."""
+        assert self._first is not None
+        model = None if self._first.apart else resolve(self.context, self._model_id or "policy")
+        return self._first.again() if model is None else dict.fromkeys(self._first.sources, model)
 
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
@@ -291,17 +322,36 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def _apply_here(self, weights: Any) -> int:
         """Apply weights in this process. A collector of one process is its own worker, and counts versions itself."""
-        source = self._source(weights) if weights is not None else getattr(self.context, "_orig_policy", None)
-        target = resolve(self.context, self._model_id or "policy")
-        if source is not None and source is not target:
-            tensors, states = extra_state.separate(source)
-            weights = {
-                **extra_state.flat(target),
-                **extra_state.flat(tensors),
-                **extra_state.by_key(states or {}),
-            }  # may be partial
-            WeightStrategy().apply_weights(target, weights)
+        model_id = self._model_id or "policy"
+        if isinstance(weights, str):
+            weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
+        target = resolve(self.context, model_id)
+        own = getattr(self.context, "_orig_policy", None) if model_id == "policy" else target
+        if weights is None and own is None:
+            return 0
+        wanted = [Wanted(weights, {0}, own)]
+        chosen = list(self._own_here.chosen(wanted, lambda weights: weights))
+        for source, _ in chosen:
+            if source is not target and source is not UNCHANGED:
+                self._apply_to(target, source)
+        if own is not target:
+            self._own_here.sent(wanted, chosen)
         return 0
+
+    def _apply_to(self, target: Any, source: Any) -> None:
+        tensors, states = extra_state.separate(source)
+        whole, given = extra_state.flat(target), extra_state.flat(tensors)  # given may be partial
+        keyed = extra_state.by_key(states or {})
+        if not self.strict and isinstance(target, nn.Module) and whole.keys() & given.keys():
+            given = {key: tensor for key, tensor in given.items() if key in whole}
+            known = extra_state.by_key(extra_state.separate(target)[1] or {})
+            keyed = {key: state for key, state in keyed.items() if key in known}
+        try:
+            WeightStrategy(dtype=self.dtype).apply_weights(target, {**whole, **given, **keyed})
+        except ManifestMismatch as error:
+            raise ManifestMismatch(
+                f"{error}. ShmWeightSyncScheme(strict=False) leaves out what is unexpected, dtype= casts"
+            ) from error
 
     def _needed_sender(self) -> Sender:
         self._check_open()
@@ -325,21 +375,24 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         self._receiver = None
         self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
         self.model_id = model_id
-        self.context = context
+        if context is not None or self._context_set != _native.fork_generation():
+            self.context = context  # one that was set in this process stays: an InferenceServer does so before
         self._model_ref = None if model is None else weakref.ref(model)
         self.worker_idx = worker_idx
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
         """Find the arena, and bind the model to it. The weights are there when this returns."""
         if self._invitation is None:
-            raise RuntimeError("this scheme was not initialised in the trainer before it was given to the worker")
+            raise RuntimeError(
+                "this scheme was not initialised in the trainer before it was given to the worker. "
+                + _NOT_DISTRIBUTED.format("collector over Ray, RPC or torch.distributed")
+            )
         address, names = self._invitation
         worker = self._worker_idx if worker_idx is None else worker_idx
         if worker is None and len(names) == 1:
             worker = next(iter(names))
         if worker not in names:
             raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
-        send_bound_tensors_by_value()
         model = self.model
         receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
         try:
@@ -356,6 +409,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
         Waits `timeout` seconds for newer ones; None: for ever. Raises RuntimeError before connect().
         """
+        timeout = timeout_or_none(timeout)
         if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:
             raise RuntimeError("Must be initialized and synchronized on receiver before receiving weights")
         try:
@@ -398,11 +452,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     @context.setter
     def context(self, context: Any) -> None:
         _torchrl.WeightSyncScheme.context.fset(self, context)
+        self._context_set = _native.fork_generation()
         if self._receiver is not None:
             self._follow_context()
 
     def _follow_context(self) -> None:
-        """Keep a leaf collector's policy_version right; let a collector of collectors pass new weights on."""
+        """Let the context know of new weights.
+
+        A leaf collector has its policy_version kept right, a collector of collectors passes the weights on, and any
+        other, such as an InferenceServer, has its update_policy_weights_() called once for each version.
+        """
         context, receiver = self.context, self._receiver
         if context is None or receiver is None:
             return
@@ -416,6 +475,8 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                     collector.update_policy_weights_(model_id=model_id, policy_or_weights=extra_state.unpacked(weights))
 
             receiver.cascade = cascade
+        elif not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_"):
+            receiver.serve(context, model_id)
         elif model_id == "policy":
             receiver.clock.follow(context)
 
@@ -460,7 +521,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_sender", "_receiver", "_first", "_owner", "_shut"):  # stay here
+        for name in ("_sender", "_receiver", "_first", "_own_here", "_owner", "_shut"):  # stay here
             state.pop(name, None)
         return state
 

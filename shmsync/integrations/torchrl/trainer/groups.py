@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ....engine import extra_state
-from ....engine.dtypes import Dtypes
+from ....engine.dtypes import Dtypes, dtypes_of
 from ....engine.publisher import Publication, Publisher, publish_all
+from ....engine.sources import EVERYTHING, collect
+from ....errors import ManifestMismatch
+from ....memory.arena import nested
 from ....memory.devices import usual
 from ....memory.reader_table import RowId
 from ....memory.segment import new_name
+from .own_weights import UNCHANGED
 
 
 class Group:
@@ -28,9 +32,32 @@ class Group:
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
         """What to publish here; None when the arena has no room for the extra state."""
+        if tensors is UNCHANGED:
+            return self._smallest()
         if states is None:  # the state that lies there stays
             return extra_state.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
         return None if self.room is None else extra_state.fitted(tensors, states, self.room)
+
+    def known_of(self, tensors: Any, states: extra_state.States | None) -> tuple[Any, extra_state.States | None]:
+        """What of these weights has a leaf here. All of them if none has, so that publishing them is refused."""
+        manifest = self.publisher.manifest
+        known = {
+            ".".join(key): tensor
+            for key, tensor in collect(tensors, EVERYTHING, manifest).tensors.items()
+            if key in manifest.by_key
+        }
+        if states is not None:
+            paths = extra_state.states_in(self.publisher.weights) if self.room is not None else {}
+            states = {path: state for path, state in states.items() if path in paths} or None
+        return known or tensors, states
+
+    def _smallest(self) -> Any:
+        """One leaf as it is published: weights that change nothing, since the other leaves stay."""
+        leaves = self.publisher.manifest.by_key.values()
+        key = min(
+            (leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: leaf.nbytes, default=next(iter(leaves))
+        ).key
+        return nested({key: self.publisher.weights.get(key).clone()})
 
     def applied(self, version: int) -> list[int]:
         """The workers that have applied this version, including those that have left since."""
@@ -83,6 +110,7 @@ class Groups:
         apart: give each worker an arena of its own in any case.
         slots, timeout, dtype, checksum: of each Publisher.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
+        strict: refuse weights that the arena has no leaf for; else they are left out.
         places: by worker, the device on which its arena lies; the others' lies in the host's memory.
 
     Nothing is made before open(), but the arenas' names are known: workers may look for them already.
@@ -98,9 +126,10 @@ class Groups:
         alias: bool = False,
         dtype: Dtypes = None,
         checksum: bool = False,
+        strict: bool = True,
         places: Mapping[int, str] | None = None,
     ) -> None:
-        self._checksum = checksum
+        self._checksum, self._strict = checksum, strict
         places = {} if places is None else places
         self._slots, self._timeout, self._alias, self._dtype = slots, timeout, alias, dtype
         self._readers = max(64, 2 * len(sources))
@@ -142,10 +171,10 @@ class Groups:
                     "without alias="
                 )
             first = tensors if states is None else extra_state.together(tensors, states)
-            group = self._make(first, name, None if self._alias else place, workers)
+            group = self._make(first, name, None if self._alias else place, workers, dtype=self._dtype)
             members.append(Membership(group, frozenset(workers)))
             if self._alias:
-                group.publisher.adopt(source)
+                group.publisher.share(source)
         self._members = tuple(members)
 
     def weights(self, worker: int | None = None) -> Any:
@@ -167,11 +196,13 @@ class Groups:
         fresh: list[Membership] = []
         try:
             for weights, workers in wanted:
-                tensors, states = extra_state.separate(weights)
+                tensors, states = given = extra_state.separate(weights)
                 for member in self._members:
                     chosen = member.workers & workers
                     if not chosen:
                         continue
+                    if not self._strict and weights is not UNCHANGED:
+                        tensors, states = member.group.known_of(*given)
                     group, source = member.group, member.group.taken(tensors, states)
                     others = member.workers.difference(chosen, absent)
                     if source is None or others or member.still_used_by():
@@ -184,8 +215,12 @@ class Groups:
             members = self._after(fresh)
             versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
             self._members = members
-        except BaseException:
+        except BaseException as error:
             self.sweep()
+            if isinstance(error, ManifestMismatch) and "is not in the arena" in str(error):
+                raise ManifestMismatch(
+                    f"{error}\nTo leave out what the workers' model does not have, make the scheme with strict=False"
+                ) from error
             raise
         return [
             Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
@@ -227,18 +262,20 @@ class Groups:
         if states is not None:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
-        branch = self._make(current, new_name(), group.publisher.place)
+        branch = self._make(current, new_name(), group.publisher.place, dtype=dtypes_of(group.publisher.manifest))
         branch.publisher.forget_source()  # it would keep the arena that it was copied from; each send passes weights
         return branch
 
-    def _make(self, weights: Any, name: str, device: str | None, told: Collection[int] = ()) -> Group:
+    def _make(
+        self, weights: Any, name: str, device: str | None, told: Collection[int] = (), *, dtype: Dtypes = None
+    ) -> Group:
         publisher = Publisher(
             weights,
             name=name,
             slots=self._slots,
             max_readers=self._readers,
             device=device,
-            dtype=self._dtype,
+            dtype=dtype,
             timeout=self._timeout,
             checksum=self._checksum,
         )

@@ -13,6 +13,7 @@ from ....engine.timing import check_worker, deadline_after
 from ....engine.verifying import Proof
 from ....errors import WorkerDied, WriterBusy
 from .groups import Assignment, Groups
+from .own_weights import OwnWeights, Wanted
 from .switchboard import Switchboard
 
 _SLICE = 5_000_000  # ns between two looks at deaths and failures
@@ -40,6 +41,7 @@ class Sender:
     def __init__(self, model_id: str, groups: Groups, timeout: float, process_of: Callable[[int], Any]) -> None:
         self._model_id = model_id
         self.groups = groups
+        self._own = OwnWeights()
         self._timeout = timeout
         self.lines = Switchboard(groups.workers, process_of)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
@@ -47,16 +49,24 @@ class Sender:
         self._lock = _native.WriterLock()
         self._turns: dict[int, object] = {}  # what each thread's send holds the lock by, or tried to
 
-    def send(self, wanted: Sequence[tuple[Any, set[int]]], *, wait: bool = True, timeout: float | None = None) -> int:
+    def send(
+        self,
+        wanted: Sequence[Wanted],
+        prepare: Callable[[Any], Any],
+        *,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> int:
         """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
 
+        `prepare` makes what is published of weights.
         The version grows by one with each send, whoever gets it.
 
         Raises:
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
             but not applied by these workers; the others have it.
         """
-        if not any(workers for _, workers in wanted):
+        if not any(each.workers for each in wanted):
             return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
         thread, holder = self._thread(), object()
@@ -69,19 +79,21 @@ class Sender:
                 outcome.failed.update(earlier)
                 outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
             self._lost &= self.lines.ended.keys()  # those that came back are not lost
-            living = [(weights, workers - self._lost) for weights, workers in wanted]
-            living = [(weights, workers) for weights, workers in living if workers]
+            living = [each._replace(workers=each.workers - self._lost) for each in wanted]
+            living = [each for each in living if each.workers]
             if not living:
                 raise WorkerDied(
                     f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
                 )
-            posted = self.groups.publish(living, self._lost, deadline)
+            chosen = list(self._own.chosen(living, prepare))
+            posted = self.groups.publish(chosen, self._lost, deadline)
             self._version += 1
             for post in posted:
                 for worker in post.strangers:
                     self.lines.move(worker, post.group.publisher.handle)
                 self.lines.ring(post.workers)
             try:
+                self._own.sent(living, chosen)
                 if wait:
                     _Wait(self, posted, deadline).finish()
             finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,12 @@ class VersionClock:
         self._tracker: Any = None
         self._lock = threading.Lock()
         self._owed = 0  # updates that the tracker does not show yet
+        self._tell: Callable[[], Any] | None = None
+
+    def tell(self, tell: Callable[[], Any]) -> None:
+        """Call this once for each update, in the turn in which the weights move."""
+        self._tell = tell
+        self.moved(0)
 
     def follow(self, collector: Any) -> None:
         """Drive the transform of this leaf collector, if it tracks versions."""
@@ -52,6 +59,10 @@ class VersionClock:
         """Note that the weights are that many updates newer. Any thread may call it that has the model's turn."""
         with self._lock:
             self._owed += updates
+        while self._tell is not None and self._owed:
+            self._owed -= 1
+            self._tell()
+        with self._lock:
             if self._tracker is None:
                 return
             self.flight.due = True  # roots that were stamped before are old now
@@ -83,3 +94,30 @@ class VersionClock:
         for _ in range(self._owed):
             self._tracker.increment_version()
         self._owed = 0
+
+
+class OwnVersions:
+    """The policy version of a collector of one process, which counts it itself, after the weights were applied.
+
+    Its next frame carries the version of the frame before as its root entry; so the root is stamped again when the
+    number has changed since.
+    """
+
+    def __init__(self, collector: Any) -> None:
+        self._collector: weakref.ref[Any] | None = weakref.ref(collector)
+        self._tracker = collector.policy_version_tracker
+        self._stamped = self._tracker.version
+        self._tracker._step = self._stamp
+
+    def _stamp(self, tensordict: Any, next_tensordict: Any) -> Any:
+        tracker = self._tracker
+        if tensordict is not None and self._stamped != tracker.version:  # None: a reset, which ends no frame
+            self._stamped = tracker.version
+            collector = None if self._collector is None else self._collector()
+            for td in (tensordict, getattr(collector, "_carrier", None)):
+                if isinstance(td, TensorDictBase) and _KEY in td.keys():  # noqa: SIM118  # it iterates over its batch
+                    type(tracker)._step(tracker, None, td)
+        return type(tracker)._step(tracker, tensordict, next_tensordict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_collector": None}  # of a copy of the environment, which belongs to no collector

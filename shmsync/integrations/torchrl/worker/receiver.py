@@ -44,6 +44,7 @@ class Receiver:
         self._turn = Turn()
         self.clock = VersionClock()
         self.cascade: Callable[[Any], None] | None = None
+        self._server_lock: Any = None  # a server has it from a forward until its output is stamped
         self._module: weakref.ref[nn.Module] | None = None
         self._safe_point: SafePoint | None = None
         self._stand_ins: list[LoadPoint | StatePoint] = []
@@ -55,6 +56,7 @@ class Receiver:
             self._line.close()
             raise
         self._counted = 1  # the version that arenas start with; each later one is an update
+        self._seen = self._at  # the arena and the version at the last refresh()
         self._finalizer = weakref.finalize(self, _leave, self._line)
         LineListener.here().add(self)
 
@@ -65,8 +67,8 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """The version that the policy uses."""
-        return self._subscriber.version
+        """The version that the policy uses, whichever thread has moved it there."""
+        return self._subscriber._version
 
     @property
     def weights(self) -> Any:
@@ -89,15 +91,42 @@ class Receiver:
             self._safe_point = SafePoint(module, self._turn, self.clock)
             self._safe_point.use(self._subscriber)
             self._show(self._subscriber, binding)
+            self._seen = self._at
             self._stand_ins = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
             self._stand_ins.append(StatePoint(module, self._safe_point))
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
-        """Move to a newer version. Waits `timeout` seconds for one; None: for ever. Was there one?"""
-        if timeout != 0.0 and self._subscriber.latest <= self._subscriber.version:
-            self._subscriber.wait_version(self._subscriber.version + 1, float("inf") if timeout is None else timeout)
+        """Move to a newer version. Waits `timeout` seconds for one; None: for ever.
+
+        Is the version another one than at the last call, whichever thread has applied it?
+        """
+        if timeout != 0.0 and self._at == self._seen and self._subscriber.lag == 0:
+            newer = self._subscriber._version + 1  # than what the policy uses, whichever thread has moved it there
+            self._subscriber.wait_version(newer, float("inf") if timeout is None else timeout)
         with self._turn:
-            return self._subscriber.refresh()
+            self._advance()
+            seen, self._seen = self._seen, self._at
+            return seen != self._seen
+
+    @property
+    def _at(self) -> tuple[str, int]:
+        return self._subscriber.name, self._subscriber._version
+
+    def serve(self, server: Any, model_id: str) -> None:
+        """Let an InferenceServer, or what is like one, count each version that is applied.
+
+        It stamps what a forward returns after the forward, under its model lock.
+        """
+        reference = weakref.ref(server)
+
+        def tell() -> None:
+            served = reference()
+            if served is not None:
+                served.update_policy_weights_(model_id=model_id, policy_or_weights=self.weights)
+
+        with self._turn:
+            self._server_lock = getattr(server, "_model_lock", None)
+            self.clock.tell(tell)
 
     def apply(self, weights: Any) -> None:
         """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
@@ -128,17 +157,29 @@ class Receiver:
         """Move to the trainer's arena and version; False when another thread has the turn."""
         if not self._turn.try_enter():
             return False
+        lock = self._server_lock
         try:
-            self._turn.rang = None
-            handle, self._next_arena = self._next_arena, None
-            if handle is not None:
-                self._move_to(handle)
-            self._subscriber.refresh()
-        except Exception as error:  # the trainer is told
-            self._line.report(error)
+            if lock is not None and not lock.acquire(blocking=False):
+                self._turn.rang = None  # the server is serving, and calls refresh() when it has done so
+                return True
+            try:
+                self._advance()
+            except Exception as error:  # the trainer is told
+                self._line.report(error)
+            finally:
+                if lock is not None:
+                    lock.release()
         finally:
             self._turn.__exit__()
         return True
+
+    def _advance(self) -> None:
+        """Move to the trainer's arena and version, in a turn."""
+        self._turn.rang = None
+        handle, self._next_arena = self._next_arena, None
+        if handle is not None:
+            self._move_to(handle)
+        self._subscriber.refresh()
 
     def close(self) -> None:
         """Leave: the module keeps the weights that it has, as its own. Idempotent."""
@@ -186,7 +227,7 @@ class Receiver:
         after = _After(self, quiet)
         with subscriber._exclusive():
             subscriber.followers += [binding, after]
-            if subscriber.version == 0:
+            if subscriber._version == 0:
                 subscriber.refresh()  # the first version: it is acked when the module shows it
             else:
                 with subscriber.read():
@@ -217,7 +258,7 @@ class Receiver:
             earlier.close()
 
     def _count(self, version: int | None = None) -> None:
-        version = self._subscriber.version if version is None else version
+        version = self._subscriber._version if version is None else version
         self.clock.moved(version - self._counted)
         self._counted = version
 
@@ -267,14 +308,16 @@ class _After:
         if receiver is None:
             return False
         try:
-            self.set_extra_state(slot)
-            if receiver.cascade is not None:
-                receiver.cascade(receiver._subscriber.arena.weights(slot))
+            try:
+                self.set_extra_state(slot)
+                if receiver.cascade is not None:
+                    receiver.cascade(receiver._subscriber.arena.weights(slot))
+            finally:
+                receiver._count(receiver._subscriber._held_version)
         except Exception as error:
             if not self.quiet:
                 raise
             receiver._line.report(error)  # before the trainer sees the ack
-        receiver._count(receiver._subscriber._held_version)
         return True
 
     def set_extra_state(self, slot: int) -> None:

@@ -101,6 +101,8 @@ class LoadPoint(StandIn):
 def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -> None:
     """Let bound parameters (of these modules only) be private, until the next version."""
     bindings = [each for each in subscriber.followers if isinstance(each, Binding)]
+    if not bindings:
+        return  # a section would apply a version that no module shows
     with subscriber._exclusive():
         try:
             section: AbstractContextManager[Any] = subscriber.read()
