@@ -37,8 +37,9 @@ def work(engine: str, by_node: bool, nodes: int, workers: int, processors: int, 
         return [1, workers, 1, 0]
     if by_node:
         return [1, nodes + nodes * workers, 2, nodes]
-    transfers = nodes if engine == "Ray" else nodes * workers
-    return [1, nodes * workers, 1 + workers / min(processors, workers), 0 if home and engine == "Ray" else transfers]
+    by_store = engine.startswith("Ray")
+    transfers = nodes if by_store else nodes * workers
+    return [1, nodes * workers, 1 + workers / min(processors, workers), 0 if home and by_store else transfers]
 
 
 def features(engine: str, row: Row, way: str, processors: int) -> numpy.ndarray:

@@ -14,6 +14,8 @@ With one node all workers are beside the trainer. With two they are all on the o
 of a cluster in this machine, with a store of its own. For RPC and torch.distributed it is a name that is given to the
 workers: a relay among them makes their arena, and everything goes over loopback. So the network costs nothing here: the
 fewer copies cross it, the more a real one would favour.
+
+The engine ray-zero-copy is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 for all who take turns.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ import distributed_cell
 import distributed_report
 import torch
 
-ENGINES = {"ray": "Ray", "rpc": "RPC", "distributed": "torch.distributed"}
-MODULES = {"distributed": "ranks"}  # where a file is called otherwise
+ENGINES = {"ray": "Ray", "ray-zero-copy": "Ray, zero-copy tensors", "rpc": "RPC", "distributed": "torch.distributed"}
+MODULES = {"ray-zero-copy": "ray", "distributed": "ranks"}  # where a file is called otherwise
+VARIABLES = {"ray-zero-copy": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}  # of everything in a cell; elsewhere unset
 Row = dict[str, Any]
 
 
@@ -45,9 +48,14 @@ def cell(engine: str, nodes: int, workers: int, sizes: list[str], seconds: float
         result, errors = Path(folder, "rows.json"), Path(folder, "stderr")
         words = [MODULES.get(engine, engine), nodes, workers, seconds, result, *sizes]
         command = [sys.executable, distributed_cell.__file__, *map(str, words)]
+        unset = {variable for variables in VARIABLES.values() for variable in variables}
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
+        environment |= VARIABLES.get(engine, {})
         with errors.open("w") as stderr:
             # From an empty folder: Ray puts the working directory on the path of its actors.
-            process = subprocess.Popen(command, stdout=stderr, stderr=stderr, cwd=folder, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=stderr, stderr=stderr, cwd=folder, start_new_session=True, env=environment
+            )
             try:
                 process.wait(patience)
             except subprocess.TimeoutExpired:

@@ -29,6 +29,7 @@ import shmsync
 SIZES = [1 << power for power in range(12, 29, 2)]  # bytes: 4 KB to 256 MB
 WORKERS = [0, 1, 2, 4, 8]
 LEAVES = [1, 10, 100, 1000, 10000]
+BOUND = [500, 2000, 8000, 20000]  # leaves of a module that is bound
 LEAF_BYTES = 1 << 20  # of all leaves together
 
 
@@ -58,8 +59,28 @@ def measured(weights: dict[str, torch.Tensor], workers: int) -> tuple[float, flo
     return percentiles(samples)
 
 
+def bound(leaves: int, slots: int) -> tuple[float, float]:
+    """Attaching, bind() and the first call of a module of small layers."""
+    trainer, worker = (torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(leaves // 2)) for _ in range(2))
+    x = torch.zeros(1, 2)
+
+    def attach_bind_and_call() -> None:
+        with shmsync.Subscriber(pub.handle) as sub, torch.no_grad():
+            sub.bind(worker)
+            assert torch.equal(worker[-1](x), trainer[-1](x)), "not the trainer's weights"
+
+    with shmsync.Publisher(trainer, slots=slots) as pub:
+        return percentiles([timed(attach_bind_and_call) for _ in rounds(20, fewest=3)])
+
+
+def exponent(points: list[Point]) -> float:
+    """With which power of the amount the time grows, from the first of these points to the last: 1 is in step."""
+    return float(numpy.log(points[-1].p50 / points[0].p50) / numpy.log(points[-1].amount / points[0].amount))
+
+
 def measure_all(seconds: float) -> dict[str, Any]:
-    measure.limit(0.6 * seconds / (len(SIZES) * len(WORKERS) + len(LEAVES)))  # the rest is for starting
+    parts = len(SIZES) * len(WORKERS) + len(LEAVES) + 2 * len(BOUND)
+    measure.limit(0.6 * seconds / parts)  # the rest is for starting
     points = []
     for size in SIZES:
         for workers in WORKERS:
@@ -68,7 +89,8 @@ def measure_all(seconds: float) -> dict[str, Any]:
     for count in LEAVES:
         weights = {"t": torch.zeros(16)} | {f"leaf{n}": torch.zeros(LEAF_BYTES // 4 // count) for n in range(count)}
         leaves.append(Point(count, 0, *measured(weights, 0)))
-    return {"points": points, "leaves": leaves, **fitted(points)}
+    binds = {str(slots): [Point(count, 0, *bound(count, slots)) for count in BOUND] for slots in (1, 2)}
+    return {"points": points, "leaves": leaves, "binds": binds, **fitted(points)}
 
 
 def fitted(points: list[Point]) -> dict[str, Any]:
@@ -225,6 +247,13 @@ def markdown(found: dict[str, Any]) -> str:
     for point, residual in zip(found["points"], found["residuals"], strict=True):
         micros = f"{point.p50 * 1e6:,.1f} / {point.p99 * 1e6:,.1f}"
         lines.append(f"| {human(point.amount)} | {point.workers} | {micros} | {residual:.2f} |")
+    for slots, binds in found.get("binds", {}).items():  # files of earlier runs lack them
+        power = f"the time grows with leaves ** {exponent(binds):.2f}"
+        lines += ["", f"Attaching, bind() and the first call, slots={slots}: {power}", "", "| leaves | p50 / p99, ms |"]
+        lines += [
+            "|---|---|",
+            *(f"| {each.amount:,} | {each.p50 * 1e3:,.1f} / {each.p99 * 1e3:,.1f} |" for each in binds),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -239,7 +268,8 @@ def save(found: dict[str, Any], out: Path) -> list[Path]:
 def load(path: Path) -> dict[str, Any]:
     """What an earlier run saved."""
     found: dict[str, Any] = json.loads(path.read_text())
-    return found | {name: [Point(*each) for each in found[name]] for name in ("points", "leaves")}
+    binds = {slots: [Point(*each) for each in points] for slots, points in found.get("binds", {}).items()}
+    return found | {name: [Point(*each) for each in found[name]] for name in ("points", "leaves")} | {"binds": binds}
 
 
 def main() -> None:

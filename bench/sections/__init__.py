@@ -29,7 +29,7 @@ SECTIONS = {
     "collectors": Section("MultiprocessCollector", "sections.collectors", 40, ("gymnasium",)),
     "environments": Section("MultiprocessCollector beside Gymnasium", "sections.environments", 45, ("gymnasium",)),
     "demo": Section("the demo", "sections.demo", 12, ("gymnasium", "rich", "matplotlib")),
-    "ray": Section("Ray", "sections.ray", 45, ("ray", "torchrl")),
+    "ray": Section("Ray", "sections.ray", 60, ("ray", "torchrl")),
     "rpc": Section("torch.distributed.rpc", "sections.rpc", 30, ("torchrl",)),
     "distributed": Section("torch.distributed", "sections.distributed", 30, ("torchrl",)),
     "growth": Section("growth", "sections.growth", 30, ("numpy",)),

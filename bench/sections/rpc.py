@@ -10,4 +10,4 @@ from row import Row
 
 
 def rows(clock: Clock) -> Iterator[Row]:
-    return remote_rows.rows("rpc", clock)
+    return remote_rows.rows(clock, "rpc")
