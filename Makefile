@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml README.md tools/readme_elsewhere.py
 
-.PHONY: fuzz demo test test-device storm-device test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: fuzz demo test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -23,7 +23,7 @@ test: $(STAMP)
 
 # The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py), and
 # what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
-ON_DEVICES := engine unit/test_verify.py $(addprefix collectors/test_,devices.py verify.py weights.py) \
+ON_DEVICES := engine $(addprefix unit/test_,layouts.py verify.py) $(addprefix collectors/test_,devices.py verify.py weights.py) \
   integrations/scheme/test_sends.py integrations/collectors/test_updates.py
 SCHEMES_ON_DEVICES := $(addprefix conformance/test_,cast.py death.py many_sends.py own_loop.py own_messages.py partial.py \
   receive.py refused.py send.py threads.py together.py verify.py)
@@ -39,7 +39,11 @@ storm-device: $(STAMP)
 	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.device_storm \
 	  --publishes $(PUBLISHES) $(addprefix --seed ,$(SEED)) $(ARGS)
 
-# The combinations that `make test` leaves out. There may be none for these TESTS and ARGS.
+# Of the combinations that `make test` leaves out, so many that every two values of two parameters meet in some test.
+test-pairs: $(STAMP)
+	$(PYTEST) -n $(JOBS) --choice pairs $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
+
+# All combinations that `make test` leaves out. There may be none for these TESTS and ARGS.
 test-rest: $(STAMP)
 	$(PYTEST) -n $(JOBS) --choice rest $(addprefix $(abspath .)/,$(TESTS)) $(ARGS) || [ $$? = 5 ]
 
@@ -86,6 +90,10 @@ lint: $(STAMP)
 test-torchrl-0.13: $(STAMP)
 	[ -d $(VENV)/torchrl-0.13 ] || $(BIN)/pip install -q --no-deps --target $(VENV)/torchrl-0.13 'torchrl~=0.13.0'
 	export PYTHONPATH=$(abspath $(VENV))/torchrl-0.13 && $(PYTEST) -n $(JOBS) $(abspath tests/integrations) $(ARGS)
+
+# TorchRL's own tests with the integration's scheme, where TORCHRL_CHECKOUT names a checkout of its sources.
+test-upstream: $(STAMP)
+	cd / && OMP_NUM_THREADS=1 $(abspath $(BIN))/python $(abspath tests/upstream/run_torchrl.py) --both $(ARGS)
 
 # The tests that kill and stop processes at each step of the protocol, with a build of their own that has failpoints.
 # CHOICE = covering, or all combinations.

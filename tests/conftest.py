@@ -40,10 +40,10 @@ RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pyte
 def pytest_addoption(parser):
     parser.addoption(
         "--choice",
-        choices=["all", "covering", "rest"],
+        choices=["all", "covering", "pairs", "rest"],
         default="all",
         help="all: every test; covering: of each cross product of parameters enough that every value occurs; "
-        "rest: what covering leaves out",
+        "pairs: so many more that every two values of two parameters meet; rest: what covering leaves out",
     )
 
 
