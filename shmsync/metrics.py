@@ -1,6 +1,6 @@
 """Figures of a publisher for dashboards: Prometheus, TensorBoard, Weights & Biases, OpenTelemetry.
 
-They are read when somebody asks for them, from `pub.stats()` and `pub.readers()`; in between they cost nothing.
+They are read when a scrape asks for them, from `pub.stats()` and `pub.readers()`; in between they cost nothing.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _once(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[dict
 
 
 def _put(path: Path, content: bytes, force: bool) -> None:
-    """The whole file or none, under its name; nobody sees a half of it."""
+    """The whole file or none, under its name; a half of it is never seen."""
     number, made = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
     try:
         with open(number, "wb") as file:

@@ -69,7 +69,7 @@ class History:
         return sorted(self.arenas, key=orders[by], reverse=backwards)
 
     def sorted_readers(self, seen: ArenaSeen, by: str, backwards: bool) -> list[ReaderSeen]:
-        """The readers of an arena in this order; whoever holds everybody up is in front in any case."""
+        """The readers of an arena in this order; readers that block the publisher come first."""
         holding = {reader.row: number for number, reader in enumerate(holders(seen))}
         orders: dict[str, Callable[[ReaderSeen], Any]] = {
             "holding": lambda reader: (-reader.lag, -reader.pin_age),

@@ -1,4 +1,4 @@
-"""Who holds everybody up: readers whose pins leave the publisher no slot to write."""
+"""Readers that block the publisher: their pins leave it no slot to write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def holders(seen: ArenaSeen) -> list[ReaderSeen]:
 
 
 def slowest(seen: ArenaSeen) -> ReaderSeen | None:
-    """The living reader that is furthest behind; None when nobody is."""
+    """The living reader that is furthest behind; None when none is."""
     late = [reader for reader in seen.readers if reader.lag and reader.condition is not Condition.DEAD]
     return max(late, key=lambda reader: (reader.lag, reader.pin_age), default=None)
 

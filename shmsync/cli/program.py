@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShmSyncError as error:
         print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # `shmsync list | head`: nobody reads any more
+    except BrokenPipeError:  # `shmsync list | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -17,7 +17,7 @@ def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
 
 
 def look_twice(seconds: float, names: list[str] | None = None) -> list[tuple[ArenaSeen, float | None]]:
-    """Arenas, these or all, and their versions per second; one look is enough where nobody publishes."""
+    """Arenas, these or all, and their versions per second; one look is enough where no publisher lives."""
     peers = Peers()
     try:
         found = look_at_all(leftovers.names() if names is None else names, peers)

@@ -98,7 +98,7 @@ class MultiprocessCollector:
         on_lag: "warn": hand it out, and warn. "drop": collect the batch again. "wait": let no worker fall that far
             behind, by waiting for the slowest before a faster one is handed out; what is too old all the same is
             collected again.
-        timeout: seconds to wait for a batch; math.inf, the default, waits for ever (but never for a dead worker).
+        timeout: seconds to wait for a batch; math.inf, the default, waits without limit (but never for a dead worker).
         start_timeout: seconds that the workers have to start; 120 by default.
         start_method: of multiprocessing.
         discrete_actions: what integer actions of Discrete and MultiDiscrete spaces mean that do not start at 0:
@@ -266,7 +266,7 @@ class MultiprocessCollector:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of state_dict(): counts, random generators and the policy, which the workers get too.
 
-        Episodes begin anew.
+        Episodes start again.
 
         Raises ValueError when it is of a collector with another number of workers.
         """

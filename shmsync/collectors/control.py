@@ -1,7 +1,7 @@
 """The trainer's end of a worker's control pipe: it never blocks, and an interrupt loses nothing of it.
 
 Bytes move in native code, where no signal handler runs (_native.Frames). A message is given again until it is dropped,
-so whoever takes it in may be interrupted, and does so once more: that must change nothing.
+so its reader may be interrupted, and read it again: that must change nothing.
 """
 
 from __future__ import annotations

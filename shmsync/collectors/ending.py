@@ -42,7 +42,7 @@ class Ending:
         return found
 
     def abandon(self) -> None:
-        """End it for a collector that nobody shut down, where nobody can be told of an error."""
+        """End it for a collector without shutdown(), where no call can raise an error."""
         raise_closing(self.end(), quietly=True)
 
     def _stop(self) -> None:

@@ -19,7 +19,7 @@ from .control import ControlPipe
 from .worker import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
-_SLICE = 0.05  # seconds; so often somebody looks whether a full pipe takes more
+_SLICE = 0.05  # seconds between two looks whether a full pipe takes more
 
 _log = logging.getLogger("shmsync")
 Handler = Callable[["WorkerProcess", Any], None]
@@ -60,7 +60,7 @@ class WorkerProcess:
         raise exception_of(self.failure) from _trace(self.index, self.failure)
 
     def log_loss(self) -> None:
-        """Log what it failed with, if nobody was told."""
+        """Log its failure, unless a call has raised it."""
         if self.failure is not None and not self._raised:
             self._raised = True
             _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
@@ -75,7 +75,7 @@ class WorkerProcess:
         )
 
     def tell(self, word: str, content: Any = None) -> None:
-        """Send a command. Does nothing for a dead worker; its death is noticed by whoever waits for it."""
+        """Send a command. Does nothing for a dead worker; its death is noticed by the call that waits for it."""
         self.control.send(word, content)
 
     def end(self, deadline: float) -> None:
@@ -109,7 +109,7 @@ class Fleet:
         """Start a worker, in place of an earlier one of its index."""
         earlier = self.members.get(spec.index)
         if earlier is not None:
-            earlier.joined = False  # if this is interrupted, somebody knows that it has to be done again
+            earlier.joined = False  # if this is interrupted, it is known that it has to be done again
             earlier.end(0.0)
         member = self.members[spec.index] = WorkerProcess(self._context, spec)
         return member

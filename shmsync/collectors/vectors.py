@@ -171,7 +171,7 @@ def _mode(env: Any) -> str:
 
 
 def _takes_masks(env: Any) -> bool:
-    """Does it reset the environments that it is told to, at once, although it would do so in its next step?"""
+    """Does reset() reset the environments of its mask at once, although its next step would?"""
     if not hasattr(vector, "AutoresetMode"):  # Gymnasium 1.0
         return False
     if type(env) is vector.AsyncVectorEnv:

@@ -102,7 +102,7 @@ def _allow_processes(*pipes: Connection) -> None:
 
 
 def _report(control: Connection, word: str, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the trainer is gone
         control.send((word, Failure.of(error)))
 
 

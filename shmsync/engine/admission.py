@@ -1,6 +1,6 @@
 """What may be a leaf, under which key: a tensor whose values lie in memory of its own, as plain elements.
 
-The rule names what is known to be plain. A tensor of any other kind is refused, also one that nobody has thought of:
+The rule names what is known to be plain. A tensor of any other kind is refused, also one that is unknown here:
 its storage has no address, or too few bytes. Reading it by address would end the process, or copy garbage.
 """
 

@@ -197,11 +197,10 @@ class Binding:
         return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
 
     def _follow(self) -> None:
-        """Put the bound buffers back where others have taken their place, and look at the module anew.
+        """Put the bound buffers back where others have taken their place, and look at the module again.
 
-        The tensor that took the place may be somebody's: an input, or another module's. So it is left as it is. A
-        parameter in a bound one's place may be there for a moment only (torch.func.functional_call), which nobody can
-        see from here.
+        The tensor that took the place may belong to other code: an input, or another module's. So it is left as it is.
+        A parameter in a bound one's place may be temporary (torch.func.functional_call); that cannot be seen from here.
         """
         bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
         for path, module in [(path, module) for path, ref in self._places if (module := ref()) is not None]:

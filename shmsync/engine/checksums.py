@@ -51,7 +51,7 @@ def checksum_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) ->
 
 
 def memory(address: int, size: int) -> memoryview:
-    """These bytes, for as long as somebody else keeps them mapped."""
+    """These bytes, for as long as the caller keeps them mapped."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else memoryview(b"")
 
 

@@ -218,6 +218,6 @@ class Sections:
             section._used_again()
 
     def leave(self) -> None:
-        """Leave all, in whatever thread this is. Nobody may be inside any more."""
+        """Leave all, in whatever thread this is. No call may be inside any more."""
         while self._open:
             self._open.pop()._give_up()

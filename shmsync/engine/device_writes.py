@@ -3,7 +3,7 @@
 The trainer's thread asks for copies and goes on. What it asks its own stream for next comes after the copies that read
 its tensors; what lies in the host's memory is copied aside at once, so it may be changed at once.
 
-INV: one version is under way at a time. Until it is committed, or known never to be, nobody touches the writer.
+INV: one version is under way at a time. Until it is committed, or known never to be, no other call touches the writer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class DeviceWrites:
 
     @property
     def under_way(self) -> bool:
-        """May a version still be committed, so that nobody else may use the writer?"""
+        """May a version still be committed, so that no other call may use the writer?"""
         return self._commit is not None
 
     def settle(self, deadline: float) -> bool:

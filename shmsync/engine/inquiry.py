@@ -1,6 +1,6 @@
 """Proof of delivery, in the publisher: asking every worker what it holds, and waiting for the answers.
 
-The question is a number in the publication line, the answer a word in the worker's row. Nobody is woken for it: a
+The question is a number in the publication line, the answer a word in the worker's row. No process is woken for it: a
 worker sees the question when it next enters a section.
 """
 
@@ -56,7 +56,7 @@ class Inquiry:
             yield self._number
         finally:
             if self._arena.mapped:
-                self._arena.control.ask(0)  # who comes late need not read everything for nobody
+                self._arena.control.ask(0)  # a late worker need not read all weights for a proof that has ended
             self._turn.release()
 
 
@@ -71,13 +71,13 @@ class _Answers:
         self._dead: dict[RowId, int | str] = {}
 
     def look(self) -> bool:
-        """Take in what has come; is somebody still to answer?"""
+        """Read the answers that have arrived; True while one is missing."""
         rows = {row.id: row for row in reader_table.claimed(self._control)}
         if self._workers is not None:
             self._open = {row.id for row in rows.values() if row.worker in self._workers}
         for row in sorted(self._open):
             question, found = self._control.answer(row[0])
-            if row not in rows:  # it has left, or died and somebody has its row: looked at before its answer was
+            if row not in rows:  # it has left, or died and another worker has its row: looked at before its answer was
                 self._open.discard(row)
             elif question == self._question:
                 name = self._names.setdefault(row, reader_table.name_of(self._control, row))

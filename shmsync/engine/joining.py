@@ -106,7 +106,7 @@ def wait_for_readers(
             stack.callback(peer.close)
         poller = select.poll()
         while True:
-            # Deaths first: a worker that attached and then died would else be missing in vain.
+            # Deaths first: a worker that attached and then died would otherwise be waited for until the deadline.
             dead = {worker: peer for worker, peer in procs.items() if peer.dead}
             rows = [row for row in reader_table.claimed(control) if row.worker in workers]
             attached = {row.worker for row in rows if peers.alive(row.owner)}

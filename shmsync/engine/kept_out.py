@@ -1,6 +1,6 @@
 """The TensorDicts that snapshots were copied into: one that is used again is not checked leaf by leaf.
 
-Most programs keep one `out` for ever. What was found out about it holds while its dicts have the same tensors, and
+Most programs reuse one `out`. What was found out about it holds while its dicts have the same tensors, and
 those are as they were, which one native call sees (native/bind/sources.hpp). Where anything else has changed, all of it
 is checked as if it came for the first time.
 """
@@ -33,7 +33,7 @@ class KeptOut:
             if kept[0]() is out:
                 if _as_it_was(kept[1]):
                     return kept[1]
-                self._drop(kept[0])  # its table knows addresses by now that nobody has checked
+                self._drop(kept[0])  # its table has addresses by now that were not checked
                 break
         made = Targets(out, arena)
         if _as_it_was(made):  # the first look at it, to compare with

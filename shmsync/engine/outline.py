@@ -1,4 +1,4 @@
-"""Plans for weights that are made anew for each publish: a state_dict(), a dict, a TensorDict.
+"""Plans for weights that are new objects at each publish: a state_dict(), a dict, a TensorDict.
 
 Such a source is told by its keys and by the dtype, shape and memory order of each tensor, all looked at in one native
 call (native/bind/values.cpp). Of the tensors themselves nothing is kept after the publish.

@@ -1,7 +1,7 @@
 """The plans that a publisher keeps, and how the plan of a source is found again.
 
 A module's plan is found by the module, and stays good while its dicts hold the same tensors. One for weights that are
-made anew for each publish is found by their keys, and by what their tensors are like.
+created for each publish is found by their keys, and by what their tensors are like.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .second_names import second_names, without
 from .sources import EVERYTHING, Collected, Filter, Weights, collect, not_saved
 from .wrappers import of_wrappers, respelled
 
-_KEPT = 4  # plans for sources that are made anew: a trainer may alternate between all weights and a part of them
+_KEPT = 4  # plans for sources that are new objects each time: a trainer may alternate between all weights and a part
 
 
 class Plans:
@@ -151,7 +151,7 @@ class _Recent:
         """The kept plan, if it is for these tensors and they have not changed."""
         plan = self._plan
         if plan is None or not plan.still_valid(arena):
-            self.clear()  # it knows addresses by now that nobody has checked
+            self.clear()  # it has addresses by now that were not checked
             return None
         same = self._source is not None and self._source() is source
         return plan if same or plan.shows(collected().tensors) else None

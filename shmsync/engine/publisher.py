@@ -287,13 +287,13 @@ class Publisher:
         return reader_infos(self._arena.control, self._side.peers, self.version)
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
-        """Wait until subscribers with these worker indices are attached. Publishes nothing, and keeps nobody from it.
+        """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
 
         A worker is attached once its Subscriber is made; what it does then, such as bind(), may fail later.
 
         Args:
             workers: the indices, as in Subscriber(worker=).
-            timeout: seconds; None is the arena's default, math.inf waits for ever.
+            timeout: seconds; None is the arena's default, math.inf waits without limit.
             procs: the workers' processes, in the order of `workers` or as a mapping by index; each a
                 multiprocessing.Process, a subprocess.Popen or a pid. With them a death ends the wait at once.
 
@@ -315,7 +315,7 @@ class Publisher:
         once. Publish on meanwhile as you like; an answer is about the newest version that its worker finds.
 
         Args:
-            timeout: seconds for the whole call; None is the arena's default, math.inf waits for ever.
+            timeout: seconds for the whole call; None is the arena's default, math.inf waits without limit.
             workers: None asks every subscriber that is attached now; indices ask these, attached or not.
 
         Returns:
@@ -380,7 +380,7 @@ class Publisher:
         return self._side.stats()
 
     def close(self) -> None:
-        """End the arena. Subscribers keep the last version, but nobody can attach any more. Idempotent.
+        """End the arena. Subscribers keep the last version; new ones cannot attach. Idempotent.
 
         A publish() or update() of another thread that waits, for readers or for acks, ends with ClosedError.
 

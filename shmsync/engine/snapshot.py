@@ -56,7 +56,7 @@ class Targets:
             own, readonly = arena.ranges(), readonly_ranges()
             collected = collect(out, EVERYTHING, to_write=True)
             found: dict[Key, Any] = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
-            # Its dicts cannot be seen: it may make its leaves anew at each look.
+            # Its dicts cannot be seen: it may create its leaves at each access.
             again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
             problems = [
                 f"{leaf.name} of out {problem}"

@@ -166,7 +166,7 @@ class OptimizerWatch:
                     watch.look(optimizer)
 
             self._hook = register_optimizer_step_pre_hook(before_step)
-            weakref.finalize(self, self._hook.remove).atexit = False  # of a Publisher that nobody closed
+            weakref.finalize(self, self._hook.remove).atexit = False  # of a Publisher that was not closed
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step: let its state follow its parameters, and warn if it steps one that the module has no more.

@@ -57,7 +57,7 @@ class Subscriber(ReadPath):
         timeout: default for this subscriber's waits, in seconds; math.inf waits without limit, None is 10.
         follow: when the publisher was closed or died, and another one publishes the same leaves under the same name,
             move to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Its versions
-            count anew, `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
+            begin again, `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
             wait_version(); sections warn, and read the old weights on.
 
     Raises:
@@ -258,7 +258,7 @@ class Subscriber(ReadPath):
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
 
         A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. What
-        another thread waits for in this subscriber ends with ClosedError. A section that nobody can leave any more,
+        another thread waits for in this subscriber ends with ClosedError. A section that no thread can leave any more,
         because its thread has ended or its object is gone, is given up.
 
         Raises ProtocolError inside a section of this thread, WriterBusy when another thread does not leave its section

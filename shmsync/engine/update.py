@@ -81,7 +81,7 @@ class Update(_native.Scope):
         side.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
             if self._acks.wanted:
-                # The timeout starts anew: the time spent in the body does not count.
+                # The timeout starts again: the time spent in the body does not count.
                 side.wait_acks(version, self._acks, deadline_after(self._timeout, side.timeout))
         finally:
             side.lock.release(self)  # published: there is nothing left to recover

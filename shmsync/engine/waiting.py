@@ -61,7 +61,7 @@ class WaitPath(_native.Reader):
     def publisher_alive(self) -> bool:
         """Can new versions still come?
 
-        False once the publisher's process is dead, or has closed the arena; then `lag` stays what it is for ever. A
+        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
         stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
         arena that is read now.
         """
@@ -75,7 +75,7 @@ class WaitPath(_native.Reader):
         version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
         need it, the publisher among them, they wait for it.
 
-        With follow=True it waits for a trainer that comes back, whose versions count anew, and moves to its arena.
+        With follow=True it waits for a restarted trainer, whose versions begin again, and moves to its arena.
 
         Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
         publisher would wait for this process in turn; with follow=True ManifestMismatch.
@@ -97,7 +97,7 @@ class WaitPath(_native.Reader):
         return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
 
     def _look_up(self) -> None:
-        """In each slice of a wait: is there still somebody to wait for it?"""
+        """In each slice of a wait: can the version still arrive?"""
         stay_if_exiting()
         if self._ending:
             raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")

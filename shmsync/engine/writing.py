@@ -53,7 +53,7 @@ class Acks(NamedTuple):
     """Whose acks a call waits for."""
 
     wanted: bool
-    workers: list[int] | None = None  # their indices; None: everybody's
+    workers: list[int] | None = None  # their indices; None: all workers
 
 
 NO_ACKS = Acks(False)
@@ -363,7 +363,7 @@ class WriteSide:
     def begin(self, deadline: float) -> bool:
         """Get a slot to write, or raise with nothing written; the caller undoes. See begin_all().
 
-        False: a stopped process is in the only slot. It may stay for ever, and the gate keeps all other readers out.
+        False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """
         writer = self.writer
         if self.later is not None:

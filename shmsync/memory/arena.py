@@ -198,7 +198,7 @@ class Arena:
 def create(
     name: str, manifest: Manifest, *, slots: int, max_readers: int, device: Device | None = None
 ) -> tuple[Arena, segment.Created]:
-    """Make an arena; nobody can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists.
+    """Make an arena; no process can attach to it before segment.make_ready(). Raises NoSpace, ArenaExists.
 
     `device`: where its slab lies; None: in the host's memory.
     """

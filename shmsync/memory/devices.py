@@ -127,7 +127,7 @@ def default() -> Device | None:
 
 
 def usual() -> str:
-    """The name of where arenas lie that nobody has placed, wherever their weights are made: "cpu"."""
+    """The name of the default device of arenas, wherever their weights are made: "cpu"."""
     return _default[0].name if _default else "cpu"
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from multiprocessing import util
 
-_PATIENCE = 5.0  # seconds: an exit takes less, and somebody may wait for the thread
+_PATIENCE = 5.0  # seconds: an exit takes less, and a call may wait for the thread
 
 _exiting = False
 _mark: util.Finalize | None = None

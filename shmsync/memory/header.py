@@ -100,9 +100,9 @@ def _squatted(name: str, what: str) -> ArenaNotFound:
 
 
 def check_ours(name: str, fd: int) -> None:
-    """Is it this user's, and could nobody else have written it? Raises ArenaNotFound.
+    """Is it this user's, and could no other user have written it? Raises ArenaNotFound.
 
-    Who attaches acts on what it says, and so on whoever could write it. That goes for root too.
+    A subscriber trusts its content, and so every user who could write it. That goes for root too.
     """
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
@@ -117,7 +117,7 @@ def check_ours(name: str, fd: int) -> None:
 
 
 def foreign(header: Header | None) -> bool:
-    """Is it a file of somebody else's, which only has a name like a segment's?
+    """Is it another program's file that only has a name like a segment's?
 
     A creator that dies leaves nothing, zeros, or what begins with the magic number.
     """

@@ -4,7 +4,7 @@ The creator of a segment holds an flock on it until it is ready. Who gets the lo
 whose owner is dead, may sweep (remove) it, after looking that the name still stands for it. What could not be found
 out is never swept: an owner in another pid namespace, another user's, a machine without a free descriptor.
 
-Segments of made-up names would stay until somebody calls `shmsync gc`, and a publisher that is killed and started again
+Segments of made-up names would stay until the user calls `shmsync gc`, and a publisher that is killed and started again
 over and over would fill /dev/shm. So each new publisher sweeps for a moment, whatever their names.
 """
 
@@ -62,7 +62,7 @@ def sweep(name: str) -> int | None:
         _check_removable(name, fd, header)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # its creator is at work, or somebody who removes it
+        except BlockingIOError:  # its creator is at work, or a process that removes it
             return pid_of(header.owner) if header is not None and may_live(header) else 0
         header = _header.read(fd)
         if header is not None and header.ready and may_live(header):
@@ -114,7 +114,7 @@ def _pages() -> int:
 
 
 def _is_left_over(name: str) -> bool:
-    """Is it of this user, and without doubt nobody's any more? sweep() looks again, under the lock."""
+    """Is it of this user, and without doubt unused? sweep() looks again, under the lock."""
     with opened(name) as fd:
         if fd is None or os.fstat(fd).st_uid != os.geteuid():
             return False

@@ -18,7 +18,7 @@ _lock = threading.RLock()
 
 
 def free(place: OnDevice, control: _native.Control) -> None:
-    """Give an arena's memory on a device back: now, or when nobody has it open any more. `control`: its segment's."""
+    """Give an arena's memory on a device back: now, or once no other process maps it. `control`: its segment's."""
     sweep()
     if place.reads is None and _open_elsewhere(control):
         with _lock:
@@ -28,7 +28,7 @@ def free(place: OnDevice, control: _native.Control) -> None:
 
 
 def sweep() -> int:
-    """Free what nobody has open any more; how much is still lent."""
+    """Free what no process has open any more; how much is still lent."""
     with _lock:
         _lent[:] = [each for each in _lent if each[2] == _native.fork_generation()]  # the rest is the parent's
         for each in list(_lent):

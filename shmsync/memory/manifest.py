@@ -171,7 +171,7 @@ class Manifest:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {str(error)[:500]}") from error
 
 
-# By name. Not getattr(torch, name): that imports modules for some names, and a manifest is somebody else's text.
+# By name. Not getattr(torch, name): that imports modules for some names, and a manifest is another process's text.
 _DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 

@@ -47,8 +47,8 @@ def nodes_with_memory() -> list[int]:
 def interleave(fd: int, size: int, nodes: Sequence[int]) -> bool:
     """Have the pages of this memfd lie on these nodes by turns, from the moment when it gets them.
 
-    The kernel keeps this with the file, so it holds whoever allocates the pages. False, and one line in the log, where
-    the system refuses: then they lie where they would without it.
+    The kernel keeps this with the file, so it holds whichever process allocates the pages. Where the system
+    refuses: False, and one line in the log; the pages then lie where they would without it.
     """
     call = _MBIND.get(platform.machine())
     os.ftruncate(fd, size)
@@ -58,7 +58,7 @@ def interleave(fd: int, size: int, nodes: Sequence[int]) -> bool:
         mask = (ctypes.c_ulong * (max(nodes) // bits + 1))()
         for node in nodes:
             mask[node // bits] |= 1 << node % bits
-        # The kernel takes one off the number of bits that it is told.
+        # The kernel subtracts one from the number of bits that it gets.
         arguments = (ctypes.addressof(word), size, _MPOL_INTERLEAVE, ctypes.addressof(mask), len(mask) * bits + 1, 0)
         libc = ctypes.CDLL(None, use_errno=True)
         done = call is not None and libc.syscall(ctypes.c_long(call), *map(ctypes.c_ulong, arguments)) == 0

@@ -136,7 +136,7 @@ class Peer:
             self._dead = not self._may_be_itself()  # the pid may have been reused before we opened it
 
     def _may_be_itself(self) -> bool:
-        """False if the pid is somebody else's now, or nobody's, or runs another program."""
+        """False if the pid belongs to another process now, or to none, or runs another program."""
         if not self._owner:
             return True
         try:
@@ -166,7 +166,7 @@ class Peer:
         assert self.fd is not None
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
-        # POLLIN alone means dead; a descriptor that somebody closed shows POLLNVAL.
+        # POLLIN alone means dead; a closed descriptor shows POLLNVAL.
         return any(events & select.POLLIN for _, events in poll(poller, int(seconds * 1000)))
 
     @property

@@ -3,7 +3,7 @@
 A memfd of a fixed size, found through /proc as a slab is. Fresh memory costs several times as much as a copy into it,
 so what is written often stays where it is, and who reads it often keeps the mapping.
 
-INV: nobody but its maker can write into it or resize it. When a reader may read is between the two.
+INV: only its maker can write into it or resize it. When a reader may read is between the two.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Reusable:
         return pieces
 
     def close(self) -> None:
-        """Nobody can open it any more. Idempotent."""
+        """No process can open it any more. Idempotent."""
         self._closing()
 
 

@@ -1,4 +1,4 @@
-"""Bytes that one process writes once and others copy from: a memfd that nobody can change, found through /proc.
+"""Bytes that one process writes once and others copy from: a memfd that no process can change, found through /proc.
 
 Its maker keeps a descriptor; a reader opens it by the pid of the maker and the number of the descriptor, as a slab is.
 So nothing but a few numbers has to travel, a plain reader of the pipe needs to know nothing of descriptors, and none
@@ -35,7 +35,7 @@ _kept: weakref.WeakSet[Sealed] = weakref.WeakSet()  # of this process
 
 
 class SealedAt(NamedTuple):
-    """What a reader is told."""
+    """What a reader needs to open it."""
 
     owner: int  # of the process that has the descriptor
     fd: int
@@ -72,7 +72,7 @@ class Sealed:
             self._inode = os.fstat(self._fd).st_ino
 
     def close(self) -> None:
-        """Give it up: nobody can open it any more. Idempotent."""
+        """Give it up: no process can open it any more. Idempotent."""
         self._closing()
 
     @property

@@ -44,7 +44,7 @@ class Handle(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A segment whose creator still holds its lock; nobody attaches until make_ready()."""
+    """A segment whose creator still holds its lock; no process attaches until make_ready()."""
 
     control: _native.Control
     fd: int
@@ -78,7 +78,7 @@ def create(name: str, size: int, **header: Any) -> Created:
                 raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
             continue
         try:
-            # Somebody who has found it already, and took it for a leftover, has the lock for a moment.
+            # A process that took it for a leftover has the lock for a moment.
             ours = take_lock(fd, time.monotonic() + _LOCK_WAIT)
             if ours and stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
                 _allocate(fd, size)
@@ -87,7 +87,7 @@ def create(name: str, size: int, **header: Any) -> Created:
             withdraw(name, fd)
             raise
         close(fd)
-        if not ours:  # the name is left to whoever has the lock, and to all who sweep later
+        if not ours:  # the name is left to the holder of the lock, and to later sweeps
             raise ArenaExists(
                 f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
                 "use another name, or let that process go on or end it"
@@ -153,7 +153,7 @@ def _with_room_for(call: Callable[[], T]) -> T:
 def make_ready(created: Created) -> None:
     """Let subscribers attach, and release the creator's lock."""
     created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
-    with suppress(OSError):  # it is ready, so nobody asks for the lock
+    with suppress(OSError):  # it is ready, so no process asks for the lock
         fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 

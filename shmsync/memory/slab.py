@@ -1,6 +1,6 @@
 """The slab: the memory that holds the weights. It is a memfd, a file without a name, so it cannot be left behind.
 
-INV: after create() nobody can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
+INV: after create() no process can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
      one writable mapping is the publisher's, and a forked child finds a read-only one in its place.
 
 The mapping belongs to a torch shared-memory storage, so the tensors over it are real shared tensors, and it lives
@@ -219,7 +219,7 @@ def _torch_storage(fd: int, size: int) -> torch.UntypedStorage:
     try:
         return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
     except RuntimeError:
-        # torch forgets its duplicate when it cannot map it. Nobody else has this file yet.
+        # torch forgets its duplicate when it cannot map it. No other process has this file yet.
         with suppress(OSError):
             if os.path.sameopenfile(next_free, fd):
                 close(next_free)

@@ -64,7 +64,7 @@ def close(fd: int) -> None:
 
 
 def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
-    """What poller.poll() finds; nothing where the system had no memory for the wait, which is news of nobody."""
+    """What poller.poll() finds; nothing where the system lacked memory for the wait, which proves nothing."""
     try:
         return poller.poll(milliseconds)
     except OSError:
@@ -73,7 +73,7 @@ def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
 
 
 def take_lock(fd: int, deadline: float) -> bool:
-    """Lock a file. False: somebody else had it until then; who waits without end may wait for a stopped process."""
+    """Lock a file. False: another process had it until then; a wait without limit may wait for a stopped process."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,7 +35,7 @@ class TransportBackend(Protocol):
 
     wait_ack() takes one answer, the oldest. After a send that was late the next one calls it once more for each answer
     that is still to come. A transport whose answers name their message, so that wait_ack() passes over old ones by
-    itself, has forget_posted(): called before a send, it says that nobody waits for what was sent before.
+    itself, has forget_posted(): called before a send, it says that no call waits for earlier messages.
     """
 
     def send_weights(self, model_id: str, weights: Any) -> None:

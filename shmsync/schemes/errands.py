@@ -73,7 +73,7 @@ class Errands:
         return Errands, ()
 
     def owed(self, index: int, transport: Any) -> int:
-        """How many messages that went over this transport nobody has seen answered."""
+        """The number of messages sent over this transport that are unanswered."""
         known = self._owed.get(index)
         return known[1] if known is not None and known[0] is transport else 0
 

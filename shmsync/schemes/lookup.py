@@ -35,7 +35,7 @@ class Arguments:
 
     @property
     def unread(self) -> set[str]:
-        """Those that nobody has asked for."""
+        """The arguments that were not used."""
         return self._kwargs.keys() - self._read
 
     def given(self, name: str) -> Any:

@@ -1,8 +1,8 @@
 """partial=True without shared memory: which leaves each worker still has to get.
 
-A message may be late, be replaced by a newer one, or not be meant for everybody. So beside the leaves of a send a
+A message may be late, be replaced by a newer one, or not be meant for every worker. So beside the leaves of a send a
 worker gets those of earlier ones that it was sent and has not answered; a new worker gets all that were ever sent. What
-a worker refuses, in time or later, is not brought to it again, and to nobody new if no other worker has it.
+a worker refuses, in time or later, is not brought to it again, and not to new workers if no other worker has it.
 
 INV: each refusal takes at least one part out of what its worker is due: those that have the leaves which the refusal
      names. If it names none of the message, all that the message brought goes.
@@ -60,7 +60,7 @@ class SentPart:
 
     @property
     def counts(self) -> bool:
-        """Is it for new workers too? Not if nobody has it, and somebody has refused it."""
+        """Is it for new workers too? Not if no worker has it and one has refused it."""
         return self.confirmed or not self.refused
 
     def holds(self, name: str, value: Any) -> bool:
@@ -75,7 +75,7 @@ class Owed:
 
     def __init__(self) -> None:
         self._base: Leaves = {}  # the newest of each leaf in the parts that were settled for good
-        # The last one, and those before it that somebody may still answer; oldest first.
+        # The last one, and those before it that a worker may still answer; oldest first.
         self._parts: list[SentPart] = []
         self._due: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()
 
@@ -127,7 +127,7 @@ class Owed:
     ) -> None:
         """Who has confirmed the message that brought these leaves, who has refused it, and who will never answer it.
 
-        The same for answers that came in time and for those that came later. None stands for somebody who is no worker.
+        The same for answers that came in time and for those that came later. None is a peer that is not a worker.
         A mapping of those who have refused it says which leaves speak against it, as far as they are known.
         """
         done, refusals = list(done), failed if isinstance(failed, Mapping) else dict.fromkeys(failed, ())

@@ -79,7 +79,7 @@ class Publishers:
         self._take(devices_for(device))
         self._publishers: dict[str, dict[int, Publisher]] = {}
         self._optional: dict[str, set[Key]] = {}  # buffers of the model that no state_dict() has
-        # close() warns nobody: a scheme of this shape has no close(), so collecting it is the normal end.
+        # close() does not warn: a scheme of this shape has no close(), so collecting it is the normal end.
         self._finalizer = util.Finalize(self, _close_all, (self._publishers,), exitpriority=25)
 
     def place(self, devices: WorkerDevices) -> None:
@@ -131,7 +131,7 @@ class Publishers:
         return self._group_of[worker]
 
     def chosen(self, workers: Collection[int], everybody: Collection[int]) -> list[int]:
-        """The groups of these workers, who must be whole groups among everybody."""
+        """The groups of these workers, which must be whole groups of all workers."""
         if self._group_of is None and len(workers) == len(everybody):
             return [ALL]
         members: dict[int, set[int]] = {}
@@ -243,7 +243,7 @@ class Publishers:
             if not isinstance(source, nn.Module):
                 publisher.forget_source()  # a relay's weights are a buffer that comes and goes
             if version > 1:  # the model's other groups have come that far
-                publish_all([Publication(publisher, source)], version, math.inf)  # nobody reads it yet
+                publish_all([Publication(publisher, source)], version, math.inf)  # no worker reads it yet
         except BaseException:
             publisher.close()
             raise

@@ -82,7 +82,7 @@ class WeightSender:
             process: over pipes the worker's Process, so that its death is seen at once; else it is known from its first
                 answer, and before that only the end of its pipe tells. Other schemes notice deaths by themselves.
 
-        Raises ValueError for another index, TypeError for a process that nobody would look at.
+        Raises ValueError for another index, TypeError for a process that cannot be watched.
         """
         worker_idx = check_worker(worker_idx)
         if process is not None:
@@ -188,7 +188,7 @@ class WeightSender:
             RuntimeError: a send_async() is pending.
             ValueError: a worker that is not registered, or no weights.
             ProtocolError: this sender was unpickled and has no workers.
-            ManifestMismatch: the weights do not fit; nobody was changed.
+            ManifestMismatch: the weights do not fit; no worker was changed.
             WorkerDied: sent, but these workers died before they had applied it; the others have. The sender stays
                 usable, and the dead are left out from now on.
             AckTimeout: sent, but these workers have not applied it in time.

@@ -1,4 +1,4 @@
-"""One send at a time: whoever comes from another thread waits for its turn, within its own deadline."""
+"""One send at a time: calls of other threads wait for their turn, until their own deadlines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Turns:
 def turn(turns: list[Turns], deadline: float, call: str) -> _native.Turn:
     """What a `with` statement takes all of these turns by; `call` is what its errors call it.
 
-    They are taken in one order for everybody. Raises WriterBusy at the monotonic time `deadline`, and at once where the
+    All threads take them in one order. Raises WriterBusy at the monotonic time `deadline`, and at once where the
     same thread has one of them already: in a signal handler, or in a hook of a send that sends.
     """
     return _native.Turn([each.lock for each in turns], deadline, call)

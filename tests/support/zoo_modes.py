@@ -46,7 +46,7 @@ def compiled_before(bind, module, use):
 
 def used_then_compiled_before(bind, module, use):
     compiled = torch.compile(module, backend="eager")
-    # A module of inference tensors that counts its calls runs in inference mode only: torch refuses the count elsewhere.
+    # A module of inference tensors that counts its calls needs inference mode: torch refuses the count outside it.
     inference = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
     with torch.no_grad(), torch.inference_mode(inference):
         use.run(compiled, torch.zeros(2, WIDTH))

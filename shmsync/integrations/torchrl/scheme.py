@@ -53,7 +53,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             update is for some of them only.
         slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
             waits, for that much more memory.
-        timeout: of an update, in seconds; math.inf waits for ever, None is 10.
+        timeout: of an update, in seconds; math.inf waits without limit, None is 10.
         alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
             not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
         dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
@@ -407,7 +407,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def receive(self, timeout: float | None = 0.0) -> Any:
         """Apply newer weights now, if there are any, and return them, or None. A collector needs no such call.
 
-        Waits `timeout` seconds for newer ones; None: for ever. Raises RuntimeError before connect().
+        Waits `timeout` seconds for newer ones; None: without limit. Raises RuntimeError before connect().
         """
         timeout = timeout_or_none(timeout)
         if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:

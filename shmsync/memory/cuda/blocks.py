@@ -14,12 +14,12 @@ from typing import Any
 
 
 class Block:
-    """Memory of a GPU; its end is told to who made it.
+    """Memory of a GPU; its maker is notified of its end.
 
     Args:
         address: where it begins in this process.
         size: bytes that can be used.
-        gone: called with no argument when nobody has it any more. Not at the end of the process, whose memory goes
+        gone: called with no argument when the last reference is gone. Not at the end of the process, whose memory goes
             with it.
     """
 

@@ -262,7 +262,7 @@ class Gpu:
                 self._calls.cudaEventDestroy(event)
                 raise
         try:
-            yield event  # once a stream waits for it, it may be recorded anew: the wait is for what it had
+            yield event  # once a stream waits for it, it may be recorded again: the wait is for what it had
         finally:
             if len(kept) < _KEPT_EVENTS:
                 kept.append(event)
@@ -273,7 +273,7 @@ class Gpu:
         return _taken(self._calls, call, answer, self.name, doing, needed)
 
     def _give_back(self, call: Callable[[], Answer], index: int | None = None) -> None:
-        """Free something, perhaps in a garbage collection: there is nobody to tell of an error."""
+        """Free something, perhaps in a garbage collection: no call can raise an error."""
         if self._generation != _native.fork_generation():
             return  # it is the parent's
         with suppress(RuntimeError), self._side.on(self._index if index is None else index):

@@ -11,7 +11,7 @@ from ..plainly import plainly
 
 
 class Exposed(Protocol):
-    """Memory that says where it is, and lives as long as somebody has it."""
+    """Memory that says where it is, and lives while it is referenced."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

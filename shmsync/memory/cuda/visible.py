@@ -73,7 +73,7 @@ def reason() -> str | None:
 
 
 def _used() -> tuple[CudaCalls, TorchSide]:
-    """What this process uses CUDA with; in a forked child everything anew."""
+    """What this process uses CUDA with; a forked child has its own."""
     global _of_generation, _system
     generation = _native.fork_generation()
     if generation != _of_generation:

@@ -130,7 +130,7 @@ class PipeCarrier(ABC):
         """A wait for this version is over."""
 
     def mark(self, posted: Posted, outcome: Outcome) -> None:
-        """Leave the dead out from now on; whoever has taken the place of one since is not meant."""
+        """Leave the dead out from now on; a worker that replaced one since is not affected."""
         self.concluded(posted, outcome)
         for index in list(outcome.dead):
             link = posted.links[index]

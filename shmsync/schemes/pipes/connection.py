@@ -1,7 +1,7 @@
 """One end of a duplex multiprocessing.Pipe, read and written without ever blocking.
 
 Connection.send() blocks while the other side does not read, and Connection.recv() while half a message is there; with a
-peer that was stopped or killed that is for ever. The frames here are those of Connection, so the other side may be a
+peer that was stopped or killed that may never end. The frames here are those of Connection, so the other side may be a
 plain one, and so may this side between two messages. Bytes move in native code (native/include/shmsync/frames.hpp),
 where no Python signal handler runs, so an interrupt loses neither a message nor the place in the stream.
 """

@@ -117,7 +117,7 @@ class _Poll:
     def news(self, waiting: Mapping[int, Link], deadline: float) -> list[tuple[int, bool]]:
         """(worker, is there something to read?) for each with news; every worker after a slice without any.
 
-        Meanwhile another thread may have read an answer, or a process that nobody knew at first may have died.
+        Meanwhile another thread may have read an answer, or a process that was unknown at first may have died.
         """
         found = poll(self._poll, milliseconds(deadline))
         if not found:

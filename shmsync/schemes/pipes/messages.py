@@ -8,7 +8,7 @@
                                                                          there at this version,
                       ((model_ids, (number, version, deadline)), "resume")
                                                                          or until this says that they do not come; after
-                                                                         the deadline, a monotonic time, nobody waits
+                                                                         the deadline, a monotonic time, no send waits
                       ((model_id, question), "verify_weights")           does the model hold what was sent? By a note of
                                                                          each leaf, or by the session of its arena
     worker → sender   (None, "updated") and (None, "registered")

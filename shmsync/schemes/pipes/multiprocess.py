@@ -131,7 +131,7 @@ class MultiProcessCarrier(PipeCarrier):
         return load.reference()
 
     def _give_back(self) -> None:
-        """Keep no weights that nobody can still ask for."""
+        """Drop weights that no worker can still ask for."""
         self._lent = [each for each in self._lent if each[0].end.owes(each[1]) and not each[0].reported]
 
     def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
@@ -166,7 +166,7 @@ class MultiProcessCarrier(PipeCarrier):
                 self._settle(model_id, each, *answer)
             elif end.owes(each.tag) and not each.link.reported:
                 still.append(each)
-            else:  # newer leaves have taken its place before it left, or nobody is there any more
+            else:  # newer leaves have taken its place before it left, or the worker is gone
                 self._owed[model_id].settle(each.given, [], [], [each.link])
         self._open[model_id] = still
 
@@ -191,7 +191,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._open[posted.model_id] = [each for each in open_ones if each not in newest]
         self._take_late(posted.model_id)
         for each in newest:
-            each.link.end.late_answer(each.tag)  # it is known, so nobody asks for it
+            each.link.end.late_answer(each.tag)  # it is known already
             self._settle(posted.model_id, each, results[each.link])
 
     @override
@@ -202,7 +202,7 @@ class MultiProcessCarrier(PipeCarrier):
             return
         if outcome.done:
             self._applied[posted.model_id] = newest
-        elif outcome.failed:  # refused by all who said anything: nobody else is to get it either
+        elif outcome.failed:  # refused by all workers that answered: no other worker gets it either
             del self._newest[posted.model_id]
             if posted.model_id in self._applied:
                 self._newest[posted.model_id] = self._applied[posted.model_id]
@@ -213,7 +213,7 @@ class MPTransport(PipeTransport):
 
     Args:
         pipe_connection: one end of a duplex multiprocessing.Pipe; None makes a transport without a worker.
-        timeout: seconds to wait for an answer; math.inf waits for ever, None is 10.
+        timeout: seconds to wait for an answer; math.inf waits without limit, None is 10.
     """
 
     def __init__(self, pipe_connection: Any, timeout: float | None = None) -> None:
@@ -234,7 +234,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     Args:
         strategy: the form in which weights travel, "state_dict" or "tensordict".
-        timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
+        timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
         partial: see WeightSyncScheme.
         dtype: see WeightSyncScheme.
         checksum: see WeightSyncScheme.

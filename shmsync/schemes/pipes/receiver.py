@@ -219,7 +219,7 @@ class PipeReceiver(WeightReceiver):
         return True
 
     def _refused(self, message: Message, error: Exception) -> None:
-        said = str(error)  # whoever keeps the record keeps no weights
+        said = str(error)  # a kept log record keeps no weights alive
         _log.warning("weights of %r were refused: %s", self._model_id, said)
         self._end.answer_failure(message, error)
 

@@ -71,7 +71,7 @@ class PipeSender(WeightSender):
     def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
         """Bring workers that joined late to the newest version; nothing new is published.
 
-        Weights that went through the pipe and were refused by every worker that answered are brought to nobody else:
+        Weights that went through the pipe and were refused by every worker that answered are brought to no other one:
         the newest that one of them has applied are. What lies in an arena is brought again, and refused again.
 
         Returns that version, 0 if nothing was sent yet. Raises as send() does, and ProtocolError when the workers have

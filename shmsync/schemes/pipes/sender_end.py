@@ -2,7 +2,7 @@
 
 INV: an answer is for exactly one message. It names it by its tag. An untagged one is for the oldest of its kind, as
 long as the worker has not shown that it tags its answers: from then on an untagged pair is a message of its own. An
-answer to a message that nobody waits for any more is dropped, so it never counts for a later one.
+answer to a message that no send waits for is dropped, so it never counts for a later one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import messages
 from .connection import Channel
 from .messages import Tag
 
-_AT_ONCE = 256  # messages of a worker's own, before whoever reads them looks at the time again
+_AT_ONCE = 256  # user messages of a worker that are read between two looks at the deadline
 _MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 
@@ -31,8 +31,8 @@ class SenderEnd:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.peer: Peer | None = None
-        self.lock = threading.RLock()  # held by whoever reads; senders of several models, and so threads, share it
-        self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: nobody waits any more
+        self.lock = threading.RLock()  # held by the reading thread; senders of several models, and so threads, share it
+        self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
         self._highest: dict[str, int] = {}
         self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
@@ -40,9 +40,9 @@ class SenderEnd:
         self.reaches = False  # and that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
         self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
-        self._notes: dict[Tag, str] = {}  # why nobody answers, as the worker said
+        self._notes: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
         self._foreign: str | None = None  # what came that looks like an answer, and is none
-        self._remembered: set[Tag] = set()  # whose late answers somebody asks for
+        self._remembered: set[Tag] = set()  # messages of which late answers are kept
         self._late: dict[Tag, Result] = {}
         self._turns: dict[str, Turns] = {}
         self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
@@ -101,7 +101,7 @@ class SenderEnd:
             if tag in self._awaited:
                 self._awaited[tag] = False
                 if note is not None:
-                    del self._awaited[tag]  # nobody there will ever answer it
+                    del self._awaited[tag]  # the worker cannot answer it any more
 
     def foreign(self) -> str | None:
         """What came that looks like an answer and is none of ours, once; None: nothing."""
@@ -109,11 +109,11 @@ class SenderEnd:
         return found
 
     def remember(self, tag: Tag) -> None:
-        """Keep what the answer to this message says if it comes when nobody waits for it any more."""
+        """Keep what the answer to this message says if it arrives after the send has ended."""
         self._remembered.add(tag)
 
     def late_answer(self, tag: Tag) -> tuple[Result] | None:
-        """The answer to a message that is remembered, in a tuple of one, once; None: nobody has heard it."""
+        """The answer to a message that is remembered, in a tuple of one, once; None: it has not arrived."""
         with self.lock:
             if tag not in self._awaited:
                 self._remembered.discard(tag)
@@ -149,7 +149,7 @@ class SenderEnd:
         return self._suspects.get(tag)
 
     def remark(self, tag: Tag) -> str | None:
-        """Why nobody answers this message, as far as the worker has said; None: it has not."""
+        """The worker's reason not to answer this message; None if it gave none."""
         return self._notes.get(tag)
 
     def oldest(self) -> Tag | None:
@@ -172,7 +172,7 @@ class SenderEnd:
                         break
                     self._sort(found[0])
             except EOFError:
-                pass  # channel.ended says so
+                pass  # channel.ended records it
 
     def _sort(self, message: Any) -> None:
         channel, awaited = self.channel, self._awaited

@@ -242,7 +242,7 @@ class SharedMemCarrier(PipeCarrier):
         copy = None
         if model_id in self.plain:
             copy = self._copies.get(model_id)
-            if copy is None or not copy.good_for(publication.publisher):  # post() looks at the TensorDict anew
+            if copy is None or not copy.good_for(publication.publisher):  # post() checks the TensorDict again
                 return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
         due = Publication(publication.publisher, module, publication.optional)
         (version,) = publish_all([due], None, deadline)

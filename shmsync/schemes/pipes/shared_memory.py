@@ -122,7 +122,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         consistency: of the workers' subscribers; see Subscriber.
         groups: worker indices that share an arena, such as [[0, 1], [2, 3]]; None: all share one. A send goes to whole
             groups.
-        timeout: default of a send, in seconds; math.inf waits for ever, None is 10.
+        timeout: default of a send, in seconds; math.inf waits without limit, None is 10.
         alias: adopt the first module that is sent, unprotected: the trainer's own parameters become the shared
             memory, and workers see every step of an optimizer as it happens.
         device: where the weights lie: "cpu", as with None, or a device that all workers see, as "cuda:0". A list or

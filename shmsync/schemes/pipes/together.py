@@ -184,7 +184,7 @@ class _Meeting:
         self._tag = Tag(messages.PREPARE, self._number)
 
     def wait(self, deadline: float) -> Outcome:
-        """Who is there by the deadline. Whoever calls this calls the meeting off, should anything be raised."""
+        """The workers that arrived by the deadline. The caller cancels the meeting if an error is raised."""
         payload = dumps((self._content, messages.PREPARE))
         for link in self._links.values():
             link.end.send(payload, self._tag)

@@ -1,4 +1,4 @@
-"""A thread for requests that have no time-out which can be relied on; who asks waits as long as it likes.
+"""A thread for requests without a reliable time-out; each caller waits until its own deadline.
 
 A request to a store of torch.distributed, or to the head of Ray, whose host is stopped or cut off does not come back,
 and a process group gives up its connections when a wait of it times out. The threads of an executor are joined at exit

@@ -4,8 +4,8 @@ The network that a scheme is for keeps control: its calls say which weights are 
 is dead. What goes through it is pickled or put into a store, and received into fresh memory each time; here bytes go
 straight from the parcel's memory into memory that the worker has already.
 
-One thread serves all workers and waits for none, so a stopped one keeps nobody else. Who connects has to prove first
-that it knows the key, which came with a call. From then on it says numbers of a fixed size, and nothing is unpickled.
+One thread serves all workers and waits for none, so a stopped one delays no other. A worker that connects proves
+first that it knows the key, which came with a call. Then it sends numbers of a fixed size, and nothing is unpickled.
 
 INV: a parcel that a worker reads stays as it is until the worker says that it is done or its connection ends; the
 kernel ends those of a process that dies.
@@ -42,7 +42,7 @@ _log = logging.getLogger("shmsync")
 
 
 class Depot:
-    """The parcels that workers may fetch, as long as somebody keeps them, and the thread that hands them out.
+    """The parcels that workers may fetch, as long as they are kept, and the thread that hands them out.
 
     Args:
         host: the address to listen at.
@@ -72,7 +72,7 @@ class Depot:
         _thread.start_new_thread(thread.start, ())
 
     def put(self, parcel: Parcel) -> int:
-        """Let workers fetch it, as long as somebody keeps it; the number to ask for."""
+        """Let workers fetch it, as long as it is kept; the number to ask for."""
         self._number += 1
         self._parcels[self._number] = parcel
         return self._number

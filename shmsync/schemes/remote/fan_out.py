@@ -88,7 +88,7 @@ class FanOut:
             )
         if asked:
             delivery.finish(min(deadline, now + share))
-        # Whoever answers later than this has missed this send.
+        # A worker that answers later than this has missed this send.
         delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
 
     def _locate(self, worker: RemoteTransport) -> Call:

@@ -46,7 +46,7 @@ class _Connection:
     def __init__(self, at: DepotAt, deadline: float) -> None:
         self.alone = Alone(f"the connection to {at.host}:{at.port}")
         self.ended = False
-        self._leases: list[int] = []  # numbers of what somebody reads where it lies
+        self._leases: list[int] = []  # numbers of buffers that are read in place
         self._socket = _connected(at, min(deadline, time.monotonic() + _CONNECT))
         self._mapped: dict[SealedAt, torch.UntypedStorage] = {}
         self._room: list[torch.Tensor] = []  # to receive into; of what was received last
@@ -133,7 +133,7 @@ class _Connection:
         return self.ended
 
     def close(self) -> None:
-        """Fetch no more over it. It stays as long as somebody has views: its end would give their memory away."""
+        """Fetch no more over it. It stays while views exist: its end would give their memory away."""
         self.ended = True
         if not self._leases:
             self._socket.close()

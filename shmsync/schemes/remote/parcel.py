@@ -43,7 +43,7 @@ Kind = Literal["tensordict", "flat", "nested", "question"]
 class Stamp(NamedTuple):
     """Which weights these are."""
 
-    session: str  # of the sender; another trainer counts its versions anew
+    session: str  # of the sender; another trainer begins its versions again
     model_id: str
     version: int
 
@@ -101,7 +101,7 @@ class Parcel:
 class Packer:
     """Packs parcels. A parcel that is gone leaves its buffer to the next: fresh memory costs more than the copy.
 
-    INV: whoever may still read a buffer keeps its Parcel.
+    INV: a reader of a buffer keeps its Parcel.
 
     Args:
         piece_bytes: begin a new piece of the buffer with the leaf that would make the last one larger; None: one piece.
@@ -221,7 +221,7 @@ def allow_views(reader: ReadsOnly) -> None:
 
 
 def views_will_do(label: Label) -> bool:
-    """May these weights be views of memory that others read too? Only if somebody here reads them and never writes."""
+    """May these weights be views of memory that others read too? Only if they are read here and never written."""
     with _readers_lock:
         return any(each.only_reads(label.stamp.model_id) for each in _readers)
 
@@ -288,7 +288,7 @@ def _parsed(text: bytes) -> Manifest:
 
 
 def _as_tensor(piece: torch.Tensor | numpy.ndarray, *, copy: bool) -> torch.Tensor:
-    """Over the array's own memory, or a copy. torch.from_numpy() would warn that it is read-only, each time anew."""
+    """Over the array's own memory, or a copy. torch.from_numpy() would warn each time that it is read-only."""
     if isinstance(piece, torch.Tensor):
         return piece
     if copy or not piece.nbytes:

@@ -209,7 +209,7 @@ class RPCTransport(RemoteTransport):
         collector_rref: a reference to the object. None: every call does nothing.
         collector_class: its class; `collector_class.update_policy_weights_(collector_rref, weights)` runs on the
             worker.
-        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit.
     """
 
     def __init__(

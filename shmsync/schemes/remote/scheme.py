@@ -57,7 +57,7 @@ class RemoteScheme(WeightSyncScheme):
         fan_out: None: each worker gets the weights by itself, and copies them into its model. "node": one copy goes to
             each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
-        timeout: default of every call, in seconds; math.inf waits for ever, None is 60.
+        timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
         partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other
             nodes each time.
     """
@@ -145,7 +145,7 @@ class RemoteSender(WeightSender):
         if scheme.fan_out == "node":
             options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer.session)
-            weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, whoever forgets shutdown()
+            weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
 
     @override
     def set_up(self, arguments: Arguments) -> None:

@@ -25,7 +25,7 @@ class Shipment:
     """What a carrier gives its transports and relays to send.
 
     Args:
-        parcel: the weights. Whoever may read them keeps this.
+        parcel: the weights. A call that may read them keeps this.
         ticket: to fetch them with; None: they go by the network's own means.
         own: makes a call that sends them by the network's own means; gets what starts it with a payload.
         crowds: who is on which node, where the network's own means take weights to a node once for all who are there.
@@ -66,7 +66,7 @@ class Shipping:
 
     Args:
         host: gives the address at which workers reach this process.
-        where: gives the place of whoever calls it; it is called here and by workers.
+        where: gives the location of the calling process; it is called here and by workers.
     """
 
     def __init__(self, host: Callable[[], str], where: Callable[[], Place]) -> None:
@@ -100,7 +100,7 @@ class Shipping:
         return self._depot
 
     def close(self) -> None:
-        """Let the depot end when nobody else uses it. Idempotent."""
+        """Let the depot end with its last user. Idempotent."""
         self._depot = None
 
 

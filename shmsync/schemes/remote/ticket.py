@@ -33,7 +33,7 @@ class DepotAt(NamedTuple):
 class Ticket(NamedTuple):
     """For weights in a depot.
 
-    where: gives the place of whoever calls it, in the same terms as the depot's maker.
+    where: gives the location of the calling process, in the same terms as the depot's maker.
     memory: where they lie, for who shares memory with the sender.
     seconds: that the send had left when the ticket was made.
     """

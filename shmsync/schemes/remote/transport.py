@@ -28,7 +28,7 @@ class RemoteTransport(Destination, ABC):
 
     Args:
         carrier: for sends without a sender.
-        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever, None is 60.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit, None is 60.
     """
 
     def __init__(self, carrier: Carrier, timeout: float | None) -> None:
@@ -43,14 +43,14 @@ class RemoteTransport(Destination, ABC):
     @property
     @abstractmethod
     def connected(self) -> bool:
-        """Is there somebody to send to? Else every call does nothing."""
+        """Is there a worker to send to? Otherwise every call does nothing."""
 
     @abstractmethod
     def start_call(self, payload: Any) -> Call:
         """Send the carrier's payload, or an Announcement. The answer means that the worker has applied it."""
 
     def post(self, payload: Any) -> Call:
-        """Send it if there is somebody to send to."""
+        """Send it if there is a worker to send to."""
         return self.start_call(payload) if self.connected else Answered()
 
     def send_weights(self, model_id: Any = _NONE, weights: Any = _NONE, *, timeout: float | None = None) -> None:
@@ -90,7 +90,7 @@ class RemoteTransport(Destination, ABC):
 
     @property
     def pending(self) -> bool:
-        """Is there a send_weights_async() that nobody has waited for?"""
+        """Is there a send_weights_async() without its wait?"""
         return self._pending is not None
 
     def _begin(self, model_id: Any, weights: Any, deadline: float) -> tuple[Delivery, str]:

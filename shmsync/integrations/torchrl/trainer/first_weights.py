@@ -28,7 +28,7 @@ class First(NamedTuple):
     def places(self) -> dict[int, str]:
         """By worker, where its arena should lie: where its policy is, if an arena can lie there.
 
-        A worker whose policy's device nobody has named has it where its first weights are.
+        The policy of a worker lies where its first weights are, unless a device was named.
         """
         of_source: dict[int, Any] = {id(source): source for source in self.sources.values()}
         own = {key: _place(source) for key, source in of_source.items()}
@@ -124,7 +124,7 @@ def _from_context(model_id: str, context: Any) -> First:
 
 
 def _place(source: Any) -> str:
-    """Where an arena of these weights should lie that nobody has placed."""
+    """The default device of an arena of these weights."""
     tensors: Iterable[Any] = ()
     if isinstance(source, nn.Module):
         tensors = _tensors(source)

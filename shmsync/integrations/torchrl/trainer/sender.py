@@ -60,7 +60,7 @@ class Sender:
         """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
 
         `prepare` makes what is published of weights.
-        The version grows by one with each send, whoever gets it.
+        The version grows by one with each send, to whichever workers.
 
         Raises:
             As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,

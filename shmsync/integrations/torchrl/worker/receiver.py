@@ -96,7 +96,7 @@ class Receiver:
             self._stand_ins.append(StatePoint(module, self._safe_point))
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
-        """Move to a newer version. Waits `timeout` seconds for one; None: for ever.
+        """Move to a newer version. Waits `timeout` seconds for one; None: without limit.
 
         Is the version another one than at the last call, whichever thread has applied it?
         """

@@ -1,4 +1,4 @@
-"""A thread that makes all requests to one store, so that nobody else ever waits for the store's host.
+"""A thread that makes all requests to one store, so that no other thread waits for the store's host.
 
 A request to a store whose host is stopped does not come back, and no time-out of the store's own helps: it writes to
 stderr, and the store is locked meanwhile. So a call asks the courier and waits for it as long as it likes, and Ctrl-C
@@ -26,7 +26,7 @@ from ..requests import Call
 
 _FIRST, _LAST = 0.00005, 0.0005  # seconds between two looks: short at first
 _LONGER = 0.1  # seconds that the courier looks on when a wait has ended: the next one may begin at once
-_A_LOOK = 0.08  # seconds that somebody who does not wait gives the courier, unless it is known to be kept by the store
+_A_LOOK = 0.08  # seconds that a caller that does not wait gives the courier, unless it is known to be kept by the store
 
 
 class Courier(Clerk):
@@ -40,7 +40,7 @@ class Courier(Clerk):
         self._users_lock = threading.Lock()
 
     def join(self) -> Courier:
-        """Count somebody who uses it."""
+        """Add a user."""
         with self._users_lock:
             self._users += 1
         return self
@@ -145,13 +145,13 @@ class StoreCall(Call):
         return self
 
     def listen(self, bell: TimedQueue[None] | None, until: float) -> None:
-        """Ring this bell when it is finished, or when nobody looks at it any more."""
+        """Ring this bell when it is finished, or when it is given up."""
         self._until = max(self._until, until)
         self._bell = bell
 
     @override
     def finished(self) -> bool:
-        if not self._finished and time.monotonic() > self._until:  # nobody waits: has it come meanwhile?
+        if not self._finished and time.monotonic() > self._until:  # no call waits: has it arrived meanwhile?
             looking = self._looking
             if looking is None or looking.done():
                 self._looking = self._courier.soon(self.look)

@@ -21,7 +21,7 @@ from ..place import Place, Site, here
 _PAUSE = 1.0  # seconds between two attempts to connect
 _CUT_OFF = 30.0  # seconds; a machine that has crashed says nothing at all
 _ENDS = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EBADF)
-_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)  # nobody listens there any more
+_REFUSED = (errno.ECONNREFUSED, errno.ECONNRESET)  # no process listens there any more
 
 
 class Beacon:
@@ -43,9 +43,9 @@ class Beacon:
         self._watchers: list[socket.socket] = []
 
     def tend(self) -> None:
-        """Make room for new watchers. The kernel keeps 64 that nobody has let in."""
+        """Make room for new watchers. The kernel keeps 64 that were not accepted."""
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # nobody waits
+            with contextlib.suppress(OSError):  # no connection waits
                 while True:
                     watcher, _ = self._socket.accept()
                     watcher.setblocking(False)

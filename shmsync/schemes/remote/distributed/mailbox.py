@@ -5,7 +5,7 @@ For each rank:
     NODE_{rank}_in        update_weights    the sender has a message
     NODE_{rank}_message   JSON: which weights, how large, and how they come; before that, whose relay is to end
     NODE_{rank}_out       updated, or failed, or a word of the worker's own
-    NODE_{rank}_answers   JSON: what the worker has said and nobody has taken: to which message, and with what result
+    NODE_{rank}_answers   JSON: answers of the worker that were not taken yet: to which message, and with what result
     NODE_{rank}_place     JSON: where the worker runs
     LAYOUT_{fingerprint}  the manifest of the weights, once
 The bytes of the weights do not go through the store.
@@ -35,7 +35,7 @@ from .slot import Slot, parsed, peek
 UPDATE = b"update_weights"
 UPDATED = b"updated"
 FAILED = b"failed"
-_KEPT = 1000  # answers that nobody takes: those of a worker whose words a loop of the user's own reads from `out`
+_KEPT = 1000  # answers that no call takes: those of a worker whose words a loop of the user's own reads from `out`
 
 
 class Answer(NamedTuple):
@@ -50,7 +50,7 @@ class Said(NamedTuple):
     """What a worker has said so far, as its sender finds it.
 
     bell: the word of `out`, which may be a loop's of the user's own.
-    answers: those that nobody has taken.
+    answers: those that were not taken.
     last: the word of the newest answer of all; None: there never was one, so that the worker answers in its own way.
     """
 
@@ -229,7 +229,7 @@ def new_serial() -> str:
 
 
 def tag_of(serial: str) -> int:
-    """One for the bytes of each message: those of a message that nobody took must not be taken for another's."""
+    """One for the bytes of each message: those of a message that was not taken must not be used for another's."""
     return zlib.crc32(serial.encode()) & 0x7FFFFFFF
 
 

@@ -30,7 +30,7 @@ from .transfers import my_rank, need_group
 # By serial number. A rank may take a message although its sender has given up. It waits for the bytes then, so they and
 # their transfer stay.
 _unanswered: dict[str, MailCall] = {}
-# By serial number. Whoever looks at a rank's answers finds those to the messages of all senders of this process.
+# By serial number. A look at a rank's answers finds those to the messages of all senders of this process.
 _waiting: weakref.WeakValueDictionary[str, MailCall] = weakref.WeakValueDictionary()
 _LISTEN = 16  # so many looks at the bell for one at the answers themselves
 
@@ -101,7 +101,7 @@ class MailCall(StoreCall):
             del self._message["bytes"]
         elif self._buffer is not None and self._buffer.numel():
             _unanswered[self._serial] = self
-            try:  # before the announcement: without it nobody takes the bytes, while it would wait for them
+            try:  # before the announcement: without it no worker takes the bytes, while it would wait for them
                 self._work = torch.distributed.isend(self._buffer, self._mailbox.rank, tag=tag_of(self._serial))
             except Exception as error:
                 del _unanswered[self._serial]
@@ -111,7 +111,7 @@ class MailCall(StoreCall):
         self._posted = True
 
     def _take_answer(self, *, listen: bool) -> None:
-        """Take the answer if it is there, and with it those to earlier messages, which nobody waits for any more."""
+        """Take the answer if it is there, and with it those to earlier messages, which no call waits for any more."""
         self._looks += 1
         bell, answers, last = self._mailbox.said(listen=listen or self._looks % _LISTEN == 0)
         if last is None:
@@ -123,7 +123,7 @@ class MailCall(StoreCall):
         for each in answered:
             serial = str(each.serial)
             if not each.content.get("untaken"):
-                _unanswered.pop(serial, None)  # perhaps of a call that nobody looks at any more
+                _unanswered.pop(serial, None)  # perhaps of a call that was given up
             call = _waiting.pop(serial, None)
             if call is not None:
                 call.accept(each)
@@ -131,7 +131,7 @@ class MailCall(StoreCall):
         if answered and bell is None:
             bell = self._mailbox.peek("out")  # it rings after the answer is there
         if bell in (UPDATED, mailbox.FAILED, *(each.word for each in answered)):
-            self._mailbox.silence()  # other words are for somebody else: they stay
+            self._mailbox.silence()  # other words have other readers: they stay
 
     def accept(self, answer: Answer) -> None:
         """This is the answer to it."""

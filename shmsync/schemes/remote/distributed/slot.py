@@ -15,7 +15,7 @@ _ABSENT = "(not set)"
 def peek(store: Any, key: str) -> bytes | None:
     """What a key holds; None when it is not set. One request, that never waits.
 
-    get() would wait for a key that somebody deletes at the wrong moment, and lock the store meanwhile.
+    get() would wait for a key that is deleted at the wrong moment, and lock the store meanwhile.
     """
     value = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     return None if value == _ABSENT.encode() else value
@@ -65,13 +65,13 @@ class Slot:
     def _parsed_or_none(self, found: str) -> Any:
         try:
             return self._parsed(found)
-        except ProtocolError:  # nobody can use it, so it makes room
+        except ProtocolError:  # it cannot be used, so it makes room
             return None
 
     def change(self, make: Callable[[Any], Any]) -> Any:
         """Replace the content by what `make` gives for it, or for None; the new content.
 
-        `make` may be called again when somebody else has changed it meanwhile; the last call counts.
+        `make` may be called again when another process has changed it meanwhile; the last call counts.
         """
         while True:
             before = self._guess

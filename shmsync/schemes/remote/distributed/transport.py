@@ -88,7 +88,7 @@ class DistributedTransport(RemoteTransport):
         store: a store that both processes use. None: every call does nothing.
         rank: the worker's. None: every call does nothing.
         sync: kept for code that has it; both kinds of transfer end by the deadline.
-        timeout: seconds that a send waits, and that a transfer may take; math.inf waits for ever.
+        timeout: seconds that a send waits, and that a transfer may take; math.inf waits without limit.
 
     The default process group of torch.distributed (gloo) moves the tensors.
     """

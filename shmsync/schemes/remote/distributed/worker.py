@@ -116,7 +116,7 @@ class Inbox:
                 message["weights"] = _fetched(message["ticket"])
         except (WriterDied, torch.distributed.DistError):
             raise
-        except Exception as error:  # no memory, no process group: the bytes lie there, and nobody will take them
+        except Exception as error:  # no memory, no process group: the bytes stay there, and no worker will take them
             self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**mailbox.failure(error), "untaken": True})
             return False
         if "close" in message:
@@ -251,7 +251,7 @@ class Receipt(StoreCall):
             self._bell.get(deadline + grace - time.monotonic())
         except queue.Empty:
             return False
-        except BaseException:  # an interrupt: nobody waits any more
+        except BaseException:  # an interrupt: no call waits any more
             self.courier.attend([self], 0.0)
             raise
         self._overdue = False

@@ -196,7 +196,7 @@ def _close_relay(relay: ActorRelay, until: float) -> None:
             if until:
                 ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
                 ray.kill(relay.actor)
-            # Else Ray ends the actor after that, when nobody has its handle any more.
+            # Else Ray ends the actor after that, when the last handle is gone.
 
 
 def _close_lone(worker: Any, session: str, ended: bool, until: float) -> None:

@@ -29,7 +29,7 @@ class RayCall(Call):
 
     Args:
         reference: what the call returned.
-        payload: the object reference that the call got; Ray keeps the object as long as somebody has it.
+        payload: the object reference that the call got; Ray keeps the object while a reference exists.
     """
 
     def __init__(self, reference: Any, payload: Any = None) -> None:

@@ -27,7 +27,7 @@ class RayTransport(RemoteTransport):
     Args:
         remote_collector: the actor; None: every call does nothing.
         tensor_transport: how Ray moves the weights.
-        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits for ever.
+        timeout: seconds that send_weights() and wait_ack() wait; math.inf waits without limit.
 
     Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
     """

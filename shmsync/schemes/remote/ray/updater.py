@@ -164,7 +164,7 @@ class RayWeightUpdater(WeightUpdaterBase):
         policy_weights: the server's: a TensorDict, a dict or a module, read at each push that gets no others.
         remote_collectors: the actors; the list is read at each push.
         max_interval: batches that a worker may go without an update: a push skips it until more than that have passed.
-        timeout: seconds for each push; math.inf waits for ever, None is 60.
+        timeout: seconds for each push; math.inf waits without limit, None is 60.
 
     A push waits until every actor has applied it. Raises WorkerDied, AckTimeout, an actor's own exception; the dead are
     left out from then on.
@@ -240,13 +240,13 @@ class RayWeightUpdater(WeightUpdaterBase):
 
         if self._delivery is not None:
             self._delivery.ask(worker_id, transport, start)
-        else:  # called by itself: nobody waits
+        else:  # called alone: no call waits
             start()
             self._waited[transport] = 0
 
     def _transport(self, worker_id: int) -> RayTransport:
         actor = self.remote_collectors[worker_id]
         known = self._transports.get(id(actor))
-        if known is None:  # it keeps the actor, so nobody else gets that id
+        if known is None:  # it keeps the actor, so no other actor gets that id
             known = self._transports[id(actor)] = RayTransport(actor)
         return known
