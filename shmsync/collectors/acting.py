@@ -38,7 +38,7 @@ class Actor:
         self._known: frozenset[Key] = frozenset()
 
     def act(self, now: Sequence[NDArray[Any]]) -> Mapping[Key, torch.Tensor]:
-        """Call the policy on these leaves of the observations, `[n, ...]`. Returns all that it returned, by key."""
+        """Call the policy on these leaves of the observations, `[n, ...]`. Returns its outputs by key."""
         given = self._input(now)
         recording = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time

@@ -1,4 +1,4 @@
-"""The trainer's end of a worker's control pipe: it never blocks, and an interrupt loses nothing of it.
+"""The trainer's end of a worker's control pipe: it never blocks, and an interrupt loses no message.
 
 Bytes move in native code, where no signal handler runs (_native.Frames). A message is given again until it is dropped,
 so its reader may be interrupted, and read it again: that must change nothing.
@@ -44,7 +44,7 @@ class ControlPipe:
 
     @property
     def ended(self) -> bool:
-        """Has the worker closed its end, and is nothing of it left to read?"""
+        """Has the worker closed its end, and was everything read?"""
         return self._frames.ended and not self._arrived
 
     def poll(self) -> bool:

@@ -1,4 +1,4 @@
-"""The collector's workers with all that they need: weights, a place in the batches, and a start again after a death."""
+"""The collector's workers and what they need: weights, a place in the batches, and a restart after a death."""
 
 from __future__ import annotations
 

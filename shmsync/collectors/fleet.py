@@ -44,7 +44,7 @@ class WorkerProcess:
         self.answers: dict[str, tuple[int, Any]] = {}  # by word: the number of the question, and what it said
         self.failure: Failure | None = None
         self.closing: Failure | None = None  # what a close() of an environment raised
-        self.over = False  # it is dead, and all that it has sent was read
+        self.over = False  # it is dead, and its messages were all read
         self._raised = False  # its failure was
 
     @property
@@ -102,7 +102,7 @@ class Fleet:
         self._questions = 0
 
     def hear(self, word: str, handler: Handler) -> None:
-        """Call this with (worker, content) for messages of a word. It must bear to be called twice with the same."""
+        """Call this with (worker, content) for messages of a word. The handler must be idempotent."""
         self._handlers[word] = handler
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:

@@ -1,7 +1,7 @@
 """Which worker has been told to fill which buffer, and which of them have.
 
 INV: every step may be interrupted by a signal handler that raises, and done again. An order counts from one store into
-`open` on; a worker that hears of it twice obeys once, since serials only grow; a batch that is announced twice counts
+`open` on; a worker that gets it twice obeys once, since serials only grow; a batch that is announced twice counts
 once.
 """
 
@@ -53,7 +53,7 @@ class Orders:
         return all(buffer in orders and orders[buffer].arrived > 0 for orders in self.open.values())
 
     def ready(self) -> list[tuple[int, int]]:
-        """(worker, buffer) of all that are filled, in the order in which they came."""
+        """(worker, buffer) of each filled buffer, in the order of arrival."""
         found = [
             (o.arrived, index, buffer) for index, each in self.open.items() for buffer, o in each.items() if o.arrived
         ]

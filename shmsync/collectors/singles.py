@@ -75,7 +75,7 @@ class SingleEnvs:
             env.action_space.seed(seed + i)
 
     def begin(self, actions: Any, to: Results, t: int, following: Leading) -> None:
-        """Let all of them step. What comes of it is written as step t when finish() has returned.
+        """Let all of them step. The result is written as step t when finish() has returned.
 
         What to.begin() wrote is there already. `following`: where the observations that the policy sees next belong.
         """

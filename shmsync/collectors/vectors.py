@@ -3,8 +3,8 @@
 What is recorded is what single environments would give, whenever the vector environment resets:
 
 - SAME_STEP: step() returns the first observation of the next episode; where the old one led is in info["final_obs"].
-- DISABLED: it is told which to reset, with options={"reset_mask": ...}.
-- NEXT_STEP: Gymnasium's own are told so too. Others reset an environment in the step after its end, whose action and
+- DISABLED: the caller says which to reset, with options={"reset_mask": ...}.
+- NEXT_STEP: the same for Gymnasium's own. Others reset an environment in the step after its end, whose action and
   reward mean nothing: that step is in no batch. Their neighbours go on meanwhile, and so their rows are full earlier;
   what they do until all rows are full is in no batch either.
 """
@@ -71,7 +71,7 @@ class VectorGroup:
                 self._env.step_async(self._actions)
 
     def finish(self, to: Results, rows: Any, steps: Any) -> None:
-        """Wait until it has stepped, and write what comes of these rows of it as these steps."""
+        """Wait until it has stepped, and write these rows of the result as these steps."""
         with self._deaths_named():
             result = self._env.step_wait() if self._apart else self._env.step(self._actions)
         check_step(result)

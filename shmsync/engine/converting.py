@@ -33,7 +33,7 @@ class Conversions:
 
     def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
         self._arena = arena
-        self.none = not sources  # all that follows does nothing then
+        self.none = not sources  # every later call is then a no-op
         self._sources = sources
         self._leaves = [leaf for _, leaf in sources]
         self._seen = [_signature(source) for source, _ in sources]

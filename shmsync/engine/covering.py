@@ -1,4 +1,4 @@
-"""The guards of a bound module, and what else stands in for its methods while it is bound."""
+"""The guards of a bound module, and the other proxies of its methods while it is bound."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _names_below(module: nn.Module) -> set[str]:
 
 
 class Hidden(StandIn):
-    """Stands in for `_call_impl`, unused: Dynamo, where it finds the original, goes past a module's guard."""
+    """Replaces `_call_impl`, unused: Dynamo, where it finds the original, goes past a module's guard."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
@@ -100,7 +100,7 @@ class Hidden(StandIn):
 
 
 class Compiling(StandIn):
-    """Stands in for `compile()`, which puts compiled code in the guard's place: the guard goes around that code."""
+    """Replaces `compile()`, which puts compiled code in the guard's place: the guard goes around that code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compile the module in place."""

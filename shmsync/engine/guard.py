@@ -26,7 +26,7 @@ CALL = "_compiled_call_impl"  # a call of the module itself
 
 
 class StandIn:
-    """Stands in for a method of one module.
+    """Replaces a method of one module.
 
     A copy of the module (deepcopy, pickle) has the original method in this place.
     """

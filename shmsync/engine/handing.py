@@ -25,7 +25,7 @@ class HandOut:
     """What update() of one arena hands out.
 
     Args:
-        weights: what update() gives its body; nothing of it was handed out yet.
+        weights: what update() gives its body; no leaf was handed out yet.
         views: its leaves.
     """
 

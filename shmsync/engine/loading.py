@@ -15,7 +15,7 @@ from .guard import StandIn
 
 
 class Loading(StandIn):
-    """Stands in for `load_state_dict()` of a module, or for the part of it that writes the module's own tensors.
+    """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors.
 
     Args:
         shows: the dotted names of the tensors below the module that show the arena now.
@@ -48,7 +48,7 @@ class Loads(NamedTuple):
 
 
 class AdoptedLoading(StandIn):
-    """Stands in for `load_state_dict()` of an adopted module, or for the part that writes the module's own tensors.
+    """Replaces `load_state_dict()` of an adopted module, or the part that writes the module's own tensors.
 
     That part is called alone when a module is loaded that has the adopted one inside.
     """

@@ -64,7 +64,7 @@ class Publisher:
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
-        device: where the arena lies. None: where the weights are, and then all that is published later must be there
+        device: where the arena lies. None: where the weights are; everything published later must be there
             too. "cpu": in the host's memory. "cuda", "cuda:1": in that GPU's memory. With a name, tensors are brought
             there from wherever they are.
         dtype: floating parameters are cast to it on publish; buffers keep theirs. Where no leaf is an nn.Parameter or
@@ -235,7 +235,7 @@ class Publisher:
         If the module's values differ from what is published they become a new version first. Call it again with the
         same module to add an optimizer, for example a new one after parameters were replaced.
 
-        Raises ValueError (slots > 1: use publish(); the optimizer steps nothing of the module), ManifestMismatch,
+        Raises ValueError (slots > 1: use publish(); the optimizer steps no parameter of the module), ManifestMismatch,
         ProtocolError (this arena, or another, has adopted already; the module is bound to a Subscriber), and for the
         new version what publish() raises.
         """

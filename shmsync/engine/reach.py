@@ -203,7 +203,7 @@ class Reach:
 
     @skip
     def copy(self, out: Any) -> Any:
-        """The object with copies of all that holds memory of the arena; what does not is shared.
+        """The object with copies of every part that holds memory of the arena; other parts are shared.
 
         Raises ProtocolError for what cannot be copied.
         """

@@ -364,7 +364,7 @@ class ReadPath(WaitPath):
         device, ending = place.device, place.stream
         captured = False
         for stream in (device.current(), *self._streams):
-            if device.capturing(stream):  # nothing of it is done now; a replay needs a section of its own
+            if device.capturing(stream):  # it is only recorded now; a replay needs a section of its own
                 captured = True
             else:
                 device.follow(ending, stream)
@@ -408,7 +408,7 @@ class ReadPath(WaitPath):
         which, before = self._trace_asked, self._trace
         if before is not None:
             warn_of_end(before, self._name)
-        self._write_trace(which)  # whatever comes of it: the next section does not try again
+        self._write_trace(which)  # even if it fails: the next section does not try again
         if which:
             worker = reader_table.read(self.arena.control, self._row).worker
             self._write_trace(which, joined(self._writer_owner, which, self._name, worker))

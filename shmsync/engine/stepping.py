@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
 
 class StepGate:
-    """Stands in for the step() of one optimizer, for every arena that adopted parameters of it.
+    """Replaces the step() of one optimizer, for every arena that adopted parameters of it.
 
     It goes when the last of them closes. If something else has wrapped it meanwhile, as learning-rate schedulers do, it
     stays where it is, lets every call through, and is used again by the next adopt().
@@ -119,7 +119,7 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 class OptimizerWatch:
     """Looks at every optimizer that steps while an adopted module has parameters that are not what it was made for.
 
-    adopt() need not be told of an optimizer, so it is found when it steps: torch calls a global hook. There is none
+    adopt() need not get the optimizer, so it is found when it steps: torch calls a global hook. There is none
     as long as nothing has been replaced, or laid out in another order.
     """
 

@@ -221,7 +221,7 @@ def refuse_bound(targets: Mapping[Key, torch.Tensor]) -> None:
 
 @run_plainly
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the first tensor of each pair into the second; all that are plain memory go in one native call."""
+    """Copy the first tensor of each pair into the second; pairs in plain memory go in one native call."""
     rows: list[tuple[torch.Tensor, int, int]] = []
     written: list[torch.Tensor] = []
     for source, target in pairs:

@@ -141,7 +141,7 @@ class Subscriber(ReadPath):
             clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
                 change with the next version.
 
-        An optimistic subscriber repeats a torn call, with all that it does besides (random numbers, buffers). A
+        An optimistic subscriber repeats a torn call, with its side effects (random numbers, buffers). A
         generator holds its section until it ends, is closed or is collected.
 
         Raises:

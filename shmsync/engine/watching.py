@@ -61,7 +61,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield ".".join((*place.path, name)), tensor
 
 
-# ---- what stands in a module's own dict, under the same names
+# ---- the entries of a module's own dict, under the same names
 
 
 def _apply(self: nn.Module, fn: Conversion, *args: Any, **kwargs: Any) -> nn.Module:
@@ -147,7 +147,7 @@ def __prepare_scriptable__(self: nn.Module) -> Any:  # torch's own name
 
 
 def __getstate__(self: nn.Module) -> Any:
-    """What a copy or a pickle of the module is made of: nothing of this file."""
+    """What a copy or a pickle of the module is made of, without the proxies of this file."""
     if sys._getframe(1).f_code is copy.copy.__code__:
         refuse_to_share(self, "copy.copy()")
     own = getattr(type(self), "__getstate__", None)
@@ -206,7 +206,7 @@ class Refusal:
 
     @property
     def _torchscript_modifier(self) -> Any:
-        """torch.jit.trace_module() asks all that can be called whether it is to be exported."""
+        """torch.jit.trace_module() asks every callable whether it is to be exported."""
         refuse_to_share(self._module, "torch.jit")
         raise AttributeError
 

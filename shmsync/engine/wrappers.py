@@ -2,8 +2,8 @@
 
 torch.compile(), DataParallel, DistributedDataParallel and AveragedModel put a module inside one of theirs, and a prefix
 before each of its keys. The wrapped module is meant, on both sides, wherever in the tree the wrapper stands: trainer
-and workers have the same keys, whichever of them is wrapped. A wrapper is told by its type, since a user's module may
-have an attribute of any name.
+and workers have the same keys, whichever of them is wrapped. A wrapper is recognised by its type, since a
+user's module may have an attribute of any name.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ class Streams(Protocol):
         """
 
     def follow(self, later: Stream, first: Stream) -> None:
-        """What `later` gets from now on is done when all that `first` has now is done."""
+        """Work that `later` gets from now on waits for the work that `first` has now."""
 
     def capturing(self, stream: Stream) -> bool:
         """Is what this stream is given now only recorded, to be done later, perhaps more than once (a CUDA graph)?"""
 
     def wait(self, stream: Stream, seconds: float) -> bool:
-        """Wait until all that the stream has now is done; False: it is not, after so many seconds."""
+        """Wait until the stream's present work is done; False: it is not, after so many seconds."""
 
     def check(self) -> None:
         """Raise DeviceFailed if the device has failed, so that what it was asked for may never be done."""
@@ -85,7 +85,7 @@ class Device(Streams, Protocol):
         """Copy between memory of this device, or from staging memory to it. The sources stay as they are until then."""
 
     def call(self, stream: Stream, call: _native.HostCall) -> None:
-        """Make this call when all that the stream has now is done. It is not made if the device fails before."""
+        """Make this call when the stream's present work is done. It is not made if the device fails before."""
 
 
 @runtime_checkable
@@ -140,7 +140,7 @@ def of_kind(kind: int, name: str, handle: bytes) -> Device | None:
         return None
     device = _of_kind.get(kind)
     if device is None and kind == _native.SLAB_CUDA:
-        from . import cuda  # nothing of it is needed for other devices
+        from . import cuda  # other devices need no CUDA
 
         return cuda.holder(handle, name)
     if device is None:
@@ -170,7 +170,7 @@ def named(device: torch.device | str) -> Device | None:
         index = found.index
         if index is None:
             index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        from . import cuda  # nothing of it is needed for other devices
+        from . import cuda  # other devices need no CUDA
 
         return cuda.device(index)
     if found.type != "cpu":

@@ -2,7 +2,7 @@
 
 Identity is pid + start ticks (field 22 of /proc/<pid>/stat) + image + boot id. A pid alone is reused, and creation
 times computed from the wall clock move with it. The image stands for the program that the process runs: exec keeps pid
-and start ticks, and drops all that the program before had mapped (docs/adr/0021-an-image-in-the-owner-word.md).
+and start ticks, and drops the mappings of the program before (docs/adr/0021-an-image-in-the-owner-word.md).
 
 Liveness is a pidfd: open it, then compare the owner word, then poll it, and compare again when it shows no end, since
 a pidfd survives exec. Never the state letter of /proc/<pid>/stat: a process whose leader exited shows Z while its
@@ -100,7 +100,7 @@ def dead_parent() -> int | None:
 class Peer:
     """Another process, known by its owner word or by its multiprocessing.Process, or by both.
 
-    One that is known by its owner word ends when it runs another program, too. A Process alone says nothing of that: it
+    One that is known by its owner word ends when it runs another program, too. A Process alone does not show that: it
     may be a script that is about to run the worker's own program.
 
     Raises ValueError for a Process that is not started.

@@ -1,7 +1,7 @@
 """Bytes that one process writes once and others copy from: a memfd that no process can change, found through /proc.
 
 Its maker keeps a descriptor; a reader opens it by the pid of the maker and the number of the descriptor, as a slab is.
-So nothing but a few numbers has to travel, a plain reader of the pipe needs to know nothing of descriptors, and none
+So nothing but a few numbers has to travel, a plain reader of the pipe need not know descriptors, and none
 can be lost on the way.
 
 INV: a reader trusts nothing before it has seen the seals, the size, the inode and the token that it was told.

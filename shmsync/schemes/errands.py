@@ -29,7 +29,7 @@ _WORDING = Wording("its transport has not come back", after_lateness="Send again
 
 
 class Errand:
-    """One call in a thread of its own. A daemon, since it may never come back."""
+    """One call in a thread of its own. A daemon, since it may never return."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -52,7 +52,7 @@ class Errand:
         self._bell.put(None)
 
     def done_by(self, deadline: float) -> bool:
-        """Wait for it until that monotonic time; has it come back?"""
+        """Wait for it until that monotonic time; has it returned?"""
         if not self._done:
             with contextlib.suppress(queue.Empty):
                 self._bell.get(deadline - time.monotonic())
@@ -215,7 +215,7 @@ class Calls:
             self._failed(index, error)
 
     def _settle(self, deadline: float) -> None:
-        """Take in what has come back by then."""
+        """Collect the calls that have returned by then."""
         for index, errand in list(self._running.items()):
             if errand.done_by(deadline):
                 del self._running[index]
@@ -241,7 +241,7 @@ def _has_two_steps(transport: Any) -> bool:
 def _takes_timeout(method: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # a builtin that says nothing of itself
+    except (TypeError, ValueError):  # a builtin without a signature
         return False
     return any(each.name == "timeout" or each.kind is each.VAR_KEYWORD for each in parameters)
 

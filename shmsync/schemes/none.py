@@ -21,7 +21,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         "Leave weight_sync_schemes= out and do not call update_policy_weights_(): the collector's workers then keep "
         "the weights they start with"
     )
-    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}  # of the scheme that it stands in for
+    sender_takes = WeightSyncScheme.sender_takes | {"procs", "cached_weights"}  # of the scheme that it replaces
 
     def create_transport(self, pipe_or_context: Any = None) -> NoTransport:
         """A transport to nowhere."""

@@ -1,11 +1,11 @@
 """partial=True without shared memory: which leaves each worker still has to get.
 
 A message may be late, be replaced by a newer one, or not be meant for every worker. So beside the leaves of a send a
-worker gets those of earlier ones that it was sent and has not answered; a new worker gets all that were ever sent. What
-a worker refuses, in time or later, is not brought to it again, and not to new workers if no other worker has it.
+worker gets those of earlier ones that it was sent and has not answered; a new worker gets all leaves ever sent. What a
+worker refuses, in time or later, is not brought to it again, and not to new workers if no other worker has it.
 
 INV: each refusal takes at least one part out of what its worker is due: those that have the leaves which the refusal
-     names. If it names none of the message, all that the message brought goes.
+     names. If it names none of the message, every leaf of the message is dropped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SentPart:
 
     given: Leaves
     leaves: Leaves  # those, and the leaves that are one tensor with one of them
-    brought: weakref.WeakKeyDictionary[Any, Leaves]  # all that the message to each worker has to hold
+    brought: weakref.WeakKeyDictionary[Any, Leaves]  # every leaf that the message to each worker has to hold
     unanswered: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     refusers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     refused: bool = False
@@ -71,7 +71,7 @@ class SentPart:
 
 
 class Owed:
-    """What of one model each worker has to get. Workers are told apart by the objects that stand for them."""
+    """What of one model each worker has to get. Workers are distinguished by the objects that represent them."""
 
     def __init__(self) -> None:
         self._base: Leaves = {}  # the newest of each leaf in the parts that were settled for good

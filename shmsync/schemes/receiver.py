@@ -68,7 +68,7 @@ class WeightReceiver:
         self._model_ref = model_ref
 
     def _register_worker_transport(self, pipe: Any) -> None:
-        """Hear from the sender over this pipe."""
+        """Receive from the sender over this pipe."""
         self._transport = self._scheme.create_transport(pipe)
 
     def _resolve_model_ref(self) -> Any:

@@ -51,7 +51,7 @@ class WorkerDevices:
 
     @property
     def distinct(self) -> list[str]:
-        """The names of all that were given, each once."""
+        """The names of all given devices, each once."""
         return [self._all] if self._all is not None else list(dict.fromkeys(self._each or ()))
 
     @property

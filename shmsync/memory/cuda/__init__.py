@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as devices on which an arena lies. Nothing of CUDA is imported before a GPU is asked for.
+"""NVIDIA GPUs as devices on which an arena lies. CUDA is not imported before a GPU is asked for.
 
 device() gives a GPU by its number in this process, holder() the one whose memory a handle is about; refused() says why
 there is none.

@@ -59,7 +59,7 @@ class CudaCalls(Protocol):
         """Go back to that mode."""
 
     def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """Let the driver call function(ticket) when all that the stream has now is done."""
+        """Let the driver call function(ticket) when the stream's present work is done."""
 
 
 class Bindings:

@@ -73,7 +73,7 @@ class Channel:
 
     @property
     def partial(self) -> str:
-        """How much has come of a message that is not whole yet, in words; "" if none is."""
+        """How much of an incomplete message has arrived, in words; "" without one."""
         incoming = self.frames.incoming
         return "" if incoming is None else f"{incoming[0]:,} of the {incoming[1]:,} bytes of a message of its own"
 

@@ -54,7 +54,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._partial = partial
         self._owed: dict[str, Owed] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
-        self._untold: dict[str, set[Link]] = {}  # whom the newest version is for, and who was not told of it yet
+        self._untold: dict[str, set[Link]] = {}  # workers that still have to get the message about the newest version
         self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
         self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
 

@@ -177,7 +177,7 @@ class PipeReceiver(WeightReceiver):
 
         arrived: dict[str, Message] = {}
         superseded: list[Message] = []
-        over = False  # can nothing of this meeting come any more?
+        over = False  # can no more messages of this meeting arrive?
         while len(arrived) < len(served) and not over:
             message = end.next(belongs, time.monotonic() + 0.05)
             if message is None:

@@ -92,8 +92,9 @@ class SharedMemCarrier(PipeCarrier):
     def register_weights(self, model_id: str, weights: Any) -> None:
         """Register a model before its first send: `weights` are its version 1.
 
-        Every send writes a plain shared TensorDict in place. Known workers are told at once; the first send waits for
-        their answers. Raises RuntimeError when the model is registered, ValueError for weights that are no TensorDict.
+        Every send writes a plain shared TensorDict in place. Known workers are notified at once; the first send waits
+        for their answers. Raises RuntimeError when the model is registered, ValueError for weights that are not
+        a TensorDict.
         """
         if model_id in self.plain or self.publishers.version(model_id):
             raise RuntimeError(f"{model_id!r} is registered already; its layout is fixed, so send() new values for it")
@@ -199,7 +200,7 @@ class SharedMemCarrier(PipeCarrier):
         return owed
 
     def _register(self, model_id: str, links: Mapping[int, Link]) -> None:
-        """Tell those workers where the arena is who do not know it, or were told of another one since."""
+        """Send the arena's handle to the workers that do not have it, or got another one since."""
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
             if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:

@@ -123,7 +123,7 @@ def _tell_by_value(
 ) -> dict[PipeSender, Posted]:
     """Where some weights go through pipes and others into arenas: bring the first to the workers.
 
-    What lies in an arena is in use as soon as it is written, so nothing of the others may be on its way then.
+    What lies in an arena is in use as soon as it is written, so no message of the others may be on its way then.
     """
     by_value = {pair[0]: plan for pair, plan in zip(pairs, plans, strict=True) if not plan.publications}
     if not by_value or len(by_value) == len(plans):

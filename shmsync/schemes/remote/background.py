@@ -1,6 +1,6 @@
 """A thread for requests without a reliable time-out; each caller waits until its own deadline.
 
-A request to a store of torch.distributed, or to the head of Ray, whose host is stopped or cut off does not come back,
+A request to a store of torch.distributed, or to the head of Ray, whose host is stopped or cut off does not return,
 and a process group gives up its connections when a wait of it times out. The threads of an executor are joined at exit
 and would wait for such a request, so this thread is a daemon.
 """
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from ..timed_queue import TimedQueue
 
-GRACE = 0.04  # seconds that a task has to come back by itself, beyond its deadline; a call has up to two of them
+GRACE = 0.04  # seconds that a task has to return, beyond its deadline; a call has up to two of them
 
 
 class Task(Future[Any]):
@@ -101,7 +101,7 @@ class Clerk:
             del task  # and what it refers to, before the next one comes
 
     def close(self) -> None:
-        """End the thread; if it is kept by what it does now, when it comes back. Idempotent."""
+        """End the thread; if a request blocks it, when that returns. Idempotent."""
         hired, self._hired = self._hired, None
         if hired is not None:
             hired[1]()

@@ -1,4 +1,4 @@
-"""A carrier: all that the sender of a scheme has to know about one kind of network.
+"""A carrier: everything that the sender of a scheme has to know about one kind of network.
 
 How a worker is sent its weights is its transport's matter (RemoteTransport.start_call). The carrier packs them, waits
 for answers, and with fan_out="node" finds out where workers run and speaks to the relay of each node. A relay gets the

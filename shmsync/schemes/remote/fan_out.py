@@ -204,7 +204,7 @@ class FanOut:
                 if host is not None:
                     members[host].dead = result.final
                 for member in members.values():
-                    member.place = None  # with a whole node, its workers may come back elsewhere
+                    member.place = None  # after the loss of a node, its workers may start elsewhere
                 if not lost(str(result)):
                     drop(str(result))
             elif isinstance(result, Failed):

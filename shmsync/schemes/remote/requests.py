@@ -34,7 +34,7 @@ class Gone(Exception):
 
     Args:
         how: what is known of it.
-        final: it will not come back, so that later sends leave it out.
+        final: it is gone for good, so later sends leave it out.
     """
 
     def __init__(self, how: str, *, final: bool = True) -> None:
@@ -216,7 +216,7 @@ class Delivery:
             return
         except Gone as gone:
             result = gone
-            step.destination.place = None  # if it comes back, it may be elsewhere
+            step.destination.place = None  # after a restart it may be elsewhere
             step.destination.dead = gone.final
             if record:
                 outcome.dead[step.name] = str(gone)

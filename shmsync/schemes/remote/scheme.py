@@ -58,8 +58,8 @@ class RemoteScheme(WeightSyncScheme):
             each node; a relay publishes it into an arena there, to which all of the node's workers attach.
         slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
         timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
-        partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" all that was ever sent goes to the other
-            nodes each time.
+        partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" everything ever sent goes to the other nodes
+            each time.
     """
 
     sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}

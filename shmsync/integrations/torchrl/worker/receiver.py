@@ -164,7 +164,7 @@ class Receiver:
                 return True
             try:
                 self._advance()
-            except Exception as error:  # the trainer is told
+            except Exception as error:  # the trainer gets it
                 self._line.report(error)
             finally:
                 if lock is not None:

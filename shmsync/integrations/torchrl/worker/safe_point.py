@@ -60,7 +60,7 @@ class SafePoint(Cover):
 
 
 class StatePoint(StandIn):
-    """Stands in for a policy's `state_dict()`: a private copy of one version."""
+    """Replaces a policy's `state_dict()`: a private copy of one version."""
 
     def __init__(self, module: nn.Module, policy: SafePoint) -> None:
         self._policy = policy
@@ -80,7 +80,7 @@ class StatePoint(StandIn):
 
 
 class LoadPoint(StandIn):
-    """Stands in for the part of `load_state_dict()` that writes a module's own parameters.
+    """Replaces the part of `load_state_dict()` that writes a module's own parameters.
 
     Bound parameters are shared and read-only, so they become private before they are written.
     """

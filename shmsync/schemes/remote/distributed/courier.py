@@ -1,6 +1,6 @@
 """A thread that makes all requests to one store, so that no other thread waits for the store's host.
 
-A request to a store whose host is stopped does not come back, and no time-out of the store's own helps: it writes to
+A request to a store whose host is stopped does not return, and no time-out of the store's own helps: it writes to
 stderr, and the store is locked meanwhile. So a call asks the courier and waits for it as long as it likes, and Ctrl-C
 never lands between two requests that belong together.
 """
@@ -35,7 +35,7 @@ class Courier(Clerk):
     def __init__(self, store: Any = None) -> None:
         super().__init__()
         self.store = store
-        self._late: Task | None = None  # it did not come back in time
+        self._late: Task | None = None  # it did not return in time
         self._users = 0
         self._users_lock = threading.Lock()
 

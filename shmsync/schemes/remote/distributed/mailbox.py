@@ -10,7 +10,7 @@ For each rank:
     LAYOUT_{fingerprint}  the manifest of the weights, once
 The bytes of the weights do not go through the store.
 
-INV: `in` and `out` are bells, for loops of the user's own and to save requests; nothing depends on who has heard them.
+INV: `in` and `out` are bells, for loops of the user's own and to save requests; nothing depends on who has read them.
 A message is taken, and an answer given and taken, by a change of its Slot in one step, so nothing is lost or taken
 twice. An answer names its message; a word of the worker's own names none, and waits for a call that wants it. A bell
 rings after its content is there, so it may still ring when that was taken. No request waits for a key (see peek).
@@ -101,7 +101,7 @@ class Mailbox:
     def take_message(self, *, listen: bool = True) -> dict[str, Any] | None:
         """In the worker: the oldest message; None when there is none.
 
-        The announcement need not be there: a loop of the user's own may have heard it. Other words stay where they are.
+        The announcement need not be there: a loop of the user's own may have read it. Other words stay where they are.
 
         Args:
             listen: whether to look at the announcement although there is no message.

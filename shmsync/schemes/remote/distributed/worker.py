@@ -234,11 +234,11 @@ class Receipt(StoreCall):
         super().__init__(courier)
         self._take = take
 
-        self._overdue = False  # the courier has not come back from an earlier wait, as far as is known
+        self._overdue = False  # the courier has not returned from an earlier wait, as far as is known
         self._bell = TimedQueue()
 
     def wait(self, deadline: float) -> bool:
-        """Wait until there is one, or the deadline has come. False: the courier did not come back in time."""
+        """Wait until there is one, or the deadline has come. False: the courier did not return in time."""
         assert self._bell is not None
         rung = not self._bell.empty()
         while not self._bell.empty():

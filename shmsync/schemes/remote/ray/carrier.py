@@ -63,7 +63,7 @@ class RayCarrier(Carrier):
 
     @override
     def payload(self, parcel: Parcel) -> Shipment:
-        """Actors fetch them: a small call is all that Ray moves. Small ones, and nixl's, go into the object store."""
+        """Actors fetch them: Ray moves only a small call. Small ones, and nixl's, go into the object store."""
         require_running()
         if parcel.memory is None:
             reference = self.stored(parcel)
