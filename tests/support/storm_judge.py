@@ -69,6 +69,12 @@ class Judge:
         while life.row.last()[0] <= call.end:
             if not life.whole:
                 return  # it has not come to that
+            if life.worker.done():
+                try:
+                    ended = f"returned {life.worker.result()!r}"
+                except Exception as error:
+                    ended = f"failed: {error!r}{error.__cause__ or ''}"
+                raise Violation(f"{call} returned, but then worker {life.index} {ended}")
             if time.monotonic() > until:
                 raise Violation(f"{call} returned, but worker {life.index} computes no more")
             time.sleep(0.0005)

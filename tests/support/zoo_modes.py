@@ -5,7 +5,9 @@ Each takes the world's bind, the worker's module and the use, binds, and returns
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import threading
 from contextlib import nullcontext
 
@@ -159,6 +161,36 @@ def several_threads(bind, module, use):
     return run
 
 
+def copied(bind, module, use):
+    return _of_copies(bind, module, use, copy.deepcopy)
+
+
+def pickled(bind, module, use):
+    return _of_copies(bind, module, use, lambda worker: pickle.loads(pickle.dumps(worker)))
+
+
+def _of_copies(bind, module, use, made):
+    """A copy computes as the version does of which it was made, whatever is published later."""
+    used = use.make()
+    use.run(used, torch.zeros(2, WIDTH))
+    try:
+        made(used)
+    except (RuntimeError, TypeError, AttributeError, pickle.PicklingError):
+        return plain(bind, module, use)  # torch copies no module with a computed weight, and pickles none with lambdas
+    worker = bind(module)
+
+    def run(x):
+        out = use.run(worker, x)
+        version = bind.subscriber.version
+        twin = made(worker)
+        of_twin = bind.subscriber.version  # copying is a section of this thread
+        bind.advance()
+        return [(out, version), (use.run(twin, x), of_twin)]
+
+    run.labelled = True
+    return run
+
+
 def wrapped_after(bind, module, use):
     worker = bind(module)
     for name in [name for name in ("forward", *use.names) if "." not in name and name in vars(worker)]:
@@ -183,7 +215,7 @@ MODES = {mode.__name__: mode for mode in (
     plain, named, read_section, compiled_before, used_then_compiled_before, compiled_after, compiled_whole_before,
     compiled_whole_after, compiled_in_place_before, compiled_in_place_after, called_by_compiled_code,
     called_by_compiled_code_in_a_section, section_in_compiled_code, autocast_loop, inference_mode, another_thread,
-    several_threads, wrapped_after, bound_before_elsewhere, two_arenas,
+    several_threads, copied, pickled, wrapped_after, bound_before_elsewhere, two_arenas,
 )}  # fmt: skip
 
 # Those whose results are not those of guarded calls, and may show the weights.

@@ -26,7 +26,8 @@ class World:
         self.parts = mode is two_arenas
         self.keeps = mode not in UNGUARDED
         self.consistency = rng.choice(["pinned", "pinned", "optimistic"]) if use.repeats else "pinned"
-        self.route = rng.choice(["module", "tensordict", "mapping", "update", *(["adopt"] if slots == 1 else [])])
+        adopted = ["adopt", "load"] if slots == 1 else []  # load: by load_state_dict()
+        self.route = rng.choice(["module", "tensordict", "mapping", "update", *adopted])
         self.trainer = use.make()
         self.history = {}
         self.open = []
@@ -37,7 +38,7 @@ class World:
         self.publishers = [self._keep(shmsync.Publisher(self.trainer, slots=slots, include=part)) for part in (
             (keys[::2], list(keys[1::2])) if self.parts and len(keys) > 1 else (None,)
         )]  # fmt: skip
-        if self.route == "adopt" and not self.parts:
+        if self.route in ("adopt", "load") and not self.parts:
             self.publishers[0].adopt(self.trainer)
         self.subscribers = [
             self._keep(shmsync.Subscriber(pub.handle, consistency=self.consistency)) for pub in self.publishers
@@ -65,23 +66,31 @@ class World:
             subscriber.bind(module)
         return module
 
-    def _remember(self):
+    def _twin(self):
+        """A module of its own with what the trainer's has now."""
         twin = self.use.make()
         live = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
         with torch.no_grad():
             for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
                 tensor.copy_(live[name])
-        self.history[self.publishers[0].version] = twin
+        return twin
+
+    def _remember(self):
+        self.history[self.publishers[0].version] = self._twin()
 
     def advance(self):
         """Train a little, and publish."""
         rng = self.rng
         pub = self.publishers[0]
-        if self.route in ("update", "adopt") and not self.parts:
+        if self.route == "load" and not self.parts:
+            other = self._twin()
+            self._train(other)
+            self.trainer.load_state_dict(other.state_dict())
+        elif self.route in ("update", "adopt") and not self.parts:
             with pub.update() as weights:
-                self._train(weights if self.route == "update" else None)
+                self._train(self.trainer, weights if self.route == "update" else None)
         else:
-            self._train(None)
+            self._train(self.trainer)
             if rng.random() < 0.3:
                 self._replace(self.trainer)
             for each in self.publishers:
@@ -97,9 +106,9 @@ class World:
         leaves = {leaf.name for leaf in pub.manifest.leaves}
         return {name: tensor.detach() for name, tensor in named.items() if name in leaves}
 
-    def _train(self, weights):
+    def _train(self, module, weights=None):
         with torch.no_grad():
-            for name, tensor in (*self.trainer.named_parameters(), *self.trainer.named_buffers()):
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_floating_point() and not name.endswith("_mask"):
                     tensor.add_(torch.randn_like(tensor) * 0.1)
                     if name.endswith(("running_var", "sigma")):
