@@ -254,6 +254,8 @@ class Storm:
             life.sent.add(number)
         call = Call("resend", f"{number} to {[life.index for life in lives]}", timeout)
         self.call_it(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
+        if self.over.partial and isinstance(call.error, ValueError) and "were sent to the group of" in str(call.error):
+            return  # the only worker of that group died in the first send of this trainer, so its arena was never made
         self._judge(call, lives, 0 if self.over.partial else number)
 
     def do_together(self, timeout):
