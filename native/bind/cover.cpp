@@ -270,7 +270,7 @@ class Cover {
 struct NativeGuard {
   nb::object inner, cover;
   bool generates = false;  // inner makes a generator, which does nothing before its first step
-  bool asks = false;       // does nobody else see that torch.jit traces the call?
+  bool asks = false;       // is this the only place that can see torch.jit trace the call?
 };
 
 // Is some tool at work, perhaps in another thread, that may record this call? Cover._traced() looks closer.

@@ -129,7 +129,7 @@ void bind_writer(nb::module_& m) {
       .def("release", &WriterLock::release, "holder"_a, "Give the lock back; does nothing when somebody else holds it.")
       .def("locked", &WriterLock::locked)
       .def("reserve", &WriterLock::reserve, "heir"_a,
-           "Let nobody but `heir` take the lock when it is given back. False: it is reserved already.")
+           "Reserve the lock for `heir`, who takes it next. False: it is reserved already.")
       .def("forgo", &WriterLock::forgo, "heir"_a, "Take that back; does nothing when it is another's.")
       .def("__enter__", [](nb::handle self) { nb::inst_ptr<WriterLock>(self)->acquire(self); })
       .def(

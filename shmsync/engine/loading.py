@@ -14,6 +14,11 @@ from ..errors import ProtocolError
 from .guard import StandIn
 
 
+def _written(names: set[str], state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    """The keys under which a state_dict has tensors of these names of a module."""
+    return sorted(prefix + name for name in names if prefix + name in state_dict)
+
+
 class Loading(StandIn):
     """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors.
 
@@ -28,11 +33,11 @@ class Loading(StandIn):
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load what does not lie in an arena; raise ProtocolError for the rest."""
         prefix = args[0] if self.method == "_load_from_state_dict" else ""
-        refused = sorted(name for name in self._shows(self.module) if prefix + name in state_dict)
+        refused = _written(self._shows(self.module), state_dict, prefix)
         if refused:
             raise ProtocolError(
                 f"load_state_dict() would write {len(refused)} tensor(s) of a bound module, such as "
-                f"{prefix + refused[0]}: they show the arena, which is read-only here. Load into the trainer's module "
+                f"{refused[0]}: they show the arena, which is read-only here. Load into the trainer's module "
                 "and publish it, or load into copy.deepcopy(module)"
             )
         return self.inner(state_dict, *args, **kwargs)
@@ -61,12 +66,11 @@ class AdoptedLoading(StandIn):
         if self.method == "load_state_dict":
             return loads.load(lambda: self.inner(state_dict, *args, **kwargs))
         if not loads.inside():
-            prefix = args[0] if args else ""
-            written = sorted(name for name in loads.placed(self.module) if prefix + name in state_dict)
+            written = _written(loads.placed(self.module), state_dict, args[0] if args else "")
             if written:
                 raise ProtocolError(
                     f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "
-                    f"such as {prefix + written[0]}, outside update(), while workers of arena {loads.name!r} read "
+                    f"such as {written[0]}, outside update(), while workers of arena {loads.name!r} read "
                     "them; call it inside `with pub.update():`, or call load_state_dict() of the adopted module"
                 )
         return self.inner(state_dict, *args, **kwargs)

@@ -30,7 +30,7 @@ RIGHT = [None, 0, 0.5, math.inf, 10**400, 10**5000, Fraction(10**400), numpy.flo
 
 
 def public():
-    """All that is public, as far as its packages are installed."""
+    """Every public name whose packages are installed."""
     modules = [shmsync, schemes, collectors, metrics]
     with contextlib.suppress(ImportError):
         from shmsync.integrations import torchrl

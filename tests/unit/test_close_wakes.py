@@ -134,7 +134,7 @@ def test_a_publisher_is_not_closed_inside_its_own_update(publisher):
 
 @pytest.mark.parametrize("waits_in", ["begin", "wait_for_acks"])
 def test_a_third_thread_does_not_take_the_lock_that_a_wait_gave_up_for_close(publisher, subscriber, waits_in):
-    """close() succeeds, or nobody hears that the arena is closed."""
+    """close() succeeds, or no waiter is told that the arena is closed."""
     pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
     reader = subscriber(pub, worker=3)
     with reader.read() if waits_in == "begin" else nullcontext():

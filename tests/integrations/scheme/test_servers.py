@@ -148,6 +148,6 @@ def test_any_context_is_called_once_for_each_version(sender):
     receiver.connect(worker_idx=0)
     for update in (1, 2, 3):
         scheme.send(Tagged(update))
-        assert receiver.receive() is not None and receiver.receive() is None  # whoever has applied it
+        assert receiver.receive() is not None and receiver.receive() is None  # whichever thread applied it
     assert context.told == [("policy", update) for update in (1, 2, 3)]
     receiver.shutdown()
