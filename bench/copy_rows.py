@@ -30,7 +30,7 @@ def large_rows(count: int, megabytes: int, most: int, threads: tuple[int, ...] =
     module = layers(count, megabytes << 20)
     with shmsync.Publisher(module) as pub:
         flat = torch.cat([p.data for p in module])
-        target = pub._arena.weights(0, writable=True).get("0").untyped_storage()
+        target = pub._writer.arena.weights(0, writable=True).get("0").untyped_storage()
         slab = torch.empty(0).set_(target, 0, (flat.numel(),), (1,))
         ways = {
             "torch.copy_": lambda: slab.copy_(flat),

@@ -38,42 +38,45 @@ def learner_rows() -> None:
 
 
 def measure_learner(how: str, slots: int) -> None:
-    learner = policy()
-    optimizer = torch.optim.Adam(learner.parameters(), lr=1e-3, fused=True)
+    # Two of the same shape: one publishes. An adopted one could not step outside update() any more.
+    learners = {PRIVATE: policy(), BOUND: policy()}
+    optimizers = {kind: torch.optim.Adam(each.parameters(), lr=1e-3, fused=True) for kind, each in learners.items()}
     x, target = torch.randn(512, 64), torch.randn(512, 8)
-    with shmsync.Publisher(learner, slots=slots, timeout=60) as pub:
+    with shmsync.Publisher(learners[BOUND], slots=slots, timeout=60) as pub:
         mode = CONTEXT.RawValue("i", PRIVATE)
         pipes = [CONTEXT.Pipe() for _ in range(4)]
-        workers = [CONTEXT.Process(target=busy_reader, args=(pub.handle, mode, theirs)) for _, theirs in pipes]
+        workers = [
+            CONTEXT.Process(target=busy_reader, args=(pub.handle, mode, theirs), daemon=True) for _, theirs in pipes
+        ]
         for process in workers:
             process.start()
         while len(pub.readers()) < 4:
             time.sleep(0.01)
         if slots == 1:
-            pub.adopt(learner)
+            pub.adopt(learners[BOUND])
 
-        def step(sync: bool) -> None:
-            optimizer.zero_grad()
-            (learner(x) - target).square().mean().backward()
-            if sync and slots == 1:
+        def step(kind: int) -> None:
+            optimizers[kind].zero_grad()
+            (learners[kind](x) - target).square().mean().backward()
+            if kind == BOUND and slots == 1:
                 with pub.update():
-                    optimizer.step()
+                    optimizers[kind].step()
             else:
-                optimizer.step()
-                if sync:
+                optimizers[kind].step()
+                if kind == BOUND:
                     pub.publish()
 
         times: dict[int, list[float]] = {PRIVATE: [], BOUND: []}
         for block in rounds(60, fewest=2):  # both kinds meet the same slow moments of the machine
             now = mode.value = (PRIVATE, BOUND)[block % 2]
-            step(now == BOUND)
-            times[now] += [timed(lambda now=now: step(now == BOUND)) for _ in range(20)]
-        step(sync=True)  # the last round may have been one without the arena
+            step(now)
+            times[now] += [timed(lambda now=now: step(now)) for _ in range(20)]
         mode.value = END
         stats = [pipe.recv() for pipe, _ in pipes]
         for process in workers:
             process.join()
-        assert all(torch.equal(pub.weights[str(i)]["weight"], learner[i].weight) for i in (0, 2, 4)), "checksum"
+        bound = learners[BOUND]
+        assert all(torch.equal(pub.weights[str(i)]["weight"], bound[i].weight) for i in (0, 2, 4)), "checksum"
         row = f"learner's step with {how}, slots = {slots}, 4 busy readers"
         report(f"{row} / without arena", times[BOUND], times[PRIVATE], "1.05 x")
         mean = [statistics.fmean(times[kind]) for kind in (BOUND, PRIVATE)]

@@ -33,9 +33,9 @@ def row(nbytes: int, name: str, rounds: int) -> None:
         for turn in range(2 * rounds + 4):
             protected = turn % 2 == 0
             if protected:
-                pub._side.protect()
+                pub._writer.side.adopted.protect(pub._writer.side.writer)
             else:
-                pub._side.writer.unprotect()
+                pub._writer.side.writer.unprotect()
             started = time.perf_counter()
             with pub.update():
                 if optimizer is not None:

@@ -99,7 +99,7 @@ def snapshot_rows() -> None:
     for leaves in LEAVES[:2]:
         module = layers(leaves)
         with shmsync.Publisher(module) as pub, shmsync.Subscriber(pub.handle) as sub:
-            size = pub.manifest.used_bytes
+            size = pub._writer.arena.manifest.used_bytes
             memory, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
             def floor(target: torch.Tensor = target, memory: torch.Tensor = memory, size: int = size) -> None:

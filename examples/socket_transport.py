@@ -19,15 +19,15 @@ from typing import Any
 from torch import nn
 
 from shmsync.engine.outcome import Failure
-from shmsync.schemes.lookup import Arguments
-from shmsync.schemes.remote.background import Clerk, Task
-from shmsync.schemes.remote.carrier import Carrier, HostedRelay
-from shmsync.schemes.remote.parcel import Parcel
-from shmsync.schemes.remote.place import Site, here
+from shmsync.schemes.context_args import Arguments
+from shmsync.schemes.link.serial_executor import SerialExecutor, Task
+from shmsync.schemes.remote.location import Site, here
+from shmsync.schemes.remote.packed_weights import PackedWeights
 from shmsync.schemes.remote.relay import RelayOptions, close_here, publish_here
-from shmsync.schemes.remote.requests import Call, Failed, Gone
-from shmsync.schemes.remote.scheme import RemoteScheme, Roster
-from shmsync.schemes.remote.transport import RemoteTransport
+from shmsync.schemes.remote.remote_carrier import Carrier, HostedRelay
+from shmsync.schemes.remote.remote_requests import Call, Failed, Gone
+from shmsync.schemes.remote.remote_scheme import RemoteScheme, Roster
+from shmsync.schemes.remote.remote_transport import RemoteTransport
 
 # ---- in a worker
 
@@ -94,10 +94,10 @@ class Wire:
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
         self._connection: Connection | None = None
-        self._clerk = Clerk()
+        self._executor = SerialExecutor()
 
     def ask(self, *request: Any) -> SocketCall:
-        return SocketCall(self._clerk.give(partial(self._exchange, request)), self._address)
+        return SocketCall(self._executor.give(partial(self._exchange, request)), self._address)
 
     def _exchange(self, request: tuple[Any, ...]) -> Any:
         if self._connection is None:
@@ -106,7 +106,7 @@ class Wire:
         return self._connection.recv()
 
     def close(self) -> None:
-        self._clerk.close()
+        self._executor.close()
 
 
 class SocketTransport(RemoteTransport):
@@ -140,8 +140,10 @@ class SocketRelay(HostedRelay):
 class SocketCarrier(Carrier):
     """TCP connections. The relay of a node is the first of its workers that lives."""
 
-    def payload(self, parcel: Parcel) -> bytes:
-        return pickle.dumps(Parcel(parcel.label, [piece.numpy() for piece in parcel.pieces]), protocol=5)
+    def payload(self, packed_weights: PackedWeights) -> bytes:
+        return pickle.dumps(
+            PackedWeights(packed_weights.label, [piece.numpy() for piece in packed_weights.pieces]), protocol=5
+        )
 
     def locate(self, worker: SocketTransport) -> Call:
         return worker.wire.ask("place")

@@ -26,11 +26,11 @@ except ImportError:
 
 from . import schemes as _schemes
 from ._native import ReadSection
+from .engine.deadlines import Latency
 from .engine.publisher import Publisher
 from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
 from .engine.subscriber import Snapshot, Subscriber, attach
-from .engine.timing import Latency
-from .engine.verifying import Proof
+from .engine.verify.local import Proof
 from .errors import (
     AckTimeout,
     ArenaCorrupt,
@@ -52,8 +52,8 @@ from .errors import (
     WriterBusy,
     WriterDied,
 )
-from .memory.process import ProcessState
-from .memory.segment import Handle
+from .memory.control.segment import Handle
+from .memory.system.process import ProcessState
 
 if _TYPE_CHECKING:
     from .schemes import *  # noqa: F403

@@ -106,7 +106,7 @@ def nothing_left() -> Iterator[None]:
     assert modes_of_torch() == modes
     gc.collect()
     assert set(segments()) <= arenas
-    # A clerk that is closed while Ray or a store has not answered it yet ends when they have.
+    # an executor that is closed while Ray or a store has not answered it yet ends when they have.
     end = time.monotonic() + PATIENCE
     while len(left := threads()) > len(before):
         assert time.monotonic() < end, f"threads {left}; before the test {before}"

@@ -17,7 +17,7 @@ namespace shmsync::bind {
 namespace {
 
 // What the guards of a bound module share: the readers whose sections cover each of its calls. A module that is bound
-// to two arenas has two. Python's half decides what is rare (see shmsync/engine/cover.py).
+// to two arenas has two. Python's half decides what is rare (see shmsync/engine/bind/read_guard.py).
 //
 // INV: `thread_` is set only by a thread that is in sections of all readers.
 class Cover {
@@ -326,7 +326,7 @@ PyType_Slot guard_slots[] = {{Py_tp_call, reinterpret_cast<void*>(guard_call)},
 void bind_cover(nb::module_& m) {
   nb::class_<ModelTurn>(m, "ModelTurn", "Those who call a model and those who move its weights take turns.")
       .def(nb::init<>())
-      .def("try_enter", &ModelTurn::try_enter, "Enter if nobody else has the turn.")
+      .def("try_enter", &ModelTurn::try_enter, "Enter if no other thread has the turn.")
       .def(
           "__enter__", [](nb::handle self) { nb::inst_ptr<ModelTurn>(self)->enter(); },
           nb::sig("def __enter__(self) -> None"))

@@ -90,7 +90,8 @@ void populate(std::uintptr_t address, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; i += 4096) page[i] = page[i];  // what is written there already stays
 }
 
-// Read, not mapped: whoever may write the file may shorten it at any time, and a page that is gone ends the process.
+// Read, not mapped: a process that may write the file may shorten it at any time, and a page that is gone ends the
+// process.
 nb::object read_identity(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
@@ -326,7 +327,7 @@ void bind_memory(nb::module_& m) {
               if (const auto row = table.look(i); row.worker == worker) rows.emplace_back(i, row.owner);
             return rows;
           },
-          "worker"_a, "(row, owner) of every row with this index; owner 0: whoever had it has left.");
+          "worker"_a, "(row, owner) of every row with this index; owner 0: its owner has left.");
 }
 
 }  // namespace shmsync::bind

@@ -1,7 +1,8 @@
 // The turn of those who call a model and those who move its weights: one thread at a time, that one again and again.
 //
 // Who must not wait for its turn (a thread that serves other models too) leaves its work with ask(). The thread that
-// has the turn does it when its turn ends, in _ring() of Python's half (shmsync/integrations/torchrl/worker/turn.py).
+// has the turn does it when its turn ends, in _ring() of Python's half
+// (shmsync/integrations/torchrl/worker/model_lock.py).
 //
 // In C++ so that a call of the model enters and leaves without running Python.
 #pragma once
@@ -21,7 +22,7 @@ class ModelTurn {
     if (!lock_.try_lock()) lock_.wait(std::numeric_limits<double>::infinity(), [] { return false; });
   }
 
-  // Enters if nobody else has the turn.
+  // Enters if no other thread has the turn.
   bool try_enter() { return lock_.try_lock(); }
 
   void leave(nanobind::handle self) {
@@ -31,7 +32,7 @@ class ModelTurn {
     if (outermost && asked) call_method(self, "_ring");
   }
 
-  bool asked = false;  // somebody has left work
+  bool asked = false;  // a thread has left work
 
  private:
   SectionLock lock_;

@@ -1,7 +1,7 @@
 // What a control segment says at this moment, for those who look at an arena from outside.
 //
 // It is read, not mapped: nothing in it can be changed by mistake, no row of the reader table is taken, and a file that
-// somebody shortens meanwhile ends nobody. The processes of the arena may run, stand still or be dead.
+// another process shortens meanwhile ends no process. The processes of the arena may run, stand still or be dead.
 #include <nanobind/nanobind.h>
 #include <sys/stat.h>
 #include <unistd.h>

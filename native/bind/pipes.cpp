@@ -18,7 +18,7 @@ namespace {
 
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-// A bytes object that is filled before anybody else sees it.
+// A bytes object that is filled before other code sees it.
 class NewBytes {
  public:
   explicit NewBytes(std::size_t size)

@@ -112,7 +112,7 @@ class Reader {
     }
   }
 
-  // `anywhere`: from any thread, for somebody who knows that nobody is inside any more.
+  // `anywhere`: from any thread, for a caller that knows that no thread is inside any more.
   bool leave(nb::handle self, bool anywhere = false) {
     if (generation_ != fork_generation()) return false;  // the pin is the parent's; the next call raises
     if (closed) return false;                            // close() has given this section up
@@ -152,8 +152,8 @@ class Reader {
   // The entry of a pinned section failed, perhaps after it had the pin.
   void give_up_entry(nb::handle self) { drop_pin(self); }
 
-  // A section's object is gone, and was entered so many times more than left: nobody can leave it any more. Its pin
-  // stays until close(), for somebody may use the weights still.
+  // A section's object is gone, and was entered so many times more than left: no code can leave it any more. Its pin
+  // stays until close(), since the weights may still be in use.
   void drop(int entries) { dropped += entries; }
 
   bool refresh(nb::handle self) {
@@ -291,7 +291,7 @@ class Reader {
     if (!mutex.wait(seconds, [this] { return abandoned(); })) raise_busy();
   }
 
-  // Will nobody unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
+  // Will no thread unlock it? Its thread has ended inside a section, or the objects of all open sections are gone.
   bool abandoned() const {
     if (mutex.holds() == 0) return false;
     return mutex.owner()->ended.load(std::memory_order_acquire) ||

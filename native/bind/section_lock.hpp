@@ -1,6 +1,6 @@
 // The lock around a Subscriber's sections. One thread at a time holds it, that one again and again; the others queue.
 //
-// Not a std::recursive_timed_mutex: nobody could take that from a thread that ended inside a section.
+// Not a std::recursive_timed_mutex: no other thread could take that from one that ended inside a section.
 //
 // INV: every member is read and written under the GIL, which this module needs and only a wait lets go. So there is
 //      nothing atomic here but the word that a waiter sleeps on.
@@ -17,7 +17,7 @@
 
 namespace shmsync::bind {
 
-// A thread that has held such a lock. The system uses its thread ids again; nobody else ever has this object.
+// A thread that has held such a lock. The system uses its thread ids again; no other thread ever has this object.
 struct Thread {
   const unsigned long ident = PyThread_get_thread_ident();  // of Python's threading
   std::atomic<bool> ended{false};
@@ -45,7 +45,7 @@ class SectionLock {
     return true;
   }
 
-  // Waits for the lock, behind those who wait already. False at the deadline, or once stop() says so; then
+  // Waits for the lock, behind those who wait already. False at the deadline, or once stop() is true; then
   // this thread does not hold it. stop() is asked before each slice.
   template <class Stop>
   bool wait(double seconds, Stop stop) {
@@ -74,12 +74,12 @@ class SectionLock {
     futex_wake_all(next->granted);
   }
 
-  // Takes it from whoever has it. The caller knows that nobody will unlock it.
+  // Takes it from its holder. The caller knows that no thread will unlock it.
   void seize() { hold(this_thread()); }
 
   bool mine() const { return holds_ > 0 && owner_ == this_thread(); }
   int holds() const { return holds_; }
-  // Who holds it, or held it last; null: nobody has.
+  // Who holds it, or held it last; null: no thread has.
   const Thread* owner() const { return owner_.get(); }
 
  private:

@@ -160,7 +160,7 @@ bool Sources::unchanged(const Guard& guard) {
       if (PyDict_GetItem(dict, entry.key.ptr()) != entry.value.ptr()) return false;
     return true;
   }
-  // Walking is several times cheaper than looking up. An order that changed means planning anew, no more.
+  // Walking is several times cheaper than looking up. An order that changed only means a new plan.
   PyObject *key, *value;
   Py_ssize_t at = 0;
   for (const Entry& entry : guard.entries)
@@ -230,7 +230,7 @@ void Sources::put(std::size_t row, nb::handle tensor, const std::byte* address) 
   leaves_[row].address = address;
 }
 
-void Sources::let_go() {
+void Sources::release() {
   for (Leaf& leaf : leaves_) leaf.tensor = nb::none();
 }
 
@@ -285,7 +285,7 @@ void bind_sources(nb::module_& m) {
       .def("copy_from", &Sources::copy_from, "slot"_a,
            "The other way: write into every leaf what stands at its offset from the address `slot`. The caller has "
            "seen to it that they may be written.")
-      .def("let_go", &Sources::let_go, "Keep no tensor alive; an Outline puts new ones in.")
+      .def("release", &Sources::release, "Keep no tensor alive; an Outline puts new ones in.")
       .def_prop_ro("bytes", &Sources::bytes);
 }
 

@@ -1,4 +1,4 @@
-// Where the bytes of a publish come from: a table of tensors, checked anew on every call.
+// Where the bytes of a publish come from: a table of tensors, checked again on every call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -56,7 +56,7 @@ class Sources {
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
   // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
-  // are read again, and moved() says so. looked(): some tensor is not in every way as it was at the last call.
+  // are read again, and moved() is true. looked(): some tensor is not in every way as it was at the last call.
   bool revalidate();
   bool moved() const { return moved_; }
   bool looked() const { return looked_; }
@@ -66,7 +66,7 @@ class Sources {
   void copy_from(std::uintptr_t slot);
   // Another tensor, which was checked, in the place of the one in this row.
   void put(std::size_t row, nanobind::handle tensor, const std::byte* address);
-  void let_go();  // of the tensors; from now on rows are good for put() and copy_to() alone
+  void release();  // of the tensors; from now on rows are good for put() and copy_to() alone
   std::uint64_t bytes() const { return bytes_; }
 
  private:

@@ -1,6 +1,6 @@
 // Taking turns: one call at a time, in the order in which the threads came, each within its own deadline.
 //
-// In C++ for the same reason as WriterLock: an interrupt may land between any two lines of Python, and nobody would
+// In C++ for the same reason as WriterLock: an interrupt may land between any two lines of Python, and no code would
 // give back a lock that was taken on the line before. Everything here is looked at with the GIL only; a thread that
 // waits sleeps on a futex, because a mutex that another thread held at a fork() would stay locked in the child.
 #include <nanobind/nanobind.h>

@@ -37,7 +37,7 @@ bool wait_begin(Writer& writer, std::int64_t timeout_ns) {
 }
 
 // The writer's lock: it refuses instead of waiting. In C++, because an interrupt may land between any two lines of
-// Python: right after the lock was taken, nobody would know to release it.
+// Python: right after the lock was taken, no code would know to release it.
 class WriterLock {
  public:
   void acquire(nb::handle holder) {
@@ -46,7 +46,7 @@ class WriterLock {
     holder_ = nb::borrow(holder);
   }
   bool held_by(nb::handle holder) const { return holder_.is(holder); }
-  // Does nothing when somebody else holds it, so that cleaning up twice is safe.
+  // A no-op when another holder has it, so that cleaning up twice is safe.
   void release(nb::handle holder) {
     if (held_by(holder)) holder_ = nb::object();
   }
@@ -124,9 +124,9 @@ Rows wait_acks(Writer& writer, std::uint64_t version, const Rows& rows, std::int
 void bind_writer(nb::module_& m) {
   nb::class_<WriterLock>(m, "WriterLock", "A lock that refuses instead of waiting, and knows its holder.")
       .def(nb::init<>())
-      .def("acquire", &WriterLock::acquire, "holder"_a, "Take the lock. Raises WriterBusy when somebody holds it.")
+      .def("acquire", &WriterLock::acquire, "holder"_a, "Take the lock. Raises WriterBusy while it is held.")
       .def("held_by", &WriterLock::held_by, "holder"_a)
-      .def("release", &WriterLock::release, "holder"_a, "Give the lock back; does nothing when somebody else holds it.")
+      .def("release", &WriterLock::release, "holder"_a, "Give the lock back; a no-op when another holder has it.")
       .def("locked", &WriterLock::locked)
       .def("reserve", &WriterLock::reserve, "heir"_a,
            "Reserve the lock for `heir`, who takes it next. False: it is reserved already.")

@@ -45,7 +45,7 @@ int opened(const std::string& path, int how) {
 
 void pause_at(const std::string& path) {
   const int reached = opened(path, O_WRONLY);
-  if (reached < 0 || write(reached, "r", 1) != 1) std::abort();  // whoever armed it would wait in vain
+  if (reached < 0 || write(reached, "r", 1) != 1) std::abort();  // the process that armed it would wait for nothing
   close(reached);
   close(opened(path + ".go", O_RDONLY));
 }

@@ -128,7 +128,7 @@ void pass_on(int number, siginfo_t* info, void* context) {
     if (before.sa_handler == SIG_IGN && !real) return;
     set_default(number);
     // A real fault comes again when the instruction is repeated, and ends the process as it would have: the kernel
-    // does not let anybody ignore it. A signal that was sent does not come again by itself.
+    // lets no thread ignore it. A signal that was sent does not come again by itself.
     if (!real) syscall(SYS_rt_tgsigqueueinfo, getpid(), static_cast<pid_t>(syscall(SYS_gettid)), number, info);
     return;
   }
@@ -154,7 +154,7 @@ void on_fault(int number, siginfo_t* info, void* context) {
   pass_on(number, info, context);
 }
 
-// Nobody but the default may be replaced later: a handler that came after ours may go on to ours, and a circle of
+// Only the default handler may be replaced later: a handler that came after ours may go on to ours, and a circle of
 // handlers would never end.
 void install(Signal& signal) {
   struct sigaction now = {};

@@ -18,8 +18,8 @@ int poll_for(std::span<pollfd> polled, std::chrono::nanoseconds timeout) {
   return ::ppoll(polled.data(), polled.size(), &limit, nullptr);
 }
 
-// Does this error of a socket mean that nobody is at the other end? All others (no memory, no buffers) pass: the caller
-// tries again when it looks the next time.
+// Does this error of a socket mean that no process is at the other end? All others (no memory, no buffers) pass: the
+// caller tries again when it looks the next time.
 bool means_the_end(int error) {
   return error == ECONNRESET || error == EPIPE || error == ENOTCONN || error == ECONNABORTED || error == ESHUTDOWN ||
          error == ETIMEDOUT || error == EBADF || error == ENOTSOCK;

@@ -68,7 +68,7 @@ extern "C" void* shmsync_helper(void* argument) {
             me.state.compare_exchange_strong(word, with(word, absent), std::memory_order_release))
           return nullptr;
         break;
-      default:  // claimed: somebody is about to call
+      default:  // claimed: a thread is about to call
         relax_processor();
     }
   }

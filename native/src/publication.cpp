@@ -202,7 +202,7 @@ void PublicationWriter::poison() {
   rest();
   writing_ = false;
   poisoned_ = true;
-  // SYNC state: release; before `notify`, so whoever it wakes sees it.
+  // SYNC state: release; before `notify`, so a thread that it wakes sees it.
   line_.state.store(static_cast<std::uint32_t>(State::poisoned), std::memory_order_release);
   SHMSYNC_FAILPOINT("poison.state");
   announce();
@@ -253,7 +253,7 @@ void PublicationWriter::announce() {
 }
 
 // Without this a writer that publishes without pause closes the gate again before a woken reader has run. A writer
-// that had the gate open long enough while it computed something else waits for nobody.
+// that had the gate open long enough while it computed something else waits for no reader.
 void PublicationWriter::let_waiting_readers_in() {
   while (somebody_has_a_turn()) {
     const auto open_for = Nanoseconds(monotonic_ns() - opened_at_);
@@ -269,7 +269,7 @@ void PublicationWriter::let_waiting_readers_in() {
 }
 
 bool PublicationWriter::somebody_has_a_turn() {
-  bool somebody = false;
+  bool waiting = false;
   std::uint64_t now = 0;
   for (std::uint32_t i = 0; i < readers_.size(); ++i) {
     if (readers_[i].want.load(std::memory_order_relaxed) == 0) {
@@ -278,9 +278,9 @@ bool PublicationWriter::somebody_has_a_turn() {
     }
     if (readers_[i].owner.load(std::memory_order_relaxed) == 0) continue;
     if (now == 0) now = monotonic_ns();
-    if (no_turn_before_[i] <= now) somebody = true;
+    if (no_turn_before_[i] <= now) waiting = true;
   }
-  return somebody;
+  return waiting;
 }
 
 // Who let a turn pass is dead, stopped, or gets no processor: it may have another, but not with every version.
@@ -304,7 +304,7 @@ bool PublicationWriter::sleep_until(Done done, Nanoseconds timeout, Nanoseconds 
   for (;;) {
     line_.waiting.store(1, std::memory_order_relaxed);
     // SYNC wake.writer: seq_cst; pairs with wake.reader. Either we see what the reader stored (pin, ack), or the
-    // reader sees `waiting` and bumps `reply` after we loaded it. With less, both miss, and we sleep for ever.
+    // reader sees `waiting` and bumps `reply` after we loaded it. With less, both miss, and we sleep without end.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const std::uint32_t seen = reply_.reply.load(std::memory_order_acquire);
     if (done()) {

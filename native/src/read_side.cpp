@@ -132,7 +132,7 @@ void ReadSide::applied() {
   if (trace_) trace_->mark("ack", version_of(held_));
 }
 
-// The publisher looks again and again, so nobody has to be woken.
+// The publisher looks again and again, so no thread has to be woken.
 void ReadSide::answer(std::uint32_t question, std::uint32_t found) {
   heeded_ = pack_asked(question, trace_of(heeded_));
   if (owns_row())

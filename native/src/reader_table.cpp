@@ -9,7 +9,7 @@ namespace shmsync {
 namespace {
 
 // Before anything else in a row that was claimed: while its new owner stands still here, it must not be shown, or named
-// as late, under the index of whoever had the row before.
+// as late, under the index of the row's previous owner.
 void unname(ReaderRow& row) {
   row.acked.store(0, std::memory_order_relaxed);
   row.worker.store(kUnnamed, std::memory_order_release);  // SYNC worker: after acked = 0

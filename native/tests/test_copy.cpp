@@ -67,7 +67,7 @@ void several_threads_copy_exactly_the_bytes_asked_for(CopyPath path) {
   }
 }
 
-// What helpers stored is there for whoever sees the version that the caller released; TSan looks at the pairs.
+// What helpers stored is there for a reader that sees the version that the caller released; TSan looks at the pairs.
 void a_version_is_whole_though_helpers_copied_parts_of_it() {
   constexpr std::uint64_t kVersions = 40;
   const std::size_t words = (kWakeAbove + kChunk) / sizeof(std::uint64_t);  // so that helpers are woken for it

@@ -98,7 +98,7 @@ void garbage_evicts_and_a_lost_row_is_left_alone() {
   run(read);  // the row has another owner now
   CHECK(memory.table.look(0).acked == 0 && memory.table.look(0).held == 0);
   CHECK(reader.try_enter() == Enter::evicted);
-  // In host memory nobody looks at the word.
+  // In host memory no code looks at the word.
   Memory host(2, 1);
   auto plain = host.writer();
   publish(plain);

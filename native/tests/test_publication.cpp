@@ -216,7 +216,7 @@ void a_stopped_reader_that_wants_in_does_not_get_a_turn_with_every_version() {
   publish(writer);
   CHECK(memory.table.claim(reader_id(0), kNoWorker) == 0u);
   memory.table[0].want.store(1);
-  publish(writer);  // gives it a turn of 2 ms, in vain
+  publish(writer);  // gives it a turn of 2 ms, which it does not take
   const auto start = monotonic_ns();
   for (int i = 0; i < 1000; ++i) publish(writer);
   CHECK(monotonic_ns() - start < 1000 * 2'000'000ull);

@@ -96,7 +96,7 @@ void run(std::uint32_t slot_count, Consistency consistency) {
 }
 
 // Readers take turns at one row, for a section each. What a section has loaded it had loaded before the writer's next
-// store, whoever has cleared the row's pin in between. The turn orders nothing: only the row does.
+// store, whichever process has cleared the row's pin in between. The turn orders nothing: only the row does.
 void rows_change_hands(std::uint32_t slot_count) {
   Memory memory(slot_count, 1);
   auto writer = memory.writer();

@@ -1,6 +1,6 @@
 """The command line: `shmsync list`, `inspect`, `top`, `doctor`, `export`, `gc`, `demo`.
 
-One file for each command; program.py has them all. What they show of an arena comes from memory/observed.py.
+One file for each command; program.py has them all. What they show of an arena comes from memory/inspection.py.
 May be imported by __main__.
 """
 

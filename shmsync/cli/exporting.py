@@ -16,9 +16,9 @@ import torch
 
 from ..engine.subscriber import Subscriber
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
-from ..memory.available import available_bytes
+from ..memory.inspection import ArenaSeen, manifest_of, ties
 from ..memory.manifest import Manifest
-from ..memory.observed import ArenaSeen, manifest_of, ties
+from ..memory.slab.available import available_bytes
 from ..memory.strides import contiguous
 from .inspecting import find
 from .output import Commands, command, seconds

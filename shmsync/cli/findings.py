@@ -21,11 +21,11 @@ from typing import NamedTuple
 import psutil
 
 from ..errors import ShmSyncError
-from ..memory import leftovers
-from ..memory.available import available_bytes
+from ..memory.control import leftovers
 from ..memory.cuda import refused as cuda_refused
-from ..memory.observed import Condition, look
-from ..memory.process import Peers
+from ..memory.inspection import Condition, look
+from ..memory.slab.available import available_bytes
+from ..memory.system.process import Peers
 from .words import size
 
 

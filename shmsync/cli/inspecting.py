@@ -6,12 +6,12 @@ import argparse
 import json
 
 from ..errors import ArenaNotFound, ShmSyncError
-from ..memory import leftovers
+from ..memory.control import leftovers
+from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Manifest
-from ..memory.observed import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from .listing import as_dict
+from .measures import look_twice
 from .output import Commands, Page, command, seconds
-from .rates import look_twice
 from .tree import lines_of
 from .words import duration, per_second, size
 

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from ..memory.observed import ArenaSeen, command_of
+from ..memory.inspection import ArenaSeen, command_of
+from .measures import look_twice
 from .output import Commands, Page, command, seconds
-from .rates import look_twice
 from .words import duration, per_second, size
 
 _EXAMPLES = """

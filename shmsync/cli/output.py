@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from ..engine.timing import check_seconds
+from ..engine.deadlines import check_seconds
 
 Commands = Any  # what argparse's add_subparsers() returns; it has no public name
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from ..errors import ShmSyncError
-from . import completion, doctor, exporting, inspecting, listing, sweeping, top
+from . import completion, doctor, exporting, inspecting, listing, sweeping
+from .top import top
 
 _EXAMPLES = """examples:
   shmsync list                    the arenas on this machine, and who publishes them

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..errors import ShmSyncError
-from ..memory import leftovers
-from ..memory.observed import ArenaSeen, Condition, look
-from ..memory.process import Peers
+from ..memory.control import leftovers
+from ..memory.inspection import ArenaSeen, Condition, look
+from ..memory.system.process import Peers
 from .output import Commands, Page, command
 
 _EXAMPLES = """

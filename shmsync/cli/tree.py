@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..memory.inspection import ties
 from ..memory.manifest import Leaf, Manifest
-from ..memory.observed import ties
 from .words import size
 
 

@@ -11,10 +11,10 @@ from tensordict import TensorDict
 
 from ..errors import NoSpace
 from ..memory.arena import nested, view
-from ..memory.available import available_bytes
 from ..memory.manifest import Key, Manifest
-from ..memory.plainly import run_plainly
-from ..memory.system import refusals
+from ..memory.slab.available import available_bytes
+from ..memory.system.calls import refusals
+from ..memory.torch_modes import run_plainly
 
 BUFFERS = 2
 Leaves = dict[Key, tuple[torch.dtype, tuple[int, ...]]]  # of one frame

@@ -17,24 +17,25 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..engine.strategy import WeightStrategy
-from ..engine.timing import timeout_or_default, timeout_or_none
-from ..engine.verifying import Proof
-from ..engine.wrappers import state_of
+from ..engine.deadlines import timeout_or_default, timeout_or_none
+from ..engine.source.strategy import WeightStrategy
+from ..engine.source.wrappers import state_of
+from ..engine.verify.local import Proof
 from ..errors import AckTimeout, ClosedError, WorkerDied
-from ..memory.exiting import watch_exit
+from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
-from ..schemes.worker_devices import DeviceChoice, WorkerDevices
-from . import buffers, checks
-from .batches import Batches, OnLag
+from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
+from . import buffers
 from .buffers import RESULTS
-from .crew import Crew
-from .ending import Ending
-from .fleet import Fleet, raise_closing
-from .orders import Orders
-from .packing import pack
+from .policy_packing import pack
 from .spaces import DiscreteActions
-from .worker import LOAD, STATE, WorkerSpec
+from .trainer import checks
+from .trainer.batches import Batches, OnLag
+from .trainer.ending import Ending
+from .trainer.jobs import Jobs
+from .trainer.worker_pool import WorkerPool, raise_closing
+from .trainer.worker_setup import WorkerSetup
+from .worker.worker_process import LOAD, STATE, WorkerSpec
 
 START_TIMEOUT = 120.0  # seconds
 
@@ -173,14 +174,14 @@ class MultiprocessCollector:
             )
             for index, maker in enumerate(makers)
         ]
-        self._fleet = Fleet(start_method)
-        self._ending = Ending(self._fleet, scheme)
-        orders = Orders(self._fleet, numbers.num_workers)
-        self._crew = Crew(self._fleet, orders, scheme, specs, self._start_timeout, devices)
+        self._pool = WorkerPool(start_method)
+        self._ending = Ending(self._pool, scheme)
+        jobs = Jobs(self._pool, numbers.num_workers)
+        self._setup = WorkerSetup(self._pool, jobs, scheme, specs, self._start_timeout, devices)
         self._batches = Batches(
-            self._fleet,
-            orders,
-            self._crew,
+            self._pool,
+            jobs,
+            self._setup,
             sync=sync,
             timeout=timeout,
             restart_workers=restart_workers,
@@ -189,7 +190,7 @@ class MultiprocessCollector:
         )
         self._finalizer = weakref.finalize(self, self._ending.abandon)
         try:
-            self._crew.start(policy, numbers, sync, self._ending)
+            self._setup.start(policy, numbers, sync, self._ending)
             self._batches.begin()
         except BaseException:
             self._ending.abandon()
@@ -220,22 +221,22 @@ class MultiprocessCollector:
         """
         self._go_on()
         try:
-            with self._crew.reasons(restarts=self._restart_workers):
-                return self._crew.sender.send(weights, worker_ids)
+            with self._setup.reasons(restarts=self._restart_workers):
+                return self._setup.sender.send(weights, worker_ids)
         except WorkerDied as error:
             if not self._restart_workers:
                 raise
-            late = [index for index in map(int, error.missing) if not self._crew.sender.is_dead(index)]
+            late = [index for index in map(int, error.missing) if not self._setup.sender.is_dead(index)]
             for index in map(int, error.missing):
                 if index not in late:
-                    self._crew.restart(index)
+                    self._setup.restart(index)
             if late:
                 raise AckTimeout(
                     f"collector workers {late} did not apply version {error.version} in time; the dead run again",
                     version=error.version,
                     missing=late,
                 ) from error
-            return self._crew.sender.version if error.version is None else error.version
+            return self._setup.sender.version if error.version is None else error.version
 
     def verify(self, *, timeout: float | None = None) -> Proof:
         """Let every worker prove that its policy holds what was last sent to it.
@@ -244,13 +245,13 @@ class MultiprocessCollector:
         """
         timeout = timeout_or_none(timeout)
         self._go_on()
-        with self._crew.reasons(restarts=self._restart_workers):
-            return self._crew.sender.verify(timeout=timeout)
+        with self._setup.reasons(restarts=self._restart_workers):
+            return self._setup.sender.verify(timeout=timeout)
 
     def stats(self) -> CollectorStats:
         """Counts so far."""
         return CollectorStats(
-            self._frames, self._batches_out, self._batches.dropped, self._crew.restarts, self._crew.sender.version
+            self._frames, self._batches_out, self._batches.dropped, self._setup.restarts, self._setup.sender.version
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,7 +260,7 @@ class MultiprocessCollector:
         torch.load() reads it with its defaults. After a KeyboardInterrupt it answers at once, between two steps.
         """
         self._go_on()
-        workers = self._fleet.ask(STATE, time.monotonic() + self._start_timeout) if self._sync else None
+        workers = self._pool.ask(STATE, time.monotonic() + self._start_timeout) if self._sync else None
         policy = {key: value.detach().clone() for key, value in state_of(self.policy).items() if torch.is_tensor(value)}
         return {"frames": self._frames, "batches": self._batches_out, "policy": policy, "workers": workers}
 
@@ -273,15 +274,15 @@ class MultiprocessCollector:
         self._go_on()
         workers = state["workers"]
         restores = workers is not None and self._sync
-        if restores and workers.keys() != self._fleet.members.keys():
+        if restores and workers.keys() != self._pool.members.keys():
             raise ValueError(
-                f"the state is of {len(workers)} workers but this collector has {len(self._fleet.members)}; make "
+                f"the state is of {len(workers)} workers but this collector has {len(self._pool.members)}; make "
                 f"one with num_workers={len(workers)}"
             )
         WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
         if restores:
             self._batches.begin_again()
-            self._fleet.ask(LOAD, time.monotonic() + self._start_timeout, workers)
+            self._pool.ask(LOAD, time.monotonic() + self._start_timeout, workers)
         self._frames, self._batches_out = state["frames"], state["batches"]
         self.update_policy_weights_()
 
@@ -309,4 +310,4 @@ class MultiprocessCollector:
         """Refuse a closed collector, and finish what an interrupted call has left half done."""
         if self._closed:
             raise ClosedError("this collector was shut down; make a new one")
-        self._crew.finish_restarts()
+        self._setup.finish_restarts()

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from ..engine.admission import problem_with_key
+from ..engine.source.leaf_check import problem_with_key
 from ..errors import ManifestMismatch
 from ..memory.manifest import Key
 from .casting import cast

@@ -25,14 +25,14 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from ..memory import slab
 from ..memory.arena import Arena, arena_around, has_address
 from ..memory.devices import clone
-from ..memory.plainly import run_plainly
-from .admission import extent
-from .reading import ReadPath
-from .timing import deadline_after
-from .writing import WriteSide
+from ..memory.slab import slab
+from ..memory.torch_modes import run_plainly
+from .deadlines import deadline_after
+from .read.reading import ReadPath
+from .source.leaf_check import extent
+from .write.writing import WriteSide
 
 Reduce = Callable[[Any], Any]
 

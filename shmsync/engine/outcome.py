@@ -10,7 +10,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from .. import _native
 from ..errors import AckTimeout, ManifestMismatch, ShmSyncError, WorkerDied
+from ..memory.control import reader_table
+from ..memory.control.reader_table import RowId
+from ..memory.system.process import pid_of
 
 
 class Failure(NamedTuple):
@@ -131,3 +135,9 @@ def listed(names: Sequence[Any]) -> str:
 
 def _with_cause(dead: Mapping[Any, str]) -> str:
     return ", ".join(f"{listed([name])} ({how})" if how else listed([name]) for name, how in dead.items())
+
+
+def name_with_pid(control: _native.Control, row: RowId) -> str:
+    """How a sentence names a row: with the pid in any case."""
+    name, pid = reader_table.name_of(control, row), f"pid {pid_of(row[1])}"
+    return pid if name == pid else f"{listed([name])} ({pid})"

@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from multiprocessing import util
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
-from ..errors import ManifestMismatch, ProtocolError, WriterBusy
-from ..memory import reader_table, segment
-from ..memory.arena import create
+from ..errors import WriterBusy
+from ..memory.control import segment
+from ..memory.control.segment import Handle
 from ..memory.devices import named
-from ..memory.exiting import exiting, watch_exit
-from ..memory.manifest import Key, Manifest
-from ..memory.plainly import plainly, run_plainly
-from ..memory.process import me
-from ..memory.reader_table import RowId
-from ..memory.segment import Handle
-from .adopting import Adoption
-from .by_value import copy_by_value
-from .checksums import check_checksum, refuse_without_checksums
-from .copy_plan import CopyPlan
-from .dtypes import Dtypes, cast_leaves, check_dtypes, kept_leaves
-from .inquiry import Inquiry
-from .joining import Procs, check_workers, processes_of, wait_for_readers
-from .matching import same_bytes
-from .places import place_for
-from .plans import Plans
-from .sources import EVERYTHING, Filter, Patterns, Weights, check_keys, collect, problem_with
-from .stats import PublisherStats, ReaderInfo, reader_infos
-from .stepping import as_list
-from .timing import (
+from .adopt.optimizer_hooks import as_list
+from .arena_writer import ArenaWriter
+from .deadlines import (
     DEFAULT_TIMEOUT,
     check_count,
     check_worker,
@@ -46,10 +27,14 @@ from .timing import (
     timeout_or_default,
     timeout_or_none,
 )  # fmt: skip
-from .tracing import Tracing, trace_as_told
-from .update import Update, load_inside_update, step_inside_update
-from .verifying import Proof
-from .writing import NO_ACKS, Acks, WriteSide, begin_all
+from .source.dtypes import Dtypes, check_dtypes
+from .source.sources import Filter, Patterns, Weights
+from .stats import PublisherStats, ReaderInfo, reader_infos
+from .verify.local import Proof
+from .verify.tracing import Tracing
+from .write.acks import NO_ACKS, Acks
+from .write.update import Update
+from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 
 Wait = Literal["all"] | Sequence[int] | None
 
@@ -109,26 +94,19 @@ class Publisher:
             named(device)
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = timeout_or_default(timeout)
-        self._source: Weights | None = weights
-        self._filter = Filter.of(include, exclude)
-        with plainly():
-            tensors, manifest = _manifest_of(weights, self._filter, dtype, checksum)
-            place = place_for(tensors, device)
-            check_checksum(checksum)
-        del tensors
-        self._arena, created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
-        self._side = WriteSide(self._arena, name, me().owner, timeout)
-        self._inquiry = Inquiry(self._arena)
-        self._plans = Plans(self._arena, name, self._filter, any_device=place.any_device)
-        watch_exit()
-        copy_by_value()
-        self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
-        self._finalizer = util.Finalize(self, _clean_up, (created.fd, self._side, self._closing), exitpriority=20)
+        self._writer = ArenaWriter(
+            weights,
+            name,
+            slots=slots,
+            max_readers=max_readers,
+            device=device,
+            dtype=dtype,
+            filter=Filter.of(include, exclude),
+            timeout=timeout,
+            checksum=checksum,
+        )
         try:
-            trace_as_told(self._side)
-            self.publish()
-            self._side.settle(deadline_after(None, timeout))
-            segment.make_ready(created)
+            self._writer.open()
         except BaseException:
             self.close()
             raise
@@ -136,23 +114,22 @@ class Publisher:
     @property
     def name(self) -> str:
         """The arena's name."""
-        return self._side.name
+        return self._writer.side.name
 
     @property
     def version(self) -> int:
         """The published version; the first is 1."""
-        return self._side.current[0]
+        return self._writer.version
 
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
-        self._side.check()
-        return self._arena.weights(self._side.current[1])
+        return self._writer.weights
 
     @property
     def handle(self) -> Handle:
         """What a worker needs to attach; picklable."""
-        return Handle(self.name, self._arena.session)
+        return Handle(self.name, self._writer.arena.session)
 
     def publish(
         self,
@@ -188,25 +165,8 @@ class Publisher:
             WorkerDied: published, but these workers died before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
-        deadline = deadline_after(timeout, self._side.timeout)
-        acks = _acks(wait)
-        self._side.check()
-        with self._side.lock:
-            self._side.ready(deadline)
-            try:
-                plan = self._checked(weights)
-                if after is not None:
-                    self._side.await_sources(plan, deadline, after)
-                return self._side.publish(plan, deadline, acks)
-            finally:
-                self._plans.let_go()
-
-    def _checked(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
-        """The plan to publish these weights, all checked. `optional`: the leaves that may be missing; None: all."""
-        source = self._source if weights is None else weights
-        if self._side.adopted is not None:
-            self._side.adopted.look()
-        return self._side.checked(self._plans.find(source, default=source is self._source), optional)
+        writer = self._writer
+        return writer.publish(weights, deadline_after(timeout, writer.side.timeout), _acks(wait), after)
 
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
@@ -217,9 +177,8 @@ class Publisher:
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
         """
-        return Update(self, self._side, _acks(wait), timeout_or_none(timeout))
+        return Update(self, self._writer.side, _acks(wait), timeout_or_none(timeout))
 
-    @run_plainly
     def adopt(
         self, module: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
@@ -239,52 +198,16 @@ class Publisher:
         ProtocolError (this arena, or another, has adopted already; the module is bound to a Subscriber), and for the
         new version what publish() raises.
         """
-        if self._arena.slots != 1:
-            raise ValueError(
-                f"adopt() needs slots=1 but this arena has slots={self._arena.slots}; use publish() instead"
-            )
-        side = self._side
-        optimizers = as_list(optimizer)
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            if side.adopted is None:
-                self._adopt(module, optimizers)
-            elif side.adopted.module is not module or not optimizers:
-                raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
-            else:
-                side.adopted.check_optimizers(optimizers)
-            step_inside_update(optimizers, self, side)
-            load_inside_update(self, side)
-
-    def _adopt(self, module: nn.Module, optimizers: list[torch.optim.Optimizer], protected: bool = True) -> None:
-        side = self._side
-        plan = self._plans.make(module)
-        if not plan.whole:
-            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
-        adoption = Adoption(module, plan.tensors, self._arena, self.name, self._filter, optimizers, protected)
-        adoption.check_optimizers(optimizers)
-        deadline = deadline_after(None, side.timeout)
-        if self._differs(plan.tensors):
-            side.publish(side.checked(plan), deadline)
-            side.settle(deadline)
-        if protected:
-            side.protect()
-        side.adopted = adoption
-        adoption.move_in()
-        self._source = module
-        self._plans.forget()
-
-    @run_plainly
-    def _differs(self, tensors: Mapping[Key, torch.Tensor]) -> bool:
-        views = self._arena.views(0)
-        return self._side.writer.poisoned or any(
-            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
-        )
+        slots = self._writer.arena.slots
+        if slots != 1:
+            raise ValueError(f"adopt() needs slots=1 but this arena has slots={slots}; use publish() instead")
+        self._writer.adopt(self, module, as_list(optimizer))
 
     def readers(self) -> list[ReaderInfo]:
         """Every subscriber, the dead ones not yet swept included."""
-        self._side.check()
-        return reader_infos(self._arena.control, self._side.peers, self.version)
+        side = self._writer.side
+        side.check()
+        return reader_infos(side.arena.control, side.peers, self.version)
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
@@ -301,12 +224,12 @@ class Publisher:
             WorkerDied: one of them ended, and is not attached. AckTimeout: these are not attached in time. ClosedError:
             the arena was closed meanwhile. TypeError, ValueError: wrong arguments.
         """
-        deadline = deadline_after(timeout, self._side.timeout)
+        side = self._writer.side
+        deadline = deadline_after(timeout, side.timeout)
         wanted = check_workers(workers)
         processes = processes_of(wanted, procs)
-        side = self._side
         side.check()
-        wait_for_readers(self._arena.control, wanted, processes, deadline, self.version, side.check)
+        wait_for_readers(side.arena.control, wanted, processes, deadline, self.version, side.check)
 
     def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:
         """Let every worker prove what it holds: that its bound modules compute with the published weights.
@@ -330,33 +253,8 @@ class Publisher:
             ClosedError: this publisher is closed.
             WriterBusy: another thread asks.
         """
-        deadline = deadline_after(timeout, self._side.timeout)
-        return self.ask(None if workers is None else check_workers(workers), deadline)
-
-    def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
-        """As verify() of these workers (None: all), until the monotonic time `deadline`.
-
-        `meanwhile` is called again and again until all have answered.
-        """
-        side = self._side
-        side.check()
-        refuse_without_checksums(self._arena.manifest, side.name)
-        if self._arena.rows_held_by_this_thread():
-            raise ProtocolError(
-                "verify() inside a read section of this thread would wait for it to leave; leave the section first",
-                version=self.version,
-            )
-        if self._arena.slots == 1 and side.updating_thread == threading.get_ident():
-            raise ProtocolError(
-                "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
-                version=self.version,
-            )
-
-        def look() -> None:
-            side.check()
-            meanwhile()
-
-        return self._inquiry.ask(workers, self.version, deadline, look)
+        deadline = deadline_after(timeout, self._writer.side.timeout)
+        return self._writer.ask(None if workers is None else check_workers(workers), deadline)
 
     def trace(self, file: str | os.PathLike[str] | None = None) -> Tracing:
         """Write what the processes of this arena do into a file, until stop() of what this returns, or its `with`.
@@ -373,11 +271,13 @@ class Publisher:
             FileExistsError: there is a file that is no trace. BlockingIOError: another process had locked it until the
             arena's timeout. OSError: it cannot be made. ProtocolError: this arena is being traced. ClosedError.
         """
-        return self._side.trace(f"shmsync-{self.name}.trace.json" if file is None else file)
+        side = self._writer.side
+        file = f"shmsync-{self.name}.trace.json" if file is None else file
+        return side.traces.begin(file, deadline_after(None, side.timeout), side.check)
 
     def stats(self) -> PublisherStats:
         """Counts and latencies since the arena was made."""
-        return self._side.stats()
+        return self._writer.side.stats()
 
     def close(self) -> None:
         """End the arena. Subscribers keep the last version; new ones cannot attach. Idempotent.
@@ -386,17 +286,7 @@ class Publisher:
 
         Raises WriterBusy when another thread is writing, or from inside update().
         """
-        side = self._side
-        if side.closed or side.in_parent:
-            return
-        with side.closing():
-            try:
-                side.give_back()
-            finally:
-                side.closed = True
-                self._plans.forget()
-                self._closing.append(True)
-                self._finalizer()
+        self._writer.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -412,182 +302,23 @@ class Publisher:
             # The caller's own error tells more; the arena ends with the process.
 
     def __repr__(self) -> str:
-        state = "closed" if self._side.closed else f"version {self.version}"
-        return f"<shmsync.Publisher {self.name!r}, {state}, slots={self._arena.slots}>"
+        writer = self._writer
+        state = "closed" if writer.side.closed else f"version {self.version}"
+        return f"<shmsync.Publisher {self.name!r}, {state}, slots={writer.arena.slots}>"
 
     def __del__(self) -> None:
-        side = getattr(self, "_side", None)  # absent when the constructor refused its arguments
+        writer = getattr(self, "_writer", None)  # absent when the constructor refused its arguments
+        side = None if writer is None else writer.side
         if side is not None and not side.closed and not side.in_parent:
             warnings.warn(f"Publisher {side.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Publisher cannot be pickled; pass pub.handle to the worker and make a Subscriber there")
 
-    # For the layers above the engine.
 
-    @property
-    def place(self) -> str:
-        """The name of where the arena lies: "cpu", "cuda:0"."""
-        return self._arena.place
-
-    @property
-    def manifest(self) -> Manifest:
-        """The leaves of the arena."""
-        return self._arena.manifest
-
-    def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
-        """Raise what publishing these would raise before anything is written. `optional`: as in Publication."""
-        with self._side.lock:
-            self._side.ready(deadline_after(None, self._side.timeout))
-            try:
-                self._checked(weights, optional)
-            finally:
-                self._plans.let_go()
-
-    @run_plainly
-    def share(self, module: nn.Module) -> None:
-        """As adopt(), but the module may be written at any time, and readers see it at once: alias=True of schemes."""
-        side = self._side
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            self._adopt(module, [], protected=False)
-
-    def forget_source(self) -> None:
-        """Let go of the constructor's weights: from now on publish() must be given some."""
-        self._source = None
-        self._plans.forget()
-
-    def applied_by(self, version: int) -> list[int]:
-        """The workers whose last ack is for this version, including those that have left or died since."""
-        return list(self._arena.control.workers_at(version))
-
-    def forget_acks(self, worker: int) -> None:
-        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
-        reader_table.forget(self._arena.control, worker, self._side.peers, me().owner)
-
-    def attached_rows(self) -> dict[int, RowId]:
-        """The row of each attached worker, by its index."""
-        return {row.worker: row.id for row in reader_table.claimed(self._arena.control)}
-
-    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
-        """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
-        if not self._side.published(nanoseconds):
-            return rows
-        return list(self._side.writer.wait_acks(version, rows, nanoseconds))
-
-
-class Publication(NamedTuple):
-    """What to publish where."""
-
-    publisher: Publisher
-    weights: Weights | None
-    optional: Container[Key] | None = None  # leaves that may be missing; None: all
-
-
-def publish_all(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
-    """Publish each of these in its arena, all as `version` (None: each as its next), by the monotonic `deadline`.
-
-    Before the first byte moves, every source is checked and every arena has a slot to write. With slots = 1 no
-    gate opens before all are closed, so a reader that enters the arenas in this order, one section inside the other,
-    sees all of them before or all of them after.
-
-    Returns the versions, which are visible then. Raises as Publisher.publish() does; then nothing was published, but by
-    WriterBusy and DeviceFailed for a version whose copies on a device are not done.
-    """
-    if len(publications) > 1:
-        versions = _publish_locked(publications, version, deadline, len(publications))
-    else:
-        versions = [_publish_one(publications[0], version, deadline)] if publications else []
-    for each in publications:
-        if each.publisher._side.later is not None:  # who calls tells others of the versions
-            with each.publisher._side.lock:
-                each.publisher._side.ready(deadline)
-    return versions
-
-
-def _publish_one(publication: Publication, version: int | None, deadline: float) -> int:
-    publisher = publication.publisher
-    side = publisher._side
-    with side.lock:
-        side.ready(deadline)
-        try:
-            plan = publisher._checked(publication.weights, publication.optional)
-            return side.publish(plan, deadline, version=version)
-        finally:
-            publisher._plans.let_go()
-
-
-def _publish_locked(publications: Sequence[Publication], version: int | None, deadline: float, left: int) -> list[int]:
-    # One `with` inside the other: an interrupt may land anywhere, and would make a loop over the locks, or an
-    # ExitStack, lose some.
-    if left == 0:
-        try:
-            return _publish(publications, version, deadline)
-        finally:
-            for each in publications:
-                each.publisher._plans.let_go()
-    with publications[-left].publisher._side.lock:
-        return _publish_locked(publications, version, deadline, left - 1)
-
-
-def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
-    for each in publications:
-        each.publisher._side.ready(deadline)
-    plans = [(each.publisher._side, each.publisher._checked(each.weights, each.optional)) for each in publications]
-    for side, plan in plans:
-        if plan.from_devices:
-            side.await_sources(plan, deadline)
-        plan.stage()
-    try:
-        begin_all([side for side, _ in plans], deadline, version)
-    except BaseException:
-        for side, _ in plans:
-            side.writer.abort()  # nothing is written yet
-        raise
-    versions = []
-    uncommitted = [side for side, _ in plans]
-    try:
-        for side, plan in plans:
-            side.write(plan)
-        for side, _ in plans:
-            side.add_sums(deadline)
-        while uncommitted:
-            versions.append(uncommitted[0].commit())
-            del uncommitted[0]
-    except BaseException:
-        for side in uncommitted:
-            side.undo()
-        raise
-    return versions
-
-
-def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
-    everything = collect(weights, EVERYTHING, watch=False).tensors
-    tensors = everything
-    if filter.filters:
-        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
-    check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
-    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
-    if not tensors and not problems:
-        problems = ["there is no tensor to publish (after include= and exclude=)"]
-    if problems:
-        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
-    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
-    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum)
-
-
-def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
-    """End the arena. Holds no Publisher, so that it can run when that is collected, and at exit."""
-    try:
-        if not exiting():  # of a Publisher that was collected
-            side.give_back()
-    finally:
-        side.end()
-        segment.withdraw(side.name, fd)
-        side.peers.close()
-    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
-        side.arena.release()
+def writer_of(publisher: Publisher) -> ArenaWriter:
+    """The arena's writer, for the schemes: it does what users have no method for."""
+    return publisher._writer
 
 
 def _acks(wait: Wait) -> Acks:

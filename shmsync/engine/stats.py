@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import _native
-from ..memory import reader_table
-from ..memory.process import Peers, ProcessState, pid_of
-from .timing import Latency
+from ..memory.control import reader_table
+from ..memory.system.process import Peers, ProcessState, pid_of
+from .deadlines import Latency, Samples
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,19 @@ class PublisherStats:
     pin_wait: Latency
     ack_wait: Latency
     stalls: int = 0
+
+
+@dataclass
+class Counts:
+    """What stats() reports, under the names of PublisherStats."""
+
+    publishes: int = 0
+    updates: int = 0
+    bytes_copied: int = 0
+    aborted: int = 0
+    publish: Samples = field(default_factory=Samples)
+    pin_wait: Samples = field(default_factory=Samples)
+    ack_wait: Samples = field(default_factory=Samples)
 
 
 @dataclass(frozen=True)

@@ -16,20 +16,21 @@ from .. import _native
 from .._native import Enter
 from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory import attaching
-from ..memory.process import Peers
-from ..memory.segment import Handle
-from .binding import Binding, bind_module, bound_elsewhere, taken_over
+from ..memory.control.segment import Handle
+from ..memory.system.process import Peers
+from .bind.binding import Binding, bind_module, bound_elsewhere, taken_over
+from .bind.guarded_methods import GuardNames, calls_of
+from .bind.install import guard_calls, withdraw_guards
+from .bind.module_check import ModuleCheck, bindable
 from .by_value import copy_by_value
-from .calls import GuardNames, calls_of
-from .checksums import refuse_without_checksums
-from .covering import guard_calls, withdraw_guards
-from .fitting import Fitting, bindable
-from .following import Successor
-from .kept_out import KeptOut
-from .reading import Pinned, ReadPath
-from .snapshot import Snapshot
-from .timing import DEFAULT_TIMEOUT, check_worker, timeout_or_default
-from .verifying import Proof, refuse_succeeded, verify_held
+from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default
+from .read.device_sections import wait_for_reads
+from .read.failover import Successor
+from .read.reading import Pinned, ReadPath
+from .read.snapshot import Snapshot
+from .read.snapshot_cache import SnapshotCache
+from .verify.checksums import refuse_without_checksums
+from .verify.local import Proof, refuse_succeeded, verify_held
 
 Consistency = Literal["pinned", "optimistic", "live"]
 
@@ -100,7 +101,7 @@ class Subscriber(ReadPath):
             successor = Successor(name, worker, peers) if follow else None
             super().__init__(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
             self._consistency = consistency
-            self._kept_out = KeptOut()
+            self._snapshot_cache = SnapshotCache()
             self._finalizer = util.Finalize(self, release, exitpriority=30)
             self.arena.reader = weakref.ref(self)
             copy_by_value()
@@ -152,7 +153,7 @@ class Subscriber(ReadPath):
             ShmSyncError: as in read().
         """
         self._check()
-        return self._bind(module, guard, Fitting(self.arena, self.name, buffers=buffers), clones=clone_outputs)
+        return self._bind(module, guard, ModuleCheck(self.arena, self.name, buffers=buffers), clones=clone_outputs)
 
     def bind_copies(self, module: M, *, guard: GuardNames = True) -> M:
         """As bind(), but all of the module's tensors are private copies, which are renewed with each version.
@@ -161,9 +162,9 @@ class Subscriber(ReadPath):
         `guard` is that of bind().
         """
         self._check()
-        return self._bind(module, guard, Fitting(self.arena, self.name, copies=True), clones=True)
+        return self._bind(module, guard, ModuleCheck(self.arena, self.name, copies=True), clones=True)
 
-    def _bind(self, module: M, guard: GuardNames, fitting: Fitting, *, clones: bool) -> M:
+    def _bind(self, module: M, guard: GuardNames, fitting: ModuleCheck, *, clones: bool) -> M:
         bound = bindable(module)
         calls = calls_of(module, guard)
         with ExitStack() as stack:
@@ -188,7 +189,7 @@ class Subscriber(ReadPath):
                 guard_calls(self, module, bound, binding, calls, clones=clones)
             except BaseException:
                 binding.drop()
-                binding.give_back()
+                binding.release()
                 withdraw_guards(module, bound)
                 raise
         return module
@@ -200,7 +201,7 @@ class Subscriber(ReadPath):
         (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
         otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
-        targets = self._kept_out.targets(out, self.arena)
+        targets = self._snapshot_cache.targets(out, self.arena)
         version = 0
 
         def copy() -> None:
@@ -270,11 +271,11 @@ class Subscriber(ReadPath):
             return
         try:
             with self._closing():
-                self._end_reads()
+                wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
                 self._retire()
                 try:
                     self.followers.clear()
-                    self._kept_out.clear()
+                    self._snapshot_cache.clear()
                 finally:
                     self._finalizer()
         except ClosedError:

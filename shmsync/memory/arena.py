@@ -14,14 +14,16 @@ from tensordict import TensorDict
 
 from .. import _native
 from ..errors import ClosedError
-from . import lent, segment, slab
+from . import deferred_free as lent
+from .buffer_alloc import Fresh, tensordict_of
+from .control import segment
 from .devices import Device, OnDevice, checked_slots
-from .fresh import Fresh, tensordict_of
 from .manifest import Key, Leaf, Manifest, fingerprint
-from .plainly import plainly, run_plainly
-from .process import me
-from .slab import Slab
-from .system import refusals
+from .slab import slab
+from .slab.slab import Slab
+from .system.calls import refusals
+from .system.process import me
+from .torch_modes import plainly, run_plainly
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address

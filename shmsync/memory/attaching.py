@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 from .. import _native
 from ..errors import ArenaCorrupt, ReaderTableFull
-from . import segment, slab
 from .arena import Arena
+from .control import segment
 from .devices import OnDevice, of_kind
-from .exiting import exiting, watch_exit
 from .manifest import Manifest, fingerprint
-from .process import Peers, me
-from .system import refusals
+from .slab import slab
+from .system.calls import refusals
+from .system.exiting import exiting, watch_exit
+from .system.process import Peers, me
 
 _LAST_READS = 50_000_000  # ns; close() has waited longer, this is for what was never closed
 _unfinished: list[Arena] = []

@@ -15,8 +15,8 @@ import torch
 
 from .. import _native
 from ..errors import ArenaNotFound, DeviceFailed, ShmSyncError
-from .plainly import copy_into
 from .strides import same_order
+from .torch_modes import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
 Stream = Hashable

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ArenaCorrupt
-from .slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
+from .slab.slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 from .strides import Strides, contiguous, dense, layout_of
 
 Key = tuple[str, ...]

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from .plainly import plainly
+from .torch_modes import plainly
 
 Strides = tuple[int, ...]
 

@@ -9,12 +9,12 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from ..engine.strategy import WeightStrategy
+from ..engine.source.strategy import WeightStrategy
 from .api import TransportBackend, WeightSyncScheme
 from .none import NoWeightSyncScheme
+from .pipes.multi_model import send_together
 from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
-from .pipes.together import send_together
 from .receiver import WeightReceiver
 from .sender import WeightSender
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
-from ..engine.checksums import check_checksum
-from ..engine.dtypes import Dtypes
-from ..engine.strategy import Form, WeightStrategy
+from ..engine.source.dtypes import Dtypes
+from ..engine.source.strategy import Form, WeightStrategy
+from ..engine.verify.checksums import check_checksum
 from ..errors import ClosedError
-from .lookup import Arguments, check_names, find_model, model_at, model_in, refuse_collector
+from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector
 from .receiver import WeightReceiver
 from .sender import WeightSender
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from ..engine.timing import timeout_or_none
-from ..engine.verifying import Proof
+from ..engine.deadlines import timeout_or_none
+from ..engine.verify.local import Proof
 from ..errors import ProtocolError
 from .api import WeightSyncScheme
 from .receiver import WeightReceiver

@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.timing import check_worker, timeout_or_none
-from . import proving
-from .lookup import Arguments, copied_end, find_model, named_content, referenced_model
-from .proving import Asked
+from ..engine.deadlines import check_worker, timeout_or_none
+from . import remote_verify as proving
+from .context_args import Arguments, copied_end, find_model, named_content, referenced_model
+from .remote_verify import Asked
 
 
 class WeightReceiver:

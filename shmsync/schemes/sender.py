@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ..engine.timing import check_worker, deadline_after
-from ..engine.verifying import Proof
+from ..engine.deadlines import check_worker, deadline_after
+from ..engine.verify.local import Proof
 from ..errors import NotDelivered, ProtocolError
-from .errands import Calls, Errands
-from .lookup import Arguments, chosen_workers, copied_end, model_at, process_of
-from .proving import Asked, SentSums, refuse_unnoted
-from .turns import Turns, turn
+from .context_args import Arguments, chosen_workers, copied_end, model_at, process_of
+from .link.blocking_calls import BlockingCalls, Calls
+from .link.send_lock import SendLock, hold_all
+from .remote_verify import Asked, SentSums, refuse_unnoted
 
 
 class WeightSender:
@@ -42,8 +42,8 @@ class WeightSender:
         self._version = 0
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
         self._sums = SentSums()
-        self._turns = Turns()
-        self._errands = Errands()
+        self._send_locks = SendLock()
+        self._blocking_calls = BlockingCalls()
         self._copied = False  # it came out of a pickle, without the workers of the original
 
     @property
@@ -195,7 +195,7 @@ class WeightSender:
             Exception: that of a worker, with its traceback as the cause.
         """
         deadline = self._deadline(timeout)
-        with turn(self.turns(), deadline, "send"):
+        with hold_all(self.send_locks(), deadline, "send"):
             self.check_ready("send")
             workers = self._chosen(worker_ids)
             posted = self._post(weights, workers, deadline)
@@ -213,7 +213,7 @@ class WeightSender:
             timeout: see send().
         """
         deadline = self._deadline(timeout)
-        with turn(self.turns(), deadline, "send_async"):
+        with hold_all(self.send_locks(), deadline, "send_async"):
             self.check_ready("send_async")
             workers = self._chosen(worker_ids)
             self._pending = workers, self._post(weights, workers, deadline)
@@ -225,7 +225,7 @@ class WeightSender:
         Raises RuntimeError when none is pending, and what send() raises; then nothing is pending any more.
         """
         deadline = self._deadline(timeout)
-        with turn(self.turns(), deadline, "wait_async"):
+        with hold_all(self.send_locks(), deadline, "wait_async"):
             if self._pending is None:
                 raise RuntimeError("no send is pending; call send_async() first")
             (workers, posted), self._pending = self._pending, None
@@ -251,7 +251,7 @@ class WeightSender:
         """
         deadline = self._deadline(timeout)
         refuse_unnoted(self._scheme)
-        with turn(self.turns(), deadline, "verify"):
+        with hold_all(self.send_locks(), deadline, "verify"):
             self.check_ready("verify")
             return self._verify(self._chosen(worker_ids), deadline)
 
@@ -262,7 +262,7 @@ class WeightSender:
         wrong: dict[int, NotDelivered] = {}
         for index, transport in transports.items():
             what = f"the question what it holds of {self._model_id!r}"
-            calls = Calls(self._errands, {index: transport}, what, self._version)
+            calls = Calls(self._blocking_calls, {index: transport}, what, self._version)
             try:
                 calls.send(self._model_id, Asked(questions[index]), deadline)
                 calls.finish(deadline)
@@ -295,7 +295,7 @@ class WeightSender:
         }
         if self._scheme.checksum:
             self._sums.note(prepared, transports)
-        calls = Calls(self._errands, transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls = Calls(self._blocking_calls, transports, f"version {self._version} of {self._model_id!r}", self._version)
         calls.send(self._model_id, prepared, deadline)
         return calls
 
@@ -307,9 +307,9 @@ class WeightSender:
     def _deadline(self, timeout: float | None) -> float:
         return deadline_after(timeout, math.inf)  # without a deadline the transports' own time-outs count
 
-    def turns(self) -> list[Turns]:
+    def send_locks(self) -> list[SendLock]:
         """What a send has to itself while it lasts."""
-        return [self._turns]
+        return [self._send_locks]
 
     def check_ready(self, call: str) -> None:
         """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy that reaches nobody."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shmsync.collectors import MultiprocessCollector
-from shmsync.collectors.packing import bring, pack
+from shmsync.collectors.policy_packing import bring, pack
 from shmsync.errors import DeviceFailed
 from shmsync.memory import devices
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
@@ -79,4 +79,7 @@ def test_the_scheme_says_where_if_the_collector_does_not(collector):
     batches = collector(weight_sync_scheme=scheme, total_frames=80)
     assert sum(batch.numel() for batch in batches) == 80
     publishers = scheme.create_carrier().publishers
-    assert sorted(publishers.publisher("policy", group).place for group in (0, 1)) == ["simulated:0", "simulated:1"]
+    assert sorted(publishers.publisher("policy", group)._writer.arena.place for group in (0, 1)) == [
+        "simulated:0",
+        "simulated:1",
+    ]

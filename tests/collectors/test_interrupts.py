@@ -30,7 +30,7 @@ if __name__ == "__main__":
     try:
         if place != "next":
             next(collector)
-        print(*[member.process.pid for member in collector._fleet.members.values()], flush=True)
+        print(*[member.process.pid for member in collector._pool.members.values()], flush=True)
         while place == "next":
             next(collector)
         while place == "update":
@@ -160,7 +160,7 @@ def test_an_interrupted_restart_is_done_again(collector):
     chance = random.Random(1)
     with alarms() as (armed, landed):
         while len(landed) < 5:
-            os.kill(batches._fleet.members[1].process.pid, signal.SIGKILL)
+            os.kill(batches._pool.members[1].process.pid, signal.SIGKILL)
             try:
                 armed.append(True)
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-3, 0.2))

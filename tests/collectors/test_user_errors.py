@@ -51,7 +51,7 @@ def test_an_update_raises_what_ended_a_worker(collector, scheme, sync):
     batches = collector([Counting, env], Constant(), sync=sync, weight_sync_scheme=scheme(), frames_per_batch=400)
     if sync:
         batches._batches.begin_round()
-    until(lambda: batches._fleet.members[1].process.exitcode is not None)
+    until(lambda: batches._pool.members[1].process.exitcode is not None)
     with pytest.raises(EOFError) as caught:
         batches.update_policy_weights_()
     assert "raising.py" in str(caught.value.__cause__)
@@ -60,7 +60,7 @@ def test_an_update_raises_what_ended_a_worker(collector, scheme, sync):
 def test_an_update_starts_a_worker_again_that_failed_once(collector, tmp_path):
     env = functools.partial(FailsOnce, tmp_path / "failed")
     batches = collector([Counting, env], Constant(), restart_workers=True, frames_per_batch=40, sync=False)
-    first = batches._fleet.members[1].process
+    first = batches._pool.members[1].process
     until(lambda: first.exitcode is not None)
     assert batches.update_policy_weights_() == 2
     assert batches.stats().restarts == 1
@@ -88,7 +88,7 @@ def test_a_failing_close_does_not_hide_the_error_under_way(tmp_path, caplog):
 def test_a_step_that_was_killed_is_still_a_death(collector):
     batches = collector(Counting, Constant(), frames_per_batch=400)
     next(batches)
-    os.kill(batches._fleet.members[0].process.pid, signal.SIGKILL)
+    os.kill(batches._pool.members[0].process.pid, signal.SIGKILL)
     with pytest.raises(shmsync.WorkerDied, match="SIGKILL"):
         for _ in range(3):
             next(batches)

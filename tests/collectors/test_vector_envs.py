@@ -215,9 +215,9 @@ def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path
     env = Vectors("async", functools.partial(Pids, tmp_path), 2)
     batches = collector(env, Constant(), start_method=method)
     next(batches)
-    worker = batches._fleet.members[0].process.pid
+    worker = batches._pool.members[0].process.pid
     pids = {int(each.name) for each in tmp_path.iterdir()} - {
-        member.process.pid for member in batches._fleet.members.values()
+        member.process.pid for member in batches._pool.members.values()
     }
     assert len(pids) == 4 and all(map(alive, pids))
     os.kill(worker, signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_killed_worker_is_named_also_while_its_environments_are_stuck(collecto
     env = Vectors("async", functools.partial(Dying, "stay"), 2)
     batches = collector([env, env], Constant(), start_method=method)
     batches._batches.begin_round()
-    pid = batches._fleet.members[1].process.pid
+    pid = batches._pool.members[1].process.pid
     stuck = [child.pid for child in psutil.Process(pid).children()]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:
@@ -247,7 +247,7 @@ def test_a_restarted_worker_makes_its_vector_environment_again(collector):
     env = Vectors("async", Counting, 2)
     batches = collector(env, Constant(), restart_workers=True)
     next(batches)
-    os.kill(batches._fleet.members[1].process.pid, signal.SIGKILL)
+    os.kill(batches._pool.members[1].process.pid, signal.SIGKILL)
     batch = next(batches)
     assert (batch["observation"][..., 0] == torch.arange(10.0).remainder(5)).all(-1)[2:].all()
     assert batches.stats().restarts == 1

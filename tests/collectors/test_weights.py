@@ -77,8 +77,8 @@ def test_frames_that_are_too_old_warn(collector):
     next(batches)
 
     def both_buffers_are_full():
-        batches._fleet.listen(batches._fleet.members[0])
-        return len(batches._batches._orders.ready()) == 2
+        batches._pool.listen(batches._pool.members[0])
+        return len(batches._batches._jobs.ready()) == 2
 
     until(both_buffers_are_full)
     batches.update_policy_weights_()

@@ -5,7 +5,7 @@ import pytest
 from shmsync.engine.outcome import Failure
 from shmsync.errors import ProtocolError
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from shmsync.schemes.pipes.messages import Tag, Tagged
+from shmsync.schemes.link.messages import Tag, Tagged
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
 

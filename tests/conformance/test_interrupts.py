@@ -88,7 +88,7 @@ def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
                 assert fleet.stamps() == [number] * 3
     assert versions == sorted(set(versions)) and interrupted.landed() >= 5
     assert not any(sender.is_dead(index) for index in range(3))
-    assert not sender.turns()[0].lock.locked()
+    assert not sender.send_locks()[0].lock.locked()
 
 
 @over_pipes

@@ -19,7 +19,7 @@ from shmsync.schemes import (
     WeightStrategy,
     send_together,
 )
-from shmsync.schemes.pipes import together
+from shmsync.schemes.pipes import multi_model as together
 
 SCHEMES = [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme]
 
@@ -177,8 +177,9 @@ def test_a_worker_that_lost_its_place_in_the_queue_is_answered_by_hand(connect):
                 theirs.send((None, "updated"))
 
         thread = threading.Thread(target=answer)
+        policy.send_async({"w": big["w"] + 3})  # before the worker reads: room in the pipe would let the third leave
         thread.start()
-        policy.send({"w": big["w"] + 3})
+        policy.wait_async()
         policy.send({"w": torch.full((1,), 4.0)})
         thread.join()
         assert seen == [0, 3, 4]  # each answer counted for the message that it answered

@@ -158,7 +158,7 @@ def test_worker_that_gave_its_index_is_named_when_it_reads_the_handle_itself(fle
     end(fleet)
     assert isinstance(sender.carrier, type(SharedMemWeightSyncScheme().create_carrier()))
     publisher = sender.carrier.publishers.publisher("policy", 0)
-    assert sorted(publisher.attached_rows()) == [0, 1, 2]
+    assert sorted(publisher._writer.attached_rows()) == [0, 1, 2]
     begin(fleet, form)
     fleet.workers[1].stop()
     started = time.monotonic()

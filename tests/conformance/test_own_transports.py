@@ -173,5 +173,5 @@ def test_what_an_interrupted_send_has_sent_is_not_waited_for_by_the_next(timeout
     for each in (*pipes[0], *pipes[1]):
         each.close()
     for thread in threading.enumerate():
-        if thread.name == "shmsync errand":
+        if thread.name == "shmsync blocking call":
             thread.join(60)

@@ -18,7 +18,7 @@ from shmsync.schemes import (
     WeightSyncScheme,
     send_together,
 )
-from shmsync.schemes.pipes.connection import Channel
+from shmsync.schemes.link.connection import Channel
 from support.calls import Call
 from support.conformance.nets import Stamped, Tied, ask
 from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig

@@ -166,15 +166,15 @@ def test_a_send_inside_prepare_weights_is_refused_at_once(make):
         scheme.shutdown()
 
 
-def test_a_pickled_sender_has_turns_of_its_own():
+def test_a_pickled_sender_has_locks_that_are_free():
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         scheme = MultiProcessWeightSyncScheme()
         scheme.init_on_sender("policy", pipes=[ours])
         sender = scheme.get_sender()
         copy = pickle.loads(pickle.dumps(sender))
-        assert copy.turns()[0] is not sender.turns()[0]
-        assert not copy.turns()[0].lock.locked()
+        assert copy.send_locks()[0] is not sender.send_locks()[0]
+        assert not copy.send_locks()[0].lock.locked()
 
 
 def test_a_waiting_thread_is_served_before_the_one_that_comes_again():
@@ -182,18 +182,18 @@ def test_a_waiting_thread_is_served_before_the_one_that_comes_again():
     with ours, theirs:
         scheme = MultiProcessWeightSyncScheme()
         scheme.init_on_sender("policy", pipes=[ours], procs=None)
-        (turns,) = scheme.get_sender().turns()[:1]
+        (send_lock,) = scheme.get_sender().send_locks()[:1]
         order, inside = [], threading.Event()
 
         def take(name):
-            with shmsync._native.Turn([turns.lock], float("inf"), "send"):
+            with shmsync._native.Turn([send_lock.lock], float("inf"), "send"):
                 inside.set()
                 order.append(name)
 
-        with shmsync._native.Turn([turns.lock], float("inf"), "send"):
+        with shmsync._native.Turn([send_lock.lock], float("inf"), "send"):
             waiting = Call(take, "second")
             until_waits(waiting, "take")
-        with shmsync._native.Turn([turns.lock], float("inf"), "send"):
+        with shmsync._native.Turn([send_lock.lock], float("inf"), "send"):
             order.append("first again")
         waiting.result()
         assert order == ["second", "first again"]

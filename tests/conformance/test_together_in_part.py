@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-from shmsync.engine.pickling import dumps
+from shmsync.engine.source.pickling import dumps
 from shmsync.errors import AckTimeout
 from shmsync.schemes import MultiProcessWeightSyncScheme, send_together
-from shmsync.schemes.pipes import messages
-from shmsync.schemes.pipes.connection import Channel
-from shmsync.schemes.pipes.messages import Tag, Tagged
+from shmsync.schemes.link import messages
+from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.link.messages import Tag, Tagged
 from support.choice import first
 from support.conformance import peers
 from support.conformance.nets import Stamped, ask, stamp

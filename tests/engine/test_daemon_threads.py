@@ -142,7 +142,7 @@ COLLECTOR = """
         if __name__ == "__main__":
             batches = MultiprocessCollector(Counting, Constant(), num_workers=1, frames_per_batch=10)
             next(batches)
-            child = psutil.Process(next(iter(batches._fleet.members.values())).process.pid)
+            child = psutil.Process(next(iter(batches._pool.members.values())).process.pid)
             child.suspend()
 """
 COLLECTORS = {

@@ -11,10 +11,10 @@ import pytest
 
 import shmsync
 from shmsync import _native
-from shmsync.memory import observed
-from shmsync.memory.process import Peer, Peers, ProcessState, me, owner_word
+from shmsync.memory import inspection as observed
+from shmsync.memory.system.process import Peer, Peers, ProcessState, me, owner_word
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from shmsync.schemes.pipes.connection import Channel
+from shmsync.schemes.link.connection import Channel
 from support.calls import Call
 from support.choice import first
 from support.engine import GONE, attach, begin_update, enter, look, open_arena, read
@@ -171,7 +171,7 @@ def test_trainer_that_execs_itself_gets_its_name_again(name, before):
 WORKER = """
 import os, sys
 import shmsync
-handle = shmsync.memory.segment.Handle(sys.argv[1], bytes.fromhex(sys.argv[2]))
+handle = shmsync.memory.control.segment.Handle(sys.argv[1], bytes.fromhex(sys.argv[2]))
 sub = shmsync.Subscriber(handle, worker=5)
 sub.read().__enter__()
 print("version", sub.version, flush=True)
@@ -221,12 +221,12 @@ def test_starting_a_child_program_changes_nothing(start):
     with shmsync.Publisher(stamped(1)) as pub:
         before = me().owner
         worker.call(attach, pub.handle, worker=5)
-        owners = pub._arena.control.owners()
+        owners = pub._writer.arena.control.owners()
         worker.call(run_a_child)
         subprocess.run(["/bin/true"], check=True)
         assert me().owner == before
         assert [reader.state for reader in pub.readers()] == [ProcessState.LIVE]
-        assert pub._arena.control.owners() == owners
+        assert pub._writer.arena.control.owners() == owners
         assert not Peer(owner=before).dead
 
 

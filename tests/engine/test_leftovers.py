@@ -9,7 +9,7 @@ import pytest
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.memory import header, leftovers
+from shmsync.memory.control import header, leftovers
 from shmsync.schemes.remote.relay import Relay, RelayOptions
 from support.calls import in_forked_child
 from support.choice import first
@@ -72,7 +72,7 @@ exec "$@"
 CRASH_LOOP = """
 import os, sys
 import torch, shmsync
-from shmsync.memory import header, leftovers
+from shmsync.memory.control import header, leftovers
 from shmsync.schemes.remote.relay import Relay, RelayOptions
 leftovers._MOMENT = float(sys.argv[1])
 for _ in range(40):

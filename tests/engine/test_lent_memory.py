@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import lent
+from shmsync.memory import deferred_free as lent
 from support.on_simulated import attach_there, close_there, value_there
 from support.processes import until
 from support.simulated import everywhere

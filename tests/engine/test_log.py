@@ -5,7 +5,7 @@ import logging
 import pytest
 
 import shmsync
-from shmsync.memory import leftovers
+from shmsync.memory.control import leftovers
 from support.engine import attach, enter, open_arena
 from support.processes import segment_path, until
 from support.weights import stamped

@@ -46,7 +46,7 @@ CHILD = """
 import json, os, pickle, sys
 import torch, shmsync
 from shmsync import cli
-from shmsync.memory import leftovers
+from shmsync.memory.control import leftovers
 name, bomb, path, entries = sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 found, refused = [], 0
 sys.addaudithook(lambda event, args: found.append(args) if event == "pickle.find_class" else None)

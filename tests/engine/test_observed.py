@@ -15,9 +15,9 @@ import torch
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.cli.holding import holders
-from shmsync.memory import observed
-from shmsync.memory.process import Peers
+from shmsync.cli.measures import holders
+from shmsync.memory import inspection as observed
+from shmsync.memory.system.process import Peers
 from support.engine import (
     attach,
     begin_update,
@@ -97,7 +97,7 @@ def test_one_that_is_not_ready_says_why(start, name, told, said):
     creator = start()
     creator.start(create_and_stall, name)
     until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
-    until(lambda: told(name)["owner"] == "not ready")
+    until(lambda: (told(name) or {}).get("owner") == "not ready")  # it is listed once its header is there
     assert f"pid {creator.pid} is making it" in told(name)["why"]
     text = said("list", "--interval", "0")
     assert cell(text, name, "OWNER") == "not ready"

@@ -52,7 +52,7 @@ def held_up(stream):
 
 
 def stream_of(handle):
-    return (handle._arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
+    return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
 
 
 def value(sub):
@@ -210,7 +210,7 @@ def test_an_ack_waits_for_kernels_that_use_an_older_version(arena, device):
     sub.refresh()
     assert pub.publish(wait=[]) == 4
     sub.refresh()
-    pub.wait_rows(4, list(pub.attached_rows().values()), 10**9)
+    pub._writer.wait_rows(4, list(pub._writer.attached_rows().values()), 10**9)
 
 
 @pytest.mark.parametrize("slots", SLOTS)

@@ -12,7 +12,7 @@ import torch
 
 import shmsync
 from shmsync import cli
-from shmsync.memory import leftovers
+from shmsync.memory.control import leftovers
 from support import squatting
 from support.engine import open_arena
 from support.processes import segment_path

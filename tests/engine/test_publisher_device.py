@@ -38,7 +38,7 @@ def seen(sub):
 
 
 def lies(pub):
-    return pub._arena.place
+    return pub._writer.arena.place
 
 
 @pytest.mark.parametrize("place", PLACES)

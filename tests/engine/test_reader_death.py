@@ -6,7 +6,7 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from shmsync.engine.acks import wait_for_acks
+from shmsync.engine.write.acks import wait_for_acks
 from support.calls import Call
 from support.engine import (
     apply_until,
@@ -45,7 +45,7 @@ def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(start, slots):
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
         call = Call(pub.publish, stamped(slots + 1))
-        until(lambda: pub._side.lock.locked())
+        until(lambda: pub._writer.side.lock.locked())
         call.join(0.2)
         assert call.is_alive()
         reader.kill()
@@ -172,9 +172,9 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(start):
         version = pub.publish(stamped(2))
         assert worker.call(look) == (2, 2, 2)
         worker.call(detach)
-        side = pub._side
+        side = pub._writer.side
         side.settle(for_ever)
-        wait_for_acks(side.writer, pub._arena.control, side.peers, version, [4], for_ever, side._me, {})
+        wait_for_acks(side.writer, pub._writer.arena.control, side.peers, version, [4], for_ever, side._me, {})
 
 
 def test_named_worker_that_left_without_an_ack_is_late(start):
@@ -212,7 +212,7 @@ def test_named_worker_killed_inside_its_section_is_reported(start, slots):
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
         call = Call(pub.publish, stamped(slots + 1), wait=[7])
-        until(lambda: pub._side.lock.locked())
+        until(lambda: pub._writer.side.lock.locked())
         victim.kill()
         with pytest.raises(shmsync.WorkerDied) as caught:
             call.result()

@@ -7,7 +7,7 @@ import pytest
 
 import shmsync
 from shmsync import cli
-from shmsync.engine.publisher import Publication, publish_all
+from shmsync.engine.publish_all import Publication, publish_all
 from support.engine import (
     apply_until,
     attach,
@@ -119,7 +119,7 @@ def test_a_stopped_reader_keeps_no_other_reader_out(start, way, consistency):
         reader.call(enter)
         reader.stop()
         writing = pool.submit(write_by(way), held, free)
-        while not held._side.waiting_thread and not writing.done():
+        while not held._writer.side.close_request.waiting_thread and not writing.done():
             time.sleep(0.001)
         until = time.monotonic() + 1
         while time.monotonic() < until:
@@ -144,7 +144,7 @@ def write_by(way):
                 leaf.fill_(2)
 
     def several(held, free):
-        both = [Publication(each, stamped(2)) for each in (free, held)]
+        both = [Publication(each._writer, stamped(2)) for each in (free, held)]
         assert publish_all(both, 2, time.monotonic() + 60) == [2, 2]
 
     return {

@@ -70,7 +70,7 @@ WRITERS = {
     "foreach": ("with torch.no_grad(): torch._foreach_add_(list(module.parameters()), 1.0)", "dies"),
     "numpy": ("for p in module.parameters(): p.detach().numpy()[...] = value", "dies"),
     "kept from update()": (
-        "pub._side.arena.weights(0, writable=True).apply_(lambda t: t.fill_(value))",
+        "pub._writer.side.arena.weights(0, writable=True).apply_(lambda t: t.fill_(value))",
         "dies",
     ),
     "another library's optimizer": ("PlainSgd(module.parameters()).step()", "dies"),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.publisher import Publication, publish_all
+from shmsync.engine.publish_all import Publication, publish_all
 from support import engine
 from support.calls import Call
 from support.on_simulated import end_trace_during_publish
@@ -192,7 +192,7 @@ def test_arenas_that_are_published_together_have_tracks_of_their_own(tmp_path):
     file = tmp_path / "trace.json"
     with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
         with one.trace(file), other.trace(file):
-            together = [Publication(each, {"t": torch.ones(8)}) for each in (one, other)]
+            together = [Publication(each._writer, {"t": torch.ones(8)}) for each in (one, other)]
             for _ in range(3):
                 publish_all(together, None, time.monotonic() + 20)
         tracks = {each["args"]["arena"]: each["tid"] for each in of(file, "publish")}
@@ -451,8 +451,7 @@ class Interrupt(Exception):
 @pytest.mark.parametrize("step", ["trace", "stop"])
 def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(tmp_path, step):
     """`step`: in which it lands."""
-    names = {"trace": {"trace", "__init__", "_opened", "begin", "write_trace"}, "stop": {"stop", "end_trace", "ended"}}
-    names["stop"] |= {"_trace_no_more", "write_trace"}
+    names = {"trace": {"trace", "__init__", "_opened", "begin", "write_to"}, "stop": {"stop", "ended", "write_to"}}
     file = tmp_path / "trace.json"
     for line in itertools.count():
         with shmsync.Publisher({"t": torch.zeros(8)}) as pub:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 import shmsync
-from shmsync.memory import leftovers
+from shmsync.memory.control import leftovers
 from support.calls import Call
 from support.engine import open_arena, read
 from support.failpoints import Held, NotPassed, sweep

@@ -6,9 +6,9 @@ import pytest
 
 from shmsync.memory import manifest
 from shmsync.memory.manifest import Manifest
-from shmsync.schemes.pipes import messages
-from shmsync.schemes.remote import parcel
-from shmsync.schemes.remote.distributed import mailbox
+from shmsync.schemes.link import messages
+from shmsync.schemes.remote import packed_weights
+from shmsync.schemes.remote.distributed import store_channel
 from support import fuzz
 from support.fuzz_targets import TARGETS
 
@@ -42,7 +42,7 @@ def believe_strides(patch):
 
 
 def believe_labels(patch):
-    patch.setattr(parcel, "_checked", lambda label, sizes: Manifest.from_json(label.manifest, 2**63))
+    patch.setattr(packed_weights, "_checked", lambda label, sizes: Manifest.from_json(label.manifest, 2**63))
 
 
 def believe_tags(patch):
@@ -50,12 +50,12 @@ def believe_tags(patch):
 
 
 def believe_answers(patch):
-    patch.setattr(mailbox, "_are_answers", lambda content: True)
+    patch.setattr(store_channel, "_are_answers", lambda content: True)
 
 
 LEFT_OUT = [
     ("manifest", believe_keys), ("manifest", believe_sizes), ("manifest", believe_strides),
-    ("parcels", believe_labels), ("messages", believe_tags), ("store", believe_answers),
+    ("packed-weights", believe_labels), ("messages", believe_tags), ("store", believe_answers),
 ]  # fmt: skip
 
 

@@ -148,8 +148,8 @@ def test_the_largest_version_is_the_last():
     """2^55 - 1: one more would be taken for the gate. It is refused before anything is written."""
     largest = 2**55 - 1
     with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
-        assert pub._side.writer.skip_to(largest)
-        assert not pub._side.writer.skip_to(largest + 1)
+        assert pub._writer.side.writer.skip_to(largest)
+        assert not pub._writer.side.writer.skip_to(largest + 1)
         assert pub.publish(stamped(2)) == largest
         assert sub.refresh() and sub.version == largest
         with pytest.raises(shmsync.ProtocolError, match="largest version"):

@@ -18,9 +18,9 @@ def one_ray():
 @pytest.fixture
 def by_the_store(monkeypatch):
     """Weights go through Ray's object store, as where workers cannot reach the trainer."""
-    from shmsync.schemes.remote.shipment import Shipping
+    from shmsync.schemes.remote.delivery import Deliveries
 
-    monkeypatch.setattr(Shipping, "_find_depot", lambda shipping: None)
+    monkeypatch.setattr(Deliveries, "_find_server", lambda deliveries: None)
 
 
 @pytest.fixture

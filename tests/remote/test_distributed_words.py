@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 import shmsync
-from shmsync.schemes.remote.distributed.mailbox import Mailbox
+from shmsync.schemes.remote.distributed.store_channel import Mailbox
 from support.processes import until
 from support.remote import transports
 

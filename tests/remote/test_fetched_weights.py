@@ -23,7 +23,7 @@ def test_every_worker_gets_large_weights_and_the_trainer_keeps_none(fleet, kind,
     for version in (1, 2, 3, 4):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 2
-    until(lambda: group.trainer.call(fetching.kept_parcels) == 0)
+    until(lambda: group.trainer.call(fetching.kept_packed) == 0)
 
 
 @pytest.mark.parametrize("node", ["a", "b"], ids=["beside the trainer", "elsewhere"])
@@ -64,7 +64,7 @@ def test_a_worker_that_is_killed_with_weights_under_way_is_named_and_frees_them(
     assert group.look(0) == [(2, 2)]
     assert group.send(3) == 3
     assert group.look(0) == [(3, 3)]
-    until(lambda: group.trainer.call(fetching.kept_parcels) == 0)
+    until(lambda: group.trainer.call(fetching.kept_packed) == 0)
 
 
 @pytest.mark.parametrize("node", ["a", "b"], ids=["beside the trainer", "elsewhere"])

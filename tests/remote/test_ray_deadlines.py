@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
 from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme
-from shmsync.schemes.remote.ray.carrier import on_node
+from shmsync.schemes.remote.ray.ray_carrier import on_node
 from support import processes
 from support import ray_parts as parts
 from support.choice import first
@@ -102,4 +102,4 @@ def test_a_relay_that_the_stopped_head_cannot_start(crew, nodes):
             assert overrun(scheme.shutdown, 2.0, tries=1) < ALLOWED
     finally:
         scheme.shutdown()
-        until(lambda: "shmsync clerk" not in [thread.name for thread in threading.enumerate()])
+        until(lambda: "shmsync executor" not in [thread.name for thread in threading.enumerate()])

@@ -69,7 +69,7 @@ def test_actors_beside_the_trainer_read_weights_where_they_lie_and_one_elsewhere
         assert sender.send(model(value)) == value
         assert parts.ask([*near, *far], "look") == [(float(value), value)] * 2
     (permissions, _, path), other = parts.ask([*near, *far], "given")
-    assert permissions == "r--s" and "shmsync-parcel" in path
+    assert permissions == "r--s" and "shmsync-weights" in path
     assert "plasma" not in other[2] and "/dev/shm" not in other[2]
 
 
@@ -132,5 +132,5 @@ def test_an_actor_that_is_killed_with_weights_under_way_is_named(actors, sender_
     assert parts.ask(crew[:1], "look") == [(2.0, 2)]
     assert sender.send(model(3)) == 3
     assert parts.ask(crew[:1], "look") == [(3.0, 3)]
-    until(lambda: fetching.kept_parcels(None) == 0)
+    until(lambda: fetching.kept_packed(None) == 0)
     processes.remove_segments(pid)

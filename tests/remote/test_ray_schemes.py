@@ -136,7 +136,7 @@ def test_weights_for_actors_of_this_node_are_not_put_into_the_store(crew):
     assert (after - before) / NBYTES < 0.5
     assert parts.ask(crew, "look") == [(4.0, 4)] * 2
     for _, _, path in parts.ask(crew, "given"):
-        assert "shmsync-parcel" in path
+        assert "shmsync-weights" in path
 
 
 def test_each_send_makes_one_object_whatever_the_number_of_actors(crew, by_the_store):

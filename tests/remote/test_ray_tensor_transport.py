@@ -10,7 +10,7 @@ import ray
 
 import shmsync
 from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
-from shmsync.schemes.remote.parcel import Parcel
+from shmsync.schemes.remote.packed_weights import PackedWeights
 from support import ray_parts as parts
 
 
@@ -46,9 +46,9 @@ def test_nixl_is_what_put_is_asked_for(crew, puts, how):
         assert parts.ask(crew, "look") == [(3.0, 2)] * 2
     scheme.shutdown()
     assert [options for _, options in puts] == [{"_tensor_transport": "nixl"}] * (1 if how == "transport" else 2)
-    assert all(isinstance(parcel, Parcel) for parcel, _ in puts)
+    assert all(isinstance(packed_weights, PackedWeights) for packed_weights, _ in puts)
     # The other side may read them at any time, so no two sends share their memory.
-    addresses = [parcel.pieces[0].data_ptr() for parcel, _ in puts]
+    addresses = [packed_weights.pieces[0].data_ptr() for packed_weights, _ in puts]
     assert len({*addresses}) == len(addresses)
 
 

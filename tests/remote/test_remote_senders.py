@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 import shmsync
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from shmsync.schemes.remote.parcel import Packer
+from shmsync.schemes.remote.packed_weights import Packer
 from support.processes import segments, until
 from support.remote import members, parts, transports
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from shmsync.schemes.pipes.carrier import PipeCarrier
+from shmsync.schemes.pipes.pipe_carrier import PipeCarrier
 from support import storm
 from support.storm_judge import Violation
 from support.storm_model import Weather, leaf

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shmsync.engine.copy_plan import CopyPlan
-from shmsync.engine.device_writes import DeviceWrites
-from shmsync.engine.reading import ReadPath
+from shmsync.engine.copy.copy_plan import CopyPlan
+from shmsync.engine.read.reading import ReadPath
+from shmsync.engine.write.device_writes import DeviceWrites
 from support.simulated import HOST
 
 

@@ -9,6 +9,7 @@ import time
 import torch
 
 import shmsync
+from shmsync.engine.arena_writer import ArenaWriter
 from support.weights import Counting, bytes_of, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
@@ -18,7 +19,7 @@ GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
 
 def create_and_stall(state, name):
     """A publisher in the middle of its first copy."""
-    shmsync.Publisher.publish = lambda self: time.sleep(10**6)
+    ArenaWriter.publish = lambda self, *given: time.sleep(10**6)
     shmsync.Publisher(stamped(1), name=name)
 
 

@@ -22,10 +22,11 @@ from pathlib import Path
 
 import shmsync
 from shmsync import _native
-from shmsync.engine.publisher import Publication, publish_all
-from shmsync.memory import header, leftovers, segment, slab
+from shmsync.engine.publish_all import Publication, publish_all
+from shmsync.memory.control import header, leftovers, segment
+from shmsync.memory.slab import slab
 from shmsync.schemes.remote import relay as _relay
-from shmsync.schemes.remote.parcel import Stamp
+from shmsync.schemes.remote.packed_weights import Stamp
 from support import processes
 from support.weights import stamp, stamped
 from support.worker import Gone
@@ -98,7 +99,7 @@ def open_two(state, name):
 
 
 def publish_two(state, version, timeout):
-    publications = [Publication(pub, stamped(version)) for pub in state.pubs]
+    publications = [Publication(pub._writer, stamped(version)) for pub in state.pubs]
     return publish_all(publications, None, time.monotonic() + timeout)
 
 

@@ -22,16 +22,17 @@ from torch.distributed import HashStore
 import shmsync
 from shmsync import _native
 from shmsync.engine.outcome import Failure
-from shmsync.memory import observed, segment
+from shmsync.memory import inspection as observed
+from shmsync.memory.control import segment
+from shmsync.memory.control.segment import Handle
 from shmsync.memory.manifest import Manifest
-from shmsync.memory.process import Peers
-from shmsync.memory.segment import Handle
-from shmsync.schemes.pipes.connection import Channel
-from shmsync.schemes.pipes.messages import Tag, Tagged
-from shmsync.schemes.pipes.worker_end import WorkerEnd
-from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
-from shmsync.schemes.remote.parcel import Label, Packer, Stamp, unpack
-from shmsync.schemes.remote.place import here
+from shmsync.memory.system.process import Peers
+from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.link.messages import Tag, Tagged
+from shmsync.schemes.link.worker_end import WorkerEnd
+from shmsync.schemes.remote.distributed.store_channel import UPDATED, Mailbox, to_text
+from shmsync.schemes.remote.location import here
+from shmsync.schemes.remote.packed_weights import Label, Packer, Stamp, unpack
 
 from .forged import FIELDS, identity, packed
 from .mutating import Mutator
@@ -228,21 +229,21 @@ class PipeMessages(Target):
             end.close()
 
 
-class Parcels(Target):
-    """The label and the buffers of a parcel, as they come over Ray, RPC and torch.distributed."""
+class PackedParts(Target):
+    """The label and the buffers of packed weights, as they come over Ray, RPC and torch.distributed."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._parcels = []
+        self._packed = []
         for pieces in (None, 64):
             packer = Packer(pieces)
             for weights in ({"a": torch.ones(16), "b": torch.zeros(2, 3)}, {"n": {"t": torch.arange(100.0)}}):
-                self._parcels.append(packer.pack(weights, "policy", 1))
+                self._packed.append(packer.pack(weights, "policy", 1))
 
     def attempt(self) -> None:
         random = self.draw.random
-        parcel = random.choice(self._parcels)
-        label, pieces = parcel.label, [piece.numpy().copy() for piece in parcel.pieces]
+        packed_weights = random.choice(self._packed)
+        label, pieces = packed_weights.label, [piece.numpy().copy() for piece in packed_weights.pieces]
         if random.random() < 0.6:
             document = self.draw.of_value(json.loads(label.manifest))
             with contextlib.suppress(TypeError):
@@ -318,6 +319,6 @@ TARGETS = {
     "segment": SegmentHeader,
     "frames": PipeFrames,
     "messages": PipeMessages,
-    "parcels": Parcels,
+    "packed-weights": PackedParts,
     "store": StoreMessages,
 }

@@ -57,7 +57,7 @@ class _Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
 
 
-class StandIn:
+class Proxy:
     """The calls of one process, see CudaCalls in shmsync/memory/cuda/calls.py.
 
     Args:
@@ -142,7 +142,7 @@ class StandIn:
 
     def cudaGetErrorString(self, code):
         self._called("cudaGetErrorString", code)
-        return Code(0), b"words of the stand-in"
+        return Code(0), b"words of the proxy"
 
     def cudaGetLastError(self):
         self._called("cudaGetLastError")

@@ -83,7 +83,7 @@ class CollectorStorm:
                 next(self._batches)
 
     def members(self):
-        return list(self.collector._fleet.members.values())
+        return list(self.collector._pool.members.values())
 
     def step(self):
         troubled = self.random.random() < 0.6

@@ -103,7 +103,7 @@ class World:
         if self.route == "tensordict":
             return TensorDict.from_module(self.trainer)
         named = {**dict(self.trainer.named_parameters()), **dict(self.trainer.named_buffers())}
-        leaves = {leaf.name for leaf in pub.manifest.leaves}
+        leaves = {leaf.name for leaf in pub._writer.arena.manifest.leaves}
         return {name: tensor.detach() for name, tensor in named.items() if name in leaves}
 
     def _train(self, module, weights=None):

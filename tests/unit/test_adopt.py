@@ -58,10 +58,10 @@ def test_a_failing_close_still_ends_the_arena(publisher, monkeypatch):
     pub = publisher(module)
     pub.adopt(module)
 
-    def no_memory():
+    def no_memory(writer):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(pub._side.adopted, "give_back", no_memory)
+    monkeypatch.setattr(pub._writer.side.adopted, "restore", no_memory)
     with pytest.raises(RuntimeError, match="no memory"):
         pub.close()
     with pytest.raises(shmsync.ArenaNotFound):
@@ -214,15 +214,15 @@ def test_what_an_interrupted_close_leaves_can_be_written(publisher, monkeypatch)
     module = nn.Linear(2, 2)
     pub = publisher(module)
     pub.adopt(module)
-    give_back, calls = pub._side.adopted.give_back, []
+    restore, calls = pub._writer.side.adopted._restore, []
 
     def interrupted():
         calls.append(True)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        give_back()
+        restore()
 
-    monkeypatch.setattr(pub._side.adopted, "give_back", interrupted)
+    monkeypatch.setattr(pub._writer.side.adopted, "_restore", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pub.close()
     with torch.no_grad():

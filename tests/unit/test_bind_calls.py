@@ -224,13 +224,13 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
 
 def test_a_bind_that_fails_at_its_guards_leaves_none(publisher, subscriber, monkeypatch):
     def refuse(self, module, name, *_):
-        raise RuntimeError("no more stand-ins")
+        raise RuntimeError("no more proxies")
 
     trainer, worker = Policy(), Policy()
     sub = subscriber(publisher(trainer))
     before = set(vars(worker))
     with monkeypatch.context() as patch:
-        patch.setattr("shmsync.engine.covering.Loading.__init__", refuse)
+        patch.setattr("shmsync.engine.bind.install.Loading.__init__", refuse)
         with pytest.raises(RuntimeError, match="no more"):
             sub.bind(worker)
     assert set(vars(worker)) == before

@@ -14,7 +14,7 @@ from torch import nn
 
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
-from shmsync.schemes.pipes.plain_copy import PlainCopy
+from shmsync.schemes.arenas.plain_copy import PlainCopy
 from support.processes import until
 
 SENDS = 12  # the first few make what is kept

@@ -24,7 +24,7 @@ def interrupted_at(line):
 
     def trace(frame, event, argument):
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("engine/writing.py", "engine/stale.py")):
+        if not frame.f_code.co_filename.endswith(("engine/write/writing.py", "engine/write/dirty_leaves.py")):
             return None
         left -= event == "line"
         if left == 0:
@@ -121,7 +121,7 @@ def test_every_leaf_is_right_after_any_sequence_of_writes(publisher, subscriber,
         version = pub.version
         with interrupted_at(arena.chance.randint(1, 50)):
             pub.publish(given)
-        if slots == 1 and pub._side.writer.poisoned:
+        if slots == 1 and pub._writer.side.writer.poisoned:
             pub.publish(arena.values)
         elif pub.version > version:  # it came after the commit
             arena.published(given)

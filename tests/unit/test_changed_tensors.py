@@ -12,7 +12,7 @@ from torch import nn
 
 import shmsync
 from shmsync import _native
-from shmsync.engine import looking
+from shmsync.engine.copy import looking
 
 SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
 

@@ -16,9 +16,9 @@ import time
 import pytest
 
 from shmsync import _native
-from shmsync.schemes.pipes.connection import Channel
-from shmsync.schemes.pipes.messages import Tag
-from shmsync.schemes.pipes.sender_end import SenderEnd
+from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.link.messages import Tag
+from shmsync.schemes.link.sender_end import SenderEnd
 
 SOON = 5.0  # seconds; far more than anything here takes
 

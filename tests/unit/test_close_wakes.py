@@ -172,10 +172,10 @@ def test_a_close_that_is_too_late_has_ended_no_wait(publisher, subscriber, monke
         waiter = Call(pub.publish, timeout=for_ever)
         until_waits(waiter, "begin")
         taken = threading.Event()
-        monkeypatch.setattr(pub._side, "ending", lambda: taken.is_set())  # it looks, but too late
+        monkeypatch.setattr(pub._writer.side.close_request, "pending", lambda: taken.is_set())  # it looks, but too late
         with pytest.raises(shmsync.WriterBusy):
             pub.close()
-        assert not pub._side._requests
+        assert not pub._writer.side.close_request._requests
         monkeypatch.undo()
     assert waiter.ended_with() is type(None)
     assert pub.publish() == 3

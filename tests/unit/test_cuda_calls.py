@@ -1,4 +1,4 @@
-"""What is called of CUDA, over a stand-in that minds CUDA's rules (support/standin_cuda.py). No GPU is needed.
+"""What is called of CUDA, over a proxy that minds CUDA's rules (support/standin_cuda.py). No GPU is needed.
 
 The last tests call the real bindings, where they are installed: without a driver each call answers with an error, but
 takes its arguments as on a machine with one.
@@ -25,7 +25,7 @@ from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.calls import Bindings
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
 from shmsync.memory.cuda.handle import SlabHandle, unpacked
-from support.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, Code, StandIn, World, torch_event, torch_stream
+from support.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, Code, Proxy, World, torch_event, torch_stream
 
 needs_bindings = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None,
@@ -34,7 +34,7 @@ needs_bindings = pytest.mark.skipif(
 
 
 def gpu(world=None, index=0, **options):
-    calls = StandIn(world or World(), **options)
+    calls = Proxy(world or World(), **options)
     return Gpu(index, calls, calls.side)
 
 
@@ -234,7 +234,7 @@ def test_a_handle_fits_the_header():
 
 
 def test_follow_orders_by_an_event_of_the_streams_own_gpu():
-    calls = StandIn(World(2), visible=(0, 1))
+    calls = Proxy(World(2), visible=(0, 1))
     first, second = Gpu(0, calls, calls.side), Gpu(1, calls, calls.side)
     mine, other = first.stream(), second.stream()
     seen, gate = [], threading.Event()
@@ -398,7 +398,7 @@ def process(monkeypatch):
     """process(world, visible) -> the calls of this process, from now on."""
 
     def become(world, visible_gpus=(0,)):
-        calls = StandIn(world, visible_gpus)
+        calls = Proxy(world, visible_gpus)
         monkeypatch.setattr(visible, "_gpus", {})
         monkeypatch.setattr(visible, "_system", (calls, calls.side))
         monkeypatch.setattr(visible, "_of_generation", _native.fork_generation())
@@ -437,7 +437,7 @@ def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
     process(World())
     of_the_parent, generation = visible.device(0), _native.fork_generation()
     assert visible.device(0) is of_the_parent
-    mine = StandIn(World())
+    mine = Proxy(World())
     monkeypatch.setattr(visible, "_of_generation", visible._of_generation)  # and back afterwards
     monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
     monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
@@ -535,7 +535,7 @@ def small_heap():
 
 @pytest.mark.usefixtures("small_heap")
 def test_an_error_at_any_call_is_typed_and_leaks_nothing():
-    calls = StandIn(world := World())
+    calls = Proxy(world := World())
     scenario(world, calls)
     many = sum(name not in TALK for name, _ in calls.log)
     gc.collect()
@@ -543,7 +543,7 @@ def test_an_error_at_any_call_is_typed_and_leaks_nothing():
     tried = set()
     for code in (1, 2, 35, 201, 205, 801, 999):
         for number in range(many):
-            calls = StandIn(world := World(), fail_at=number, code=code)
+            calls = Proxy(world := World(), fail_at=number, code=code)
             failed = None
             try:
                 scenario(world, calls)
@@ -570,7 +570,7 @@ def test_an_error_at_any_call_is_typed_and_leaks_nothing():
 
 @pytest.fixture
 def arena(process):
-    """arena(weights, ...) -> its calls, a publisher on the stand-in, and a subscriber that finds it by its handle."""
+    """arena(weights, ...) -> its calls, a publisher on the proxy, and a subscriber that finds it by its handle."""
     before, opened = list(devices._default), []
 
     def make(weights, slots=2, made=False, **options):
@@ -756,7 +756,7 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
     )
     calls = Bindings(runtime, driver)
     with shmsync.Publisher({"t": torch.ones(1)}, slots=2) as pub:
-        writer = pub._side.writer
+        writer = pub._writer.side.writer
         assert writer.begin()
         call = writer.commit_later()
         assert int(calls.launch(1, type(call).function, call.ticket())[0]) == 0
@@ -805,7 +805,7 @@ def test_the_bindings_take_the_arguments_and_answer_in_the_same_form(bindings, n
     code = answer[0]
     assert int(code) != 0 or name == "cudaGetLastError"  # there is no driver
     assert bindings.cudaGetErrorString(code)[1].decode()
-    standin = StandIn(World())
+    standin = Proxy(World())
     with standin.side.on(0):
         standin.fail_at = 1
         standin.modes.relaxed = True

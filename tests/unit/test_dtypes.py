@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync.engine.converting import STAGED_BYTES
+from shmsync.engine.copy.converting import STAGED_BYTES
 from shmsync.memory.manifest import Manifest
 from support.choice import first
 
@@ -77,10 +77,10 @@ def test_a_leaf_that_no_pattern_casts_takes_its_own_dtype_only(publisher, subscr
 
 def test_the_manifest_records_which_leaves_are_cast(publisher):
     pub = publisher(Rotary(), dtype={"proj.*": BF16, "inv_freq": F32})
-    cast = {leaf.name for leaf in pub.manifest.leaves if leaf.cast}
+    cast = {leaf.name for leaf in pub._writer.arena.manifest.leaves if leaf.cast}
     assert cast == {"proj.weight", "proj.bias", "inv_freq"}
-    again = Manifest.from_json(pub.manifest.to_json(), pub.manifest.slot_bytes)
-    assert again == pub.manifest
+    again = Manifest.from_json(pub._writer.arena.manifest.to_json(), pub._writer.arena.manifest.slot_bytes)
+    assert again == pub._writer.arena.manifest
 
 
 class Language(nn.Module):
@@ -278,7 +278,7 @@ def test_a_conversion_that_fails_is_undone(publisher, subscriber, slots, monkeyp
     sub = subscriber(pub)
     source["a"] += 1
     pub.publish()
-    views = pub._arena.views(0 if slots == 1 else pub._side.writer.current_slot ^ 1, writable=True)
+    views = pub._writer.arena.views(0 if slots == 1 else pub._writer.side.writer.current_slot ^ 1, writable=True)
     with monkeypatch.context() as patch:
         patch.setitem(views, ("b",), torch.empty(3))  # a real copy_() that cannot be done
         with pytest.raises(RuntimeError, match="size of tensor"):
@@ -316,8 +316,8 @@ MEASURE = """
     pub = shmsync.Publisher(source, slots=slots, **options)
     for _ in range(3):
         pub.publish()
-    leaf = pub.manifest.leaves[0].nbytes
-    print(status("VmHWM") - before, pub.manifest.slot_bytes, leaf)
+    leaf = pub._writer.arena.manifest.leaves[0].nbytes
+    print(status("VmHWM") - before, pub._writer.arena.manifest.slot_bytes, leaf)
     pub.close()
 """
 

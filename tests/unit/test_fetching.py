@@ -1,4 +1,4 @@
-"""Weights that a worker fetches from a sender's depot: from shared memory, or over a connection. Both ends are here."""
+"""Weights that a worker fetches from a weight server, from shared memory or over a connection. Both ends are here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from shmsync.errors import WriterDied
-from shmsync.schemes.remote.background import Clerk
-from shmsync.schemes.remote.depot import ASK, REPLY
-from shmsync.schemes.remote.fetching import fetch, forget_ended, opened
-from shmsync.schemes.remote.parcel import Packer, allow_views
-from shmsync.schemes.remote.place import Place, here
-from shmsync.schemes.remote.shipment import APART, Shipping
-from shmsync.schemes.remote.ticket import NONCE, PROOF, TAKE, Unreached, proof
+from shmsync.schemes.link.serial_executor import SerialExecutor
+from shmsync.schemes.remote.delivery import APART, Deliveries
+from shmsync.schemes.remote.fetch_ticket import NONCE, PROOF, TAKE, Unreached, proof
+from shmsync.schemes.remote.location import Place, here
+from shmsync.schemes.remote.packed_weights import Packer, allow_views
+from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
+from shmsync.schemes.remote.weight_server import ASK, REPLY
 from support.processes import until
 
 COUNT = 100_000  # elements of a leaf
@@ -42,23 +42,23 @@ class Sender:
 
     def __init__(self, where=here):
         self.packer = Packer(shared_from=APART)
-        self.shipping = Shipping(lambda: "127.0.0.1", here)
+        self.deliveries = Deliveries(lambda: "127.0.0.1", here)
         self.where = where
 
     def ship(self, value, version=1, seconds=math.inf):
         weights = {"a": torch.full((COUNT,), float(value)), "b": torch.full((3,), float(value))}
-        parcel = self.packer.pack(weights, "policy", version)
-        return self.shipping.ship(parcel, seconds, lambda start: start(None))
+        packed_weights = self.packer.pack(weights, "policy", version)
+        return self.deliveries.ship(packed_weights, seconds, lambda start: start(None))
 
-    def ticket(self, shipment):
-        return shipment.ticket._replace(where=self.where)
+    def ticket(self, delivery):
+        return delivery.ticket._replace(where=self.where)
 
 
 @pytest.fixture
 def sender():
     made = Sender()
     yield made
-    made.shipping.close()
+    made.deliveries.close()
     gc.collect()
     until(lambda: forget_ended() or True)
 
@@ -89,18 +89,18 @@ def test_weights_are_fetched_by_views_for_who_only_reads_and_as_a_copy_by_others
     sender.where, reader = where, Reader()
     allow_views(reader)
     for version in (1, 2, 3):
-        shipment = sender.ship(version, version)
-        weights = opened(sender.ticket(shipment))
+        delivery = sender.ship(version, version)
+        weights = opened(sender.ticket(delivery))
         assert values(weights) == {float(version)} and weights.stamp.version == version
         permissions, path = mapping_of(weights["a"])
-        assert ("shmsync-parcel" in path) == (where is here)
+        assert ("shmsync-weights" in path) == (where is here)
         assert where is elsewhere or permissions == "r--s"
     del reader
     gc.collect()
-    weights = fetch(sender.ticket(shipment))
-    assert "shmsync-parcel" not in mapping_of(weights["a"])[1]
+    weights = fetch(sender.ticket(delivery))
+    assert "shmsync-weights" not in mapping_of(weights["a"])[1]
     weights["a"].fill_(7)  # harms nobody
-    assert values(fetch(sender.ticket(shipment))) == {3.0}
+    assert values(fetch(sender.ticket(delivery))) == {3.0}
 
 
 def test_the_memory_of_weights_that_somebody_still_reads_is_not_written_again(sender, reader):
@@ -109,20 +109,20 @@ def test_the_memory_of_weights_that_somebody_still_reads_is_not_written_again(se
     del first
     gc.collect()
     for value in range(2, 8):
-        shipment = sender.ship(value)
-        assert values(fetch(sender.ticket(shipment))) == {float(value)}
+        delivery = sender.ship(value)
+        assert values(fetch(sender.ticket(delivery))) == {float(value)}
         assert values(kept) == {1.0}
 
 
 def test_memory_that_nobody_reads_any_more_is_used_again(sender, reader):
     seen = set()
     for value in range(8):
-        shipment = sender.ship(value)
-        seen.add(shipment.ticket.memory.inode)
-        assert values(fetch(sender.ticket(shipment))) == {float(value)}
-        gone = weakref.ref(shipment.parcel)
-        del shipment
-        until(lambda gone=gone: gone() is None)  # the depot has heard that it was read
+        delivery = sender.ship(value)
+        seen.add(delivery.ticket.memory.inode)
+        assert values(fetch(sender.ticket(delivery))) == {float(value)}
+        gone = weakref.ref(delivery.packed_weights)
+        del delivery
+        until(lambda gone=gone: gone() is None)  # the weight server has heard that it was read
     assert len(seen) <= 2
 
 
@@ -146,13 +146,13 @@ def test_weights_that_were_given_up_are_an_error_that_says_so(sender):
     gc.collect()
     with pytest.raises(WriterDied, match="given these weights up"):
         fetch(ticket)
-    shipment = sender.ship(2)
-    assert values(fetch(sender.ticket(shipment))) == {2.0}  # over the same connection
+    delivery = sender.ship(2)
+    assert values(fetch(sender.ticket(delivery))) == {2.0}  # over the same connection
 
 
 def connect(ticket, key):
     """A client that knows this key."""
-    client = socket.create_connection((ticket.depot.host, ticket.depot.port))
+    client = socket.create_connection((ticket.weight_server.host, ticket.weight_server.port))
     client.settimeout(60)
     asked, ours = client.recv(NONCE, socket.MSG_WAITALL), bytes(NONCE)
     client.sendall(proof(key, b"worker", asked + ours) + ours)
@@ -160,8 +160,8 @@ def connect(ticket, key):
 
 
 def test_who_does_not_know_the_key_gets_nothing(sender):
-    shipment = sender.ship(1)
-    ticket = sender.ticket(shipment)
+    delivery = sender.ship(1)
+    ticket = sender.ticket(delivery)
     with connect(ticket, bytes(PROOF)) as stranger:
         stranger.sendall(ASK.pack(TAKE, ticket.number))
         heard = b""
@@ -171,7 +171,7 @@ def test_who_does_not_know_the_key_gets_nothing(sender):
         except ConnectionResetError:
             pass
         assert heard == b""
-    with connect(ticket, ticket.depot.key) as friend:
+    with connect(ticket, ticket.weight_server.key) as friend:
         friend.sendall(ASK.pack(TAKE, ticket.number))
         friend.settimeout(None)
         assert (
@@ -181,14 +181,14 @@ def test_who_does_not_know_the_key_gets_nothing(sender):
 
 def test_a_client_that_reads_nothing_keeps_no_other_one(sender):
     sender.where = elsewhere
-    shipment = sender.ship(1)
-    ticket = sender.ticket(shipment)
-    with connect(ticket, ticket.depot.key) as stuck:
+    delivery = sender.ship(1)
+    ticket = sender.ticket(delivery)
+    with connect(ticket, ticket.weight_server.key) as stuck:
         for _ in range(64):  # 25 MB, which no socket holds
             stuck.sendall(ASK.pack(TAKE, ticket.number))
         assert values(fetch(ticket)) == {1.0}
-        gone = weakref.ref(shipment.parcel)
-        del shipment
+        gone = weakref.ref(delivery.packed_weights)
+        del delivery
         gc.collect()
         assert gone() is not None  # it may still read them
     until(lambda: gone() is None)
@@ -199,7 +199,7 @@ def test_who_answers_without_the_key_is_not_believed(sender):
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         impostor.listen()
         port = impostor.getsockname()[1]
-        clerk = Clerk()
+        executor = SerialExecutor()
 
         def answer():
             connection, _ = impostor.accept()
@@ -208,31 +208,31 @@ def test_who_answers_without_the_key_is_not_believed(sender):
             connection.sendall(bytes(PROOF))
             return connection
 
-        answered = clerk.give(answer)
+        answered = executor.give(answer)
         with pytest.raises(Unreached, match="does not know this session"):
-            fetch(ticket._replace(depot=ticket.depot._replace(port=port)))
+            fetch(ticket._replace(weight_server=ticket.weight_server._replace(port=port)))
         assert answered.done_by(time.monotonic() + 60)
         answered.result().close()
-        clerk.close()
+        executor.close()
 
 
 def test_a_sender_that_cannot_be_reached_is_told_apart_from_one_that_is_gone(sender):
-    shipment = sender.ship(1)
-    ticket = sender.ticket(shipment)
+    delivery = sender.ship(1)
+    ticket = sender.ticket(delivery)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(Unreached, match="cannot be reached"):
-        fetch(ticket._replace(depot=ticket.depot._replace(port=port)))
+        fetch(ticket._replace(weight_server=ticket.weight_server._replace(port=port)))
     assert values(fetch(ticket)) == {1.0}
-    sender.shipping.close()  # which ends its connections
+    sender.deliveries.close()  # which ends its connections
     gc.collect()
     with pytest.raises((Unreached, WriterDied)):
         fetch(ticket)
 
 
 def test_looking_for_ended_connections_waits_for_none_and_keeps_the_others(sender):
-    shipment = sender.ship(1)
-    ticket = sender.ticket(shipment)._replace(seconds=3600.0)
+    delivery = sender.ship(1)
+    ticket = sender.ticket(delivery)._replace(seconds=3600.0)
     assert values(fetch(ticket)) == {1.0}
     forget_ended()
     forget_ended()
@@ -244,8 +244,8 @@ def test_a_task_that_was_carried_out_keeps_nothing_that_it_was_made_of():
         def run(self):
             return 1
 
-    clerk, call = Clerk(), Call()
-    call.task = clerk.give(call.run)  # a circle, as a call of RPC has it
+    executor, call = SerialExecutor(), Call()
+    call.task = executor.give(call.run)  # a circle, as a call of RPC has it
     assert call.task.done_by(time.monotonic() + 60) and call.task.result() == 1
     gone = weakref.ref(call)
     gc.disable()
@@ -254,4 +254,4 @@ def test_a_task_that_was_carried_out_keeps_nothing_that_it_was_made_of():
         until(lambda: gone() is None)
     finally:
         gc.enable()
-    clerk.close()
+    executor.close()

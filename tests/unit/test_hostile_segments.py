@@ -7,7 +7,7 @@ import torch
 
 import shmsync
 from shmsync import _native, cli
-from shmsync.memory import observed
+from shmsync.memory import inspection as observed
 from shmsync.memory.manifest import Manifest, fingerprint
 from support.forged import ASKED, CURRENT, forge, forge_manifest, identity, packed, segment_path, word64, write
 

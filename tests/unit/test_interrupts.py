@@ -14,7 +14,7 @@ from torch import nn
 
 import shmsync
 from shmsync import WeightStrategy
-from shmsync.memory.plainly import plainly
+from shmsync.memory.torch_modes import plainly
 
 
 class Interrupt(Exception):
@@ -63,7 +63,7 @@ def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
             weights["w"].add_(1)
 
     def either():
-        if pub._side.writer.poisoned:
+        if pub._writer.side.writer.poisoned:
             pub.publish(source)
         else:
             update()
@@ -75,7 +75,7 @@ def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
         pub.publish(source)
         with sub.read() as section:
             assert (section.weights["w"] == 0).all()
-        assert not pub._side.lock.locked()
+        assert not pub._writer.side.lock.locked()
 
 
 def test_an_interrupt_leaves_no_mode_of_torch_switched_on():
@@ -199,8 +199,8 @@ def test_readers_may_be_asked_for_in_another_thread(publisher, subscriber):
     watcher = threading.Thread(target=watch)
     watcher.start()
     for _ in range(300):
-        pub._side.peers.alive(pub._side._me)
-        pub._side.peers.keep_only(set())
+        pub._writer.side.peers.alive(pub._writer.side._me)
+        pub._writer.side.peers.keep_only(set())
     done.set()
     watcher.join()
     assert failed == []

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.publisher import Publication as Source
-from shmsync.engine.publisher import publish_all as publish_jointly
+from shmsync.engine.publish_all import Publication as Source
+from shmsync.engine.publish_all import publish_all as publish_jointly
 
 
 def weights(value):
@@ -32,7 +32,7 @@ def seen(publisher, consistency="pinned"):
 
 
 def publish(pair, values, version, timeout=5.0, optional=None):
-    sources = [Source(pub, weights(value), optional) for pub, value in zip(pair, values, strict=True)]
+    sources = [Source(pub._writer, weights(value), optional) for pub, value in zip(pair, values, strict=True)]
     publish_jointly(sources, version, time.monotonic() + timeout)
 
 
@@ -45,14 +45,18 @@ def test_all_of_them_get_one_version(pair):
 def test_none_is_changed_when_one_does_not_fit(pair):
     before = [seen(pub) for pub in pair]
     with pytest.raises(shmsync.ManifestMismatch):
-        publish_jointly([Source(pair[0], weights(5)), Source(pair[1], {"v": torch.ones(1)})], 9, time.monotonic() + 5)
+        publish_jointly(
+            [Source(pair[0]._writer, weights(5)), Source(pair[1]._writer, {"v": torch.ones(1)})],
+            9,
+            time.monotonic() + 5,
+        )
     assert [seen(pub) for pub in pair] == before
     assert pair[1].publish(weights(3)) == 2
 
 
 def test_none_is_changed_when_one_cannot_be_written(pair):
     before = [seen(pub) for pub in pair]
-    readers = [shmsync.Subscriber(pair[1].handle) for _ in range(pair[1]._arena.slots)]
+    readers = [shmsync.Subscriber(pair[1].handle) for _ in range(pair[1]._writer.arena.slots)]
     sections = []
     for version, reader in enumerate(readers, 2):  # with several slots, hold them all
         sections.append(reader.read())
@@ -86,6 +90,6 @@ def test_weights_that_lack_a_leaf_are_refused_unless_it_is_optional():
     with shmsync.Publisher({"w": torch.ones(2), "b": torch.ones(1)}) as pub:
         source = {"w": torch.zeros(2)}
         with pytest.raises(shmsync.ManifestMismatch, match="lack b"):
-            publish_jointly([Source(pub, source, frozenset())], 2, time.monotonic() + 5)
-        publish_jointly([Source(pub, source, {("b",)})], 2, time.monotonic() + 5)
+            publish_jointly([Source(pub._writer, source, frozenset())], 2, time.monotonic() + 5)
+        publish_jointly([Source(pub._writer, source, {("b",)})], 2, time.monotonic() + 5)
         assert pub.weights["w"].sum() == 0 and pub.weights["b"] == 1

@@ -17,6 +17,8 @@ from shmsync import _native
 
 PACKAGE = Path(shmsync.__file__).parent
 RULE = re.compile(r"May be imported by ([^.]+)\.")
+MOST_FILES = 14
+MOST_LINES = 440  # about 400
 EVERYBODY = {"errors"}  # at the bottom of the house
 NATIVE = {"_native", *dir(_native.Reader)}  # its underscores hide it from users of Subscriber, not from the engine
 
@@ -134,7 +136,16 @@ def twins(texts: dict[str, str]) -> list[str]:
     return sorted(f"{name}: {', '.join(found)}" for name, found in homes.items() if len(found) > 1)
 
 
-CHECKS = [circles, trespasses, reaches, twins]
+def crowds(texts: dict[str, str]) -> list[str]:
+    """Folders of more files, and files of more lines, than one reader takes in at once."""
+    folders: dict[str, int] = {}
+    for module in texts:
+        folders[folder_of(module)] = folders.get(folder_of(module), 0) + 1
+    found = [f"{folder} has {count} files" for folder, count in folders.items() if count > MOST_FILES]
+    return found + [f"{module} has {n} lines" for module, text in texts.items() if (n := text.count("\n")) > MOST_LINES]
+
+
+CHECKS = [circles, trespasses, reaches, twins, crowds]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -157,6 +168,8 @@ PLANTED = [
     (reaches, {"a": "class A:\n    def __init__(self):\n        self._side = 1", "b": "self.a._side"}),
     (reaches, {"a": "_limit = 3", "b": "from .a import _limit"}),
     (twins, {"a": "class Inbox: ...", "b": "class _Inbox: ..."}),
+    (crowds, {f"a/{number}": "" for number in range(15)}),
+    (crowds, {"a/x": "pass\n" * 441}),
 ]
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from shmsync.engine import pickling
+from shmsync.engine.source import pickling
 from shmsync.memory.manifest import Manifest
-from shmsync.schemes.remote.parcel import Packer
+from shmsync.schemes.remote.packed_weights import Packer
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8,

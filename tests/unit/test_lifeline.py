@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shmsync.schemes.remote.distributed import lifeline as _lifeline
-from shmsync.schemes.remote.distributed.lifeline import Beacon, Lifeline
-from shmsync.schemes.remote.place import here
+from shmsync.schemes.remote.distributed import liveness as _lifeline
+from shmsync.schemes.remote.distributed.liveness import Beacon, Lifeline
+from shmsync.schemes.remote.location import here
 from support.descriptors import exhaust, replenish
 from support.processes import until
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shmsync
-from shmsync.engine import sources
+from shmsync.engine.source import sources
 
 
 def calls(work):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shmsync import _native
-from shmsync.engine import looking
+from shmsync.engine.copy import looking
 
 WORDS = 22  # of a tensor, as far as native code looks
 

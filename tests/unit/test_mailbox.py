@@ -9,10 +9,10 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from shmsync import ProtocolError
-from shmsync.schemes.remote.distributed.courier import Courier
-from shmsync.schemes.remote.distributed.mailbox import UPDATED, Mailbox, to_text
-from shmsync.schemes.remote.distributed.requests import MailCall, WordCall
-from shmsync.schemes.remote.requests import Failed
+from shmsync.schemes.remote.distributed.rank_requests import MailCall, WordCall
+from shmsync.schemes.remote.distributed.store_channel import UPDATED, Mailbox, to_text
+from shmsync.schemes.remote.distributed.store_poller import Courier
+from shmsync.schemes.remote.remote_requests import Failed
 
 REQUESTS = 7  # of one side that a request of the other may fall between; what is left comes at the end
 

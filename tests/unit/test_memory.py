@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import available as _memory
-from shmsync.memory import leftovers
-from shmsync.memory import slab as _slab
+from shmsync.memory.control import leftovers
+from shmsync.memory.slab import available as _memory
+from shmsync.memory.slab import slab as _slab
 
 
 def test_too_little_memory_is_refused_beforehand(monkeypatch):
@@ -132,7 +132,7 @@ def test_a_header_that_is_cut_off_while_it_is_read_ends_no_process(tmp_path):
     cut = "import os, sys\nwhile True: os.truncate(sys.argv[1], 0); os.truncate(sys.argv[1], 4096)"
     read = """
 import os, sys
-from shmsync.memory import header
+from shmsync.memory.control import header
 fd = os.open(sys.argv[1], os.O_RDONLY)
 seen = {header.read(fd) is None for _ in range(200_000)}
 sys.exit(0 if seen == {True, False} else 3)

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shmsync.engine.pickling import dumps
-from shmsync.memory.plainly import plainly
+from shmsync.engine.source.pickling import dumps
+from shmsync.memory.torch_modes import plainly
 from shmsync.schemes import WeightStrategy
-from shmsync.schemes.remote.parcel import Packer, unpack
+from shmsync.schemes.remote.packed_weights import Packer, unpack
 from support.weights import bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -241,8 +241,8 @@ def apply(arenas, way):
 
 def pack_and_unpack(arenas, way):
     given = Net(2).state_dict()
-    parcel = way(lambda: Packer().pack(given, "policy", 1))
-    return way(lambda: unpack(parcel.label, *parcel.pieces))
+    packed_weights = way(lambda: Packer().pack(given, "policy", 1))
+    return way(lambda: unpack(packed_weights.label, *packed_weights.pieces))
 
 
 def pickle_and_back(arenas, way):

@@ -12,7 +12,7 @@ from torch import nn
 
 import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
-from shmsync.schemes.remote.parcel import Packer
+from shmsync.schemes.remote.packed_weights import Packer
 from support.odd_tensors import DATA_CANNOT_BE, ODD
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

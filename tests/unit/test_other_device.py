@@ -12,7 +12,8 @@ import torch
 from shmsync import Publisher, Subscriber
 from shmsync.errors import ManifestMismatch
 from shmsync.memory import devices
-from shmsync.schemes import SharedMemWeightSyncScheme, subscriptions
+from shmsync.schemes import SharedMemWeightSyncScheme
+from shmsync.schemes.arenas import subscriptions
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import CallRig, CallScheme, PipeRig
 from support.simulated import Simulated, installed

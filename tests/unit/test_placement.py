@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory import placement
+from shmsync.memory.slab import placement
 from support.processes import segments
 
 SIZE = 8 << 20

@@ -68,7 +68,8 @@ def test_importing_pulls_in_nothing_optional():
     program = (
         "import sys, torch, tensordict; before = set(sys.modules); import shmsync; "
         "print([m for m in ('ray', 'torchrl', 'gymnasium', 'torch.distributed.rpc') "
-        "if m in set(sys.modules) - before], [m for m in sys.modules if m.startswith('shmsync.schemes.remote')])"
+        "if m in set(sys.modules) - before], "
+        "[m for m in sys.modules if f'{m}.'.startswith('shmsync.schemes.remote.')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
     assert done.stdout.strip() == "[] []"

@@ -14,8 +14,8 @@ from torch import nn
 import shmsync
 from shmsync import RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
-from shmsync.schemes.remote.background import Clerk
-from shmsync.schemes.remote.parcel import Packer, Stamp
+from shmsync.schemes.link.serial_executor import SerialExecutor
+from shmsync.schemes.remote.packed_weights import Packer, Stamp
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
 OPTIONS = RelayOptions(1, 4, 5.0)
@@ -33,8 +33,8 @@ def relay():
 
 
 @pytest.fixture
-def parcel():
-    """parcel(sender, version) -> what a relay in another process gets, with the sender's session in its stamp."""
+def packed_weights():
+    """packed(sender, version) -> what a relay in another process gets, with the sender's session in its stamp."""
 
     packers = {}
 
@@ -72,18 +72,18 @@ def test_a_receiver_that_was_shut_down_attaches_to_no_arena_again(relay):
     assert receiver.subscriptions.get("policy") is None
 
 
-def test_a_relay_that_was_only_moved_may_come_back(parcel):
-    stamp = publish_here(OPTIONS, parcel("first", 1)).stamp
+def test_a_relay_that_was_only_moved_may_come_back(packed_weights):
+    stamp = publish_here(OPTIONS, packed_weights("first", 1)).stamp
     assert stamp.version == 1
     close_here(stamp.session, ended=False)
-    assert publish_here(OPTIONS, parcel("first", 2)).stamp.version == 2
+    assert publish_here(OPTIONS, packed_weights("first", 2)).stamp.version == 2
 
 
-def test_a_late_message_of_a_sender_that_has_ended_harms_no_other(parcel):
-    close_here(publish_here(OPTIONS, parcel("first", 1)).stamp.session, ended=True)
-    handle = publish_here(OPTIONS, parcel("second", 1)).handle
+def test_a_late_message_of_a_sender_that_has_ended_harms_no_other(packed_weights):
+    close_here(publish_here(OPTIONS, packed_weights("first", 1)).stamp.session, ended=True)
+    handle = publish_here(OPTIONS, packed_weights("second", 1)).handle
     with pytest.raises(shmsync.ClosedError):
-        publish_here(OPTIONS, parcel("first", 2))
+        publish_here(OPTIONS, packed_weights("first", 2))
     with shmsync.Subscriber(handle) as subscriber:
         assert subscriber.version == 1
 
@@ -116,11 +116,11 @@ def test_a_list_that_is_passed_wins_over_the_contexts_and_is_read_at_each_send()
 
 
 def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
-    clerk, gate, done = Clerk(), threading.Event(), []
-    first, second = clerk.give(gate.wait), clerk.give(lambda: done.append(1) or 1 / 0)
+    executor, gate, done = SerialExecutor(), threading.Event(), []
+    first, second = executor.give(gate.wait), executor.give(lambda: done.append(1) or 1 / 0)
     assert not first.done_by(time.monotonic() + 0.05) and done == []
     gate.set()
     assert second.done_by(time.monotonic() + 60) and first.done()
     assert first.result() is True
     assert isinstance(second.exception(), ZeroDivisionError)
-    clerk.close()
+    executor.close()

@@ -11,8 +11,8 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 import shmsync
-from shmsync.engine.publisher import publish_all
-from shmsync.schemes.publishers import Publishers
+from shmsync.engine.publish_all import publish_all
+from shmsync.schemes.arenas.publishers import Publishers
 
 
 class Policy(nn.Module):

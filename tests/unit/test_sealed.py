@@ -7,8 +7,8 @@ import os
 import pytest
 
 from shmsync.errors import ArenaCorrupt, NoSpace, WriterDied
-from shmsync.memory.process import me
-from shmsync.memory.sealed import Sealed, SealedAt, pieces_at, reachable
+from shmsync.memory.slab.sealed import Sealed, SealedAt, pieces_at, reachable
+from shmsync.memory.system.process import me
 
 DATA = [bytes(range(256)) * 40, b"", b"last"]
 

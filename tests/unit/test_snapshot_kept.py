@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync.engine import looking
+from shmsync.engine.copy import looking
 from support.processes import until
 
 SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}

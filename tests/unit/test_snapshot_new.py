@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from shmsync import _native
-from shmsync.engine import snapshot as snapshots
+from shmsync.engine.read import snapshot as snapshots
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.int8,
@@ -103,7 +103,8 @@ def test_each_byte_is_copied_once_and_in_one_call(publisher, subscriber, copies,
     pub = publisher(given | {"tied": given["leaf.0"]})
     sub = subscriber(pub)
     taken = sub.snapshot().weights
-    assert copies == [[leaf.nbytes for leaf in pub.manifest.leaves]]  # a tied leaf's second name has its own
+    # A tied leaf's second name has its own.
+    assert copies == [[leaf.nbytes for leaf in pub._writer.arena.manifest.leaves]]
     assert torch.equal(taken["tied"], given["leaf.0"])
 
 

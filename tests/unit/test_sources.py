@@ -162,7 +162,7 @@ def test_a_key_that_no_leaf_can_have_is_refused_with_the_reason(form, reason):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_deepest_key_works(publisher, subscriber, form):
     pub = publisher(form(("a",) * 100))
-    assert len(pub.manifest.leaves[0].key) == 100
+    assert len(pub._writer.arena.manifest.leaves[0].key) == 100
     assert subscriber(pub).snapshot().weights.flatten_keys(".")[".".join("a" * 100)] == 0
     with pytest.raises(shmsync.ManifestMismatch, match="101 levels, and 100 are the most"):
         shmsync.Publisher(form(("a",) * 101))

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync.engine import plans
+from shmsync.engine.copy import plan_cache as plans
 from support.odd_tensors import ODD
 
 FORMS = {

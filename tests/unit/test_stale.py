@@ -4,7 +4,7 @@ test_the_model_of_every_history goes through all states that StaleLeaves can get
 are published all together, in part, through update(), half written and given up, each time into any slot that is not
 the current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
 
-Each of these mutations of shmsync/engine/stale.py makes the model fail; they were tried one at a time:
+Each of these mutations of shmsync/engine/write/dirty_leaves.py makes the model fail; they were tried one at a time:
 
 - begin() leaves `self._of_slot[slot]` as it is instead of None: a given-up write counts as whole.
 - begin() does not add `given` to the other slots: they keep an older value.
@@ -27,7 +27,7 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.engine.stale import StaleLeaves
+from shmsync.engine.write.dirty_leaves import DirtyLeaves
 
 SIZES = {0: 100, 256: 4, 768: 8}  # bytes of each leaf by its offset: neighbours with padding between them, and a gap
 LEAVES = frozenset(SIZES)
@@ -61,7 +61,7 @@ class World:
     """The slots as they are, the reference, and the StaleLeaves that is looked at."""
 
     def __init__(self, slots):
-        self.stale = StaleLeaves(SimpleNamespace(places=SIZES), slots)
+        self.stale = DirtyLeaves(SimpleNamespace(places=SIZES), slots)
         self.current = 0
         # Of each slot: the leaves whose bytes are not those of the current version.
         self.wrong = [LEAVES] * slots
@@ -129,7 +129,7 @@ class Arena:
 
     def publish(self, names):
         given = self.new(names)
-        if self.pub._side.writer.poisoned and len(names) < 2:
+        if self.pub._writer.side.writer.poisoned and len(names) < 2:
             with pytest.raises(shmsync.Poisoned):
                 self.pub.publish(given)
             return
@@ -137,7 +137,7 @@ class Arena:
         self.values |= dict.fromkeys(names, self.number)
 
     def update(self):
-        if self.pub._side.writer.poisoned:
+        if self.pub._writer.side.writer.poisoned:
             with pytest.raises(shmsync.Poisoned), self.pub.update():
                 pass
             return
@@ -147,7 +147,7 @@ class Arena:
 
     def abort(self):
         """With one slot it poisons the arena."""
-        if self.pub._side.writer.poisoned:
+        if self.pub._writer.side.writer.poisoned:
             return
         with pytest.raises(ZeroDivisionError), self.pub.update() as weights:
             weights["b"].fill_(77)
@@ -158,10 +158,10 @@ class Arena:
             self.pub.publish({"a": torch.zeros(3), "b": torch.zeros(4)})
 
     def adopt(self):
-        if self.pub._side.arena.slots > 1:
+        if self.pub._writer.side.arena.slots > 1:
             with pytest.raises(ValueError, match="slots=1"):
                 self.pub.adopt(self.module)
-        elif self.pub._side.adopted is None:
+        elif self.pub._writer.side.adopted is None:
             with torch.no_grad():
                 for name, tensor in self.new("ab").items():
                     self.module[name].copy_(tensor)
@@ -169,7 +169,7 @@ class Arena:
             self.values = dict.fromkeys("ab", self.number)
 
     def check(self, history):
-        if not self.pub._side.writer.poisoned:
+        if not self.pub._writer.side.writer.poisoned:
             shown = {name: self.pub.weights[name].tolist() for name in "ab"}
             assert shown == {name: [float(value)] * 3 for name, value in self.values.items()}, history
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from shmsync.schemes.timed_queue import TimedQueue
+from shmsync.schemes.link.timed_queue import TimedQueue
 
 SHORT = [0.0, -1.0, 1e-9, 1e-6, 3e-6, 2e-5]
 

@@ -1,6 +1,6 @@
 """Streams of a device as torch has them: private copies there are renewed after the kernels that read them.
 
-torch's module for the device is a stand-in that notes what it is asked for.
+torch's module for the device is a proxy that notes what it is asked for.
 """
 
 import types
@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from shmsync.engine.copy_reads import CopyReads, TorchStreams
+from shmsync.engine.read.copy_reads import CopyReads, TorchStreams
 
 
 class Event:

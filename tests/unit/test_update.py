@@ -234,7 +234,7 @@ def test_only_a_body_that_may_have_written_poisons(publisher, subscriber, use, e
 
     with pytest.raises((ZeroDivisionError, KeyError)):
         fail()
-    assert pub._side.writer.poisoned == (use in SOMETHING)
+    assert pub._writer.side.writer.poisoned == (use in SOMETHING)
     if use in NOTHING:
         with sub.read() as section:
             assert section.version == before and not section.weights["layer", "bias"].any()
@@ -249,7 +249,7 @@ def test_a_leaf_that_was_kept_poisons_too(publisher, keep):
     with pytest.raises(ZeroDivisionError), pub.update():
         kept[:] = 5
         raise ZeroDivisionError
-    assert pub._side.writer.poisoned
+    assert pub._writer.side.writer.poisoned
 
 
 @pytest.mark.parametrize("levels", [("layer",), ("layer", "inner")])
@@ -260,7 +260,7 @@ def test_a_level_that_was_kept_poisons_too(publisher, levels):
     with pytest.raises(ZeroDivisionError), pub.update():
         kept["bias"].fill_(5)
         raise ZeroDivisionError
-    assert pub._side.writer.poisoned
+    assert pub._writer.side.writer.poisoned
 
 
 def test_a_deep_module_costs_an_update_no_more_calls(publisher):

@@ -125,8 +125,8 @@ def test_adopted_weights(publisher, subscriber):
         trainer(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         assert sub.verify().version == pub.version
-    if pub._side.later is None:  # the memory of a device is never protected
-        pub._side.writer.unprotect()  # as where the system refuses
+    if pub._writer.side.later is None:  # the memory of a device is never protected
+        pub._writer.side.writer.unprotect()  # as where the system refuses
     with torch.no_grad():
         trainer.head.weight.add_(1)  # outside of update()
     with pytest.raises(shmsync.NotDelivered, match=r"the arena's head.weight was written after it was published"):
@@ -277,7 +277,7 @@ def test_without_checksums(publisher, subscriber):
 
 
 def test_checksum_false_takes_no_byte(publisher):
-    assert b"sums" not in publisher(Agent()).manifest.to_json()
+    assert b"sums" not in publisher(Agent())._writer.arena.manifest.to_json()
 
 
 def test_an_error_travels(delivered):

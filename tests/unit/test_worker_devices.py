@@ -9,7 +9,7 @@ import torch
 from shmsync.errors import ManifestMismatch
 from shmsync.memory import devices
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from shmsync.schemes.worker_devices import WorkerDevices
+from shmsync.schemes.arenas.worker_devices import WorkerDevices
 from support.conformance.nets import Stamped, ask, stamp
 from support.processes import segments
 from support.simulated import Simulated, installed

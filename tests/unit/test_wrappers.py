@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import shmsync
-from shmsync.engine.sources import unwrapped
+from shmsync.engine.source.sources import unwrapped
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
-from shmsync.schemes.remote.parcel import Packer, unpack
+from shmsync.schemes.remote.packed_weights import Packer, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -199,8 +199,8 @@ def test_schemes_over_pipes(scheme, trainer, worker, strategy):
 @pytest.mark.parametrize("trainer", WRAPPERS)
 def test_parcels_for_other_machines(publisher, trainer, worker, form):
     """What remote schemes send, to a worker itself and to a relay, which publishes it."""
-    parcel = Packer().pack(WeightStrategy(form).extract_weights(WRAPPERS[trainer](Net(8.0))), "policy", 1)
-    arrived = unpack(parcel.label, *parcel.pieces)
+    packed_weights = Packer().pack(WeightStrategy(form).extract_weights(WRAPPERS[trainer](Net(8.0))), "policy", 1)
+    arrived = unpack(packed_weights.label, *packed_weights.pieces)
     module = WRAPPERS[worker](Net(0.0))
     WeightStrategy(form).apply_weights(module, arrived)
     assert values_of(inner(module)) == expected(8.0)

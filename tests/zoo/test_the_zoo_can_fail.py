@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shmsync.engine import binding, cover, covering, guard, subscriber
-from shmsync.engine.calls import calls_of
-from shmsync.engine.cover import Cover
+from shmsync.engine import subscriber
+from shmsync.engine.bind import binding, guard
+from shmsync.engine.bind import install as covering
+from shmsync.engine.bind import read_guard as cover
+from shmsync.engine.bind.guarded_methods import calls_of
+from shmsync.engine.bind.read_guard import Cover
 from support.zoo import USES
 from support.zoo_modes import MODES
 from support.zoo_world import visit

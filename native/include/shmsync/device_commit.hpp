@@ -6,7 +6,7 @@
 
 namespace shmsync {
 
-// Commits what the writer has written when it is run. While it is pending nobody else may call the writer, which
+// Commits what the writer has written when it is run. While it is pending no other code may call the writer, which
 // lives longer.
 std::shared_ptr<Later> commit_later(PublicationWriter& writer);
 

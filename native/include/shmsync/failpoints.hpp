@@ -15,7 +15,8 @@ namespace shmsync {
 // Arms these points and disarms all others: "name=action@n,...", where the action is done at the n-th passage from now
 // on, once. Without "@n" at the first. Actions:
 //   kill, stop   SIGKILL or SIGSTOP, raised by the thread that passes
-//   pause:PATH   the thread writes a byte into the FIFO PATH, and goes on when somebody opens PATH.go for writing
+//   pause:PATH   the thread writes a byte into the FIFO PATH, and goes on when another process opens PATH.go for
+//   writing
 // Throws std::invalid_argument.
 void arm_failpoints(const std::string& spec);
 

@@ -1,6 +1,6 @@
 // Wait and wake on a 32-bit word in shared memory, with a deadline. The only file that knows the system.
 //
-// Both are hints: a wait may end early, and a wake may find nobody. Callers look at their own condition
+// Both are hints: a wait may end early, and a wake may find no waiter. Callers look at their own condition
 // again after every return, and slice long waits so that a dead partner and a signal are noticed.
 #pragma once
 
@@ -20,7 +20,7 @@ void futex_wait(const Word32& word, std::uint32_t expected, Nanoseconds timeout)
 // How many times this thread has called it.
 std::uint64_t futex_sleeps();
 
-// The same for threads that nobody's death concerns: in one piece, and not counted. False: the time was over.
+// The same for threads that no process's death concerns: in one piece, and not counted. False: the time was over.
 bool futex_park(const Word32& word, std::uint32_t expected, Nanoseconds timeout);
 
 // Wakes every sleeper on `word`, in every process.

@@ -53,7 +53,7 @@ constexpr bool gated(std::uint64_t current) { return (current & kGate) != 0; }
 // reuse of a pid in four million is missed. The image tells apart the programs that one process has run, one after the
 // other: exec keeps pid and ticks, and drops all memory. 0: the image could not be read. A miss counts as alive.
 //
-// The pid stands at the top in every ABI: a version that does not know the rest can still tell that nobody has it.
+// The pid stands at the top in every ABI: a version that does not know the rest can still tell that no process has it.
 inline constexpr unsigned kImageBits = 20, kTicksBits = 22, kPidShift = kImageBits + kTicksBits;
 constexpr std::uint64_t pack_owner(std::uint64_t pid, std::uint64_t start_ticks, std::uint64_t image) {
   return pid << kPidShift | (start_ticks & ((1u << kTicksBits) - 1)) << kImageBits | image;

@@ -84,7 +84,7 @@ class PublicationWriter {
   std::vector<Awaited> claimed_rows() const;
   // Waits until every row in `rows` has acked `version` or changed its owner; at most `timeout` (capped).
   // True when none is left; those that are done are removed. A row that changed its owner was released by its
-  // reader, or taken from a dead one by a joiner that found the table full: either way nobody is left to ack.
+  // reader, or taken from a dead one by a joiner that found the table full: either way no process is left to ack.
   bool wait_acks(std::uint64_t version, std::vector<Awaited>& rows, Nanoseconds timeout);
 
  private:

@@ -1,6 +1,6 @@
 // The reader table: who reads this arena, which version each holds pinned, which it has acked.
 //
-// INV: nobody writes a row that it does not own. Ownership moves by one CAS on `owner`: from 0 (claim), from
+// INV: a process writes only rows that it owns. Ownership moves by one CAS on `owner`: from 0 (claim), from
 //      a dead owner (take_over, reap), never from a live one except to evict a row that holds garbage.
 // INV: a free row (owner 0) has pin 0, held 0 and want 0. Its last `acked` and `worker` stay until the next claim: the
 //      writer may look for an ack only after the reader that gave it has left. It claims the row itself to take the
@@ -42,13 +42,14 @@ class ReaderTable {
   // Takes a free row for process `me`; nullopt when none is free.
   std::optional<std::uint32_t> claim(std::uint64_t me, std::int32_t worker);
 
-  // Takes the row of `dead`, a process known to be dead; false when somebody else was quicker.
+  // Takes the row of `dead`, a process known to be dead; false when another process was quicker.
   bool take_over(std::uint32_t row, std::uint64_t dead, std::uint64_t me, std::int32_t worker);
 
-  // Frees the row of `dead`, pin included; false when somebody else was quicker.
+  // Frees the row of `dead`, pin included; false when another process was quicker.
   bool reap(std::uint32_t row, std::uint64_t dead, std::uint64_t me);
 
-  // Takes the index and the ack of the last owner off a free row; a row that somebody claims meanwhile has lost them.
+  // Takes the index and the ack of the last owner off a free row; a row that another process claims meanwhile has lost
+  // them.
   void forget(std::uint32_t row, std::uint64_t me);
 
   // Frees a row that the caller owns. Its pin and held must be 0 already.

@@ -1,4 +1,4 @@
-/* send_together's meeting (schemes/pipes/together.py, ADR 12): no worker makes a step with one model new and another old.
+/* send_together's meeting (schemes/pipes/multi_model.py, ADR 12): no worker makes a step with one model new and another old.
 
    PREPARE, PREPARED from everybody, publish, one message for each model, or RESUME. SHARED = 1: models lie in arenas, so
    what is written is in use at once by whoever is not in receive(). SHARED = 0: messages bring private copies.

@@ -5,7 +5,7 @@ try:
 except ImportError as error:
     raise ImportError(f"this needs TorchRL ({error}): pip install 'shmsync[torchrl]'") from error
 
-from .scheme import ShmWeightSyncScheme
+from .torchrl_scheme import ShmWeightSyncScheme
 
 __all__ = ["ShmWeightSyncScheme"]
 

@@ -17,8 +17,8 @@ import torch
 
 from ... import _native
 from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, ProtocolError
-from ..available import available_bytes
-from ..plainly import plainly
+from ..slab.available import available_bytes
+from ..torch_modes import plainly
 from .blocks import Block, Blocks
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused

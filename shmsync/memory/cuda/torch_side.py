@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..plainly import plainly
+from ..torch_modes import plainly
 
 
 class Exposed(Protocol):

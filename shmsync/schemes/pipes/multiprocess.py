@@ -10,25 +10,25 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.dtypes import Dtypes
+from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.outcome import Failure, Outcome
-from ...engine.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
-from ...engine.timing import check_worker, deadline_after, timeout_or_default
+from ...engine.source.dtypes import Dtypes
+from ...engine.source.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
-from ..lookup import refuse_collector
-from ..owed import Leaves, Owed, private_leaves
-from ..proving import SentSums
-from ..publishers import Plan
-from ..worker_devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
-from . import messages
-from .carrier import PipeCarrier, Posted
-from .loads import Load, Unreadable
-from .messages import Message, Tag
-from .receiver import PipeReceiver
-from .sender import PipeSender
-from .sender_end import Link, Result
-from .transport import PipeTransport
+from ..arenas.publishers import Plan
+from ..arenas.worker_devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
+from ..context_args import refuse_collector
+from ..link import messages
+from ..link.messages import Message, Tag
+from ..link.sender_end import Link, Result
+from ..remote_verify import SentSums
+from ..unacked import Leaves, Unacked, private_leaves
+from .pipe_carrier import PipeCarrier, Posted
+from .pipe_receiver import PipeReceiver
+from .pipe_sender import PipeSender
+from .pipe_transport import PipeTransport
+from .weights_message import Load, Unreadable
 
 
 class _Open(NamedTuple):
@@ -52,7 +52,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
         self._applied: dict[str, tuple[int, Load]] = {}  # the newest that a worker has applied
         self._partial = partial
-        self._owed: dict[str, Owed] = {}
+        self._owed: dict[str, Unacked] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
         self._untold: dict[str, set[Link]] = {}  # workers that still have to get the message about the newest version
         self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
@@ -87,7 +87,7 @@ class MultiProcessCarrier(PipeCarrier):
                 self._sums.take(sums)
             if self._partial:
                 self._take_late(model_id)
-                self._owed.setdefault(model_id, Owed()).add(given, links.values())
+                self._owed.setdefault(model_id, Unacked()).add(given, links.values())
                 self._given[model_id], self._untold[model_id] = given, set(links.values())
             self._versions[model_id] = version
 

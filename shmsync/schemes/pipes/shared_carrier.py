@@ -9,17 +9,18 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.pickling import dumps, small
-from ...engine.publisher import Publication, Publisher, publish_all
-from ...engine.strategy import WeightStrategy, refuse_bound
-from ...engine.timing import check_worker
+from ...engine.deadlines import check_worker
+from ...engine.publish_all import Publication, publish_all
+from ...engine.publisher import Publisher, writer_of
+from ...engine.source.pickling import dumps, small
+from ...engine.source.strategy import WeightStrategy, refuse_bound
 from ...errors import ClosedError, ProtocolError
-from ..publishers import ALL, Plan, Publishers
-from . import messages
-from .carrier import PipeCarrier, Posted
-from .messages import Tag, Tagged
-from .plain_copy import PlainCopy
-from .sender_end import Link, Route
+from ..arenas.plain_copy import PlainCopy
+from ..arenas.publishers import ALL, Plan, Publishers
+from ..link import messages
+from ..link.messages import Tag, Tagged
+from ..link.sender_end import Link, Route
+from .pipe_carrier import PipeCarrier, Posted
 
 
 class SharedMemCarrier(PipeCarrier):
@@ -121,7 +122,7 @@ class SharedMemCarrier(PipeCarrier):
 
     @override
     def leaves(self, model_id: str, index: int) -> int:
-        return len(self._proven(model_id, index).manifest.leaves)
+        return len(writer_of(self._proven(model_id, index)).arena.manifest.leaves)
 
     def _proven(self, model_id: str, index: int) -> Publisher:
         self._check_open()
@@ -176,10 +177,10 @@ class SharedMemCarrier(PipeCarrier):
     def _plain_copy(self, model_id: str, publisher: Publisher | None) -> PlainCopy | None:
         """How the model's plain TensorDict gets what this publisher accepts; None: not so, or there is none."""
         plain, known = self.plain.get(model_id), self._copies.get(model_id)
-        if plain is None or publisher is None or (known is not None and known.good_for(publisher)):
+        if plain is None or publisher is None or (known is not None and known.good_for(writer_of(publisher))):
             return None if publisher is None else known
         self._copies.pop(model_id, None)
-        made = PlainCopy.of(plain, publisher, partial=self.publishers.partial)
+        made = PlainCopy.of(plain, writer_of(publisher), partial=self.publishers.partial)
         if made is not None:
             self._copies[model_id] = made
         return made
@@ -206,7 +207,7 @@ class SharedMemCarrier(PipeCarrier):
             if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:
                 publisher = self.publishers.publisher(model_id, self.publishers.group_of(index))
                 if joined.get(index) is not link:
-                    publisher.forget_acks(index)
+                    writer_of(publisher).forget_acks(index)
                 tag = Tag(model_id, 0)
                 link.end.send(dumps(Tagged(((model_id, publisher.handle), messages.REGISTER), tag, index)), tag)
                 joined[index] = link
@@ -234,7 +235,7 @@ class SharedMemCarrier(PipeCarrier):
             return False
         route = Route(self.links)
         if route.complete:
-            self._routes[model_id] = route, Publication(publisher, None, self.publishers.optional(model_id))
+            self._routes[model_id] = route, Publication(writer_of(publisher), None, self.publishers.optional(model_id))
         return route.complete
 
     def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
@@ -243,9 +244,9 @@ class SharedMemCarrier(PipeCarrier):
         copy = None
         if model_id in self.plain:
             copy = self._copies.get(model_id)
-            if copy is None or not copy.good_for(publication.publisher):  # post() checks the TensorDict again
+            if copy is None or not copy.good_for(publication.writer):  # post() checks the TensorDict again
                 return self.post(model_id, module, self.reach(model_id, list(self.links)), deadline)
-        due = Publication(publication.publisher, module, publication.optional)
+        due = Publication(publication.writer, module, publication.optional)
         (version,) = publish_all([due], None, deadline)
         if copy is not None:
             copy.write(None)

@@ -10,22 +10,22 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.dtypes import Dtypes
-from ...engine.strategy import Form
+from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.source.dtypes import Dtypes
+from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
-from ...engine.timing import deadline_after, timeout_or_default
 from ..api import WeightSyncScheme
-from ..publishers import Publishers
-from ..subscriptions import Subscriptions
-from ..turns import turn
-from ..worker_devices import DeviceChoice, WorkerDevices, devices_for
-from . import messages
-from .messages import Message
-from .receiver import PipeReceiver
-from .sender import PipeSender
-from .sender_end import Link
+from ..arenas.publishers import Publishers
+from ..arenas.subscriptions import Subscriptions
+from ..arenas.worker_devices import DeviceChoice, WorkerDevices, devices_for
+from ..link import messages
+from ..link.messages import Message
+from ..link.send_lock import hold_all
+from ..link.sender_end import Link
+from .pipe_receiver import PipeReceiver
+from .pipe_sender import PipeSender
+from .pipe_transport import PipeTransport
 from .shared_carrier import SharedMemCarrier
-from .transport import PipeTransport
 
 
 class SharedMemTransport(PipeTransport):
@@ -240,7 +240,7 @@ class SharedMemSender(PipeSender):
         if not isinstance(source, nn.Module):
             return super().send(source, timeout=timeout)
         deadline = deadline_after(timeout, self.default_timeout)
-        with turn(self.turns(), deadline, "send"):
+        with hold_all(self.send_locks(), deadline, "send"):
             self.check_ready("send")
             if self.carrier.is_common(self._model_id):  # still, now that it is this thread's turn
                 posted = self.carrier.post_common(self._model_id, source, deadline)

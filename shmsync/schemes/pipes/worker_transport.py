@@ -6,9 +6,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from .carrier import PipeCarrier
-from .sender_end import Link
-from .transport import PipeTransport
+from ..link.sender_end import Link
+from .pipe_carrier import PipeCarrier
+from .pipe_transport import PipeTransport
 
 
 class WorkerTransport(PipeTransport):

@@ -4,15 +4,15 @@ What another one is made of is in carrier, requests, transport and scheme: see d
 """
 
 # "X as X" says that X is meant for others: schemes/__init__ shows it
-from .distributed.scheme import DistributedWeightSyncScheme as DistributedWeightSyncScheme
-from .distributed.transport import DistributedTransport as DistributedTransport
-from .ray.module import RayActorTransport as RayActorTransport
-from .ray.module import RayModuleTransformReceiver as RayModuleTransformReceiver
-from .ray.module import RayModuleTransformScheme as RayModuleTransformScheme
-from .ray.module import RayModuleTransformSender as RayModuleTransformSender
-from .ray.scheme import RayTransport as RayTransport
-from .ray.scheme import RayWeightSyncScheme as RayWeightSyncScheme
-from .ray.updater import RayWeightUpdater as RayWeightUpdater
-from .ray.updater import WeightUpdaterBase as WeightUpdaterBase
-from .rpc import RPCTransport as RPCTransport
-from .rpc import RPCWeightSyncScheme as RPCWeightSyncScheme
+from .distributed.distributed_scheme import DistributedWeightSyncScheme as DistributedWeightSyncScheme
+from .distributed.distributed_transport import DistributedTransport as DistributedTransport
+from .ray.ray_module import RayActorTransport as RayActorTransport
+from .ray.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
+from .ray.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
+from .ray.ray_module import RayModuleTransformSender as RayModuleTransformSender
+from .ray.ray_scheme import RayTransport as RayTransport
+from .ray.ray_scheme import RayWeightSyncScheme as RayWeightSyncScheme
+from .ray.ray_updater import RayWeightUpdater as RayWeightUpdater
+from .ray.ray_updater import WeightUpdaterBase as WeightUpdaterBase
+from .rpc.rpc_scheme import RPCTransport as RPCTransport
+from .rpc.rpc_scheme import RPCWeightSyncScheme as RPCWeightSyncScheme

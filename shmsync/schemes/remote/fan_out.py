@@ -14,12 +14,12 @@ from typing import Any
 
 from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from .carrier import CLOSING, Carrier, LoneWorker
-from .parcel import Announcement, Packer, Stamp
-from .place import Place, Site
+from .location import Place, Site
+from .packed_weights import Announcement, Packer, Stamp
 from .relay import Relay, RelayOptions
-from .requests import Answered, Call, Delivery, Destination, Failed, Gone
-from .transport import RemoteTransport
+from .remote_carrier import CLOSING, Carrier, LoneWorker
+from .remote_requests import Answered, Call, Destination, Failed, Gone, RemoteSend
+from .remote_transport import RemoteTransport
 
 Workers = Mapping[int, RemoteTransport]
 
@@ -57,39 +57,39 @@ class FanOut:
 
     # Who is on which node.
 
-    def find_places(self, delivery: Delivery, chosen: Workers, everybody: Workers, deadline: float) -> None:
+    def find_places(self, sending: RemoteSend, chosen: Workers, everybody: Workers, deadline: float) -> None:
         """Find out on which nodes workers are, and end the relays of nodes that have none any more.
 
         Raises ValueError when some are chosen, but not all, of those who share an arena.
         """
-        self._ask_places(delivery, chosen, deadline)
+        self._ask_places(sending, chosen, deadline)
         if chosen.keys() != everybody.keys():
-            self._ask_places(Delivery(self._carrier.wait), everybody, deadline)
+            self._ask_places(RemoteSend(self._carrier.wait), everybody, deadline)
             _check_whole_nodes(chosen, everybody)
         if all(worker.place is not None for worker in everybody.values()):
             for site in self._relays.keys() - _by_site(everybody):
                 self._close_relay(self._relays.pop(site), ended=False)
 
-    def _ask_places(self, delivery: Delivery, workers: Workers, deadline: float) -> None:
+    def _ask_places(self, sending: RemoteSend, workers: Workers, deadline: float) -> None:
         def save(index: int, worker: RemoteTransport, result: Any) -> None:
             if isinstance(result, Place):
                 worker.place = result
             else:
-                delivery.unreached.discard(index)  # the outcome tells more
+                sending.unreached.discard(index)  # the outcome tells more
 
         asked = {index: worker for index, worker in workers.items() if worker.place is None}
         now = time.monotonic()
         # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
         share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
         for index, worker in asked.items():
-            delivery.unreached.add(index)
-            delivery.ask(
+            sending.unreached.add(index)
+            sending.ask(
                 index, worker, partial(self._locate, worker), then=partial(save, index, worker), record="failures"
             )
         if asked:
-            delivery.finish(min(deadline, now + share))
+            sending.finish(min(deadline, now + share))
         # A worker that answers later than this has missed this send.
-        delivery.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
+        sending.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
 
     def _locate(self, worker: RemoteTransport) -> Call:
         return self._carrier.locate(worker) if worker.connected else Answered(self.home)
@@ -98,7 +98,7 @@ class FanOut:
 
     def deliver(
         self,
-        delivery: Delivery,
+        sending: RemoteSend,
         packer: Packer,
         stamp: Stamp,
         weights: Any,
@@ -129,12 +129,12 @@ class FanOut:
             announcement = self._local.publish_as(stamp, whole if first else weights, deadline)
         accept()
         for index, worker in (near or {}).items():
-            delivery.ask(index, worker, partial(worker.post, announcement))
+            sending.ask(index, worker, partial(worker.post, announcement))
         for site, members in far.items():
-            if not self._ask_lone(delivery, site, members, payload, stamp):
-                self._relay(delivery, site, members, payload, restarts=1)
+            if not self._ask_lone(sending, site, members, payload, stamp):
+                self._relay(sending, site, members, payload, restarts=1)
 
-    def _ask_lone(self, delivery: Delivery, site: Site, members: Workers, payload: Any, stamp: Stamp) -> bool:
+    def _ask_lone(self, sending: RemoteSend, site: Site, members: Workers, payload: Any, stamp: Stamp) -> bool:
         """Where a node has one worker, and no relay beside it, that one call is enough; is it so?"""
         if len(members) > 1:
             if isinstance(self._relays.get(site), LoneWorker):
@@ -154,11 +154,11 @@ class FanOut:
                 self._relays.pop(site, None)
 
         start = partial(self._carrier.lone_call, worker, payload, self._options, stamp)
-        delivery.ask(index, worker, start, then=then)
+        sending.ask(index, worker, start, then=then)
         return True
 
-    def _relay(self, delivery: Delivery, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
-        delivery.unreached.update(members.keys() - set(delivery.outcome.done))
+    def _relay(self, sending: RemoteSend, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
+        sending.unreached.update(members.keys() - set(sending.outcome.done))
         relay = self._relays.get(site)
         if relay is not None and relay.host is not None and _host_of(relay, members) is None:
             self._close_relay(relay, ended=False)  # its worker has left
@@ -167,12 +167,12 @@ class FanOut:
             relay = self._relays[site] = self._carrier.start_relay(site, members, self._options)
 
         def drop(how: str) -> None:
-            delivery.outcome.dead[site.relay_name] = how
+            sending.outcome.dead[site.relay_name] = how
             self._relays.pop(site)
             host = _host_of(relay, members)
             if host is not None and members[host].dead:  # else its own step will tell
-                delivery.outcome.dead[host] = how
-                delivery.unreached.discard(host)
+                sending.outcome.dead[host] = how
+                sending.unreached.discard(host)
 
         def lost(how: str) -> bool:
             """Let another relay take its place, once for each send."""
@@ -184,7 +184,7 @@ class FanOut:
             host = _host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
             if left:
-                self._relay(delivery, site, left, payload, restarts=restarts - 1)
+                self._relay(sending, site, left, payload, restarts=restarts - 1)
             return True
 
         def cannot_attach(index: int, failure: Any) -> bool:
@@ -196,9 +196,9 @@ class FanOut:
 
         def then(result: Any) -> None:
             if isinstance(result, Announcement):
-                delivery.unreached.difference_update(members)
+                sending.unreached.difference_update(members)
                 for index, worker in members.items():
-                    delivery.ask(index, worker, partial(worker.post, result), forgive=partial(cannot_attach, index))
+                    sending.ask(index, worker, partial(worker.post, result), forgive=partial(cannot_attach, index))
             elif isinstance(result, Gone):
                 host = _host_of(relay, members)
                 if host is not None:
@@ -208,10 +208,10 @@ class FanOut:
                 if not lost(str(result)):
                     drop(str(result))
             elif isinstance(result, Failed):
-                delivery.outcome.failed[site.relay_name] = result.failure
+                sending.outcome.failed[site.relay_name] = result.failure
 
         start = partial(self._carrier.relay_call, relay, payload, self._options)
-        delivery.ask(site.relay_name, relay, start, then=then, record=False)
+        sending.ask(site.relay_name, relay, start, then=then, record=False)
 
     def _close_relay(self, relay: Destination, *, ended: bool) -> None:
         self._carrier.close_relay(relay, self._session, ended=ended)

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from ...engine.timing import deadline_after
+from ...engine.deadlines import deadline_after
 from ...errors import ClosedError, ProtocolError, WriterBusy
-from ...memory import leftovers
-from ..publishers import ALL, Publishers, write
-from .fetching import opened
-from .parcel import Announcement, Stamp, allow_views, stamp_of
+from ...memory.control import leftovers
+from ..arenas.publishers import ALL, Publishers, write
+from .packed_weights import Announcement, Stamp, allow_views, stamp_of
+from .weight_client import opened
 
 
 class RelayOptions(NamedTuple):

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 
 import shmsync
-from shmsync.schemes.pipes import messages
-from shmsync.schemes.pipes.connection import Channel
-from shmsync.schemes.pipes.worker_end import WorkerEnd
+from shmsync.schemes.link import messages
+from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.link.worker_end import WorkerEnd
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask

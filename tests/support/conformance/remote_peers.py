@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from shmsync.examples.socket_transport import serve as serve_weights
 
-from shmsync.schemes.remote.parcel import stamp_of
+from shmsync.schemes.remote.packed_weights import stamp_of
 from support.conformance import peers
 
 

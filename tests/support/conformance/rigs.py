@@ -8,12 +8,12 @@ from collections import deque
 
 from shmsync.engine.outcome import Failure
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightSyncScheme
-from shmsync.schemes.remote.carrier import Carrier
-from shmsync.schemes.remote.place import here
+from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.relay import close_here, publish_here
-from shmsync.schemes.remote.requests import Answered, Call, Failed
-from shmsync.schemes.remote.scheme import RemoteScheme, Roster
-from shmsync.schemes.remote.transport import RemoteTransport
+from shmsync.schemes.remote.remote_carrier import Carrier
+from shmsync.schemes.remote.remote_requests import Answered, Call, Failed
+from shmsync.schemes.remote.remote_scheme import RemoteScheme, Roster
+from shmsync.schemes.remote.remote_transport import RemoteTransport
 from support.conformance.nets import Stamped, ask
 
 
@@ -80,8 +80,8 @@ class CallTransport(RemoteTransport):
 
 
 class CallCarrier(Carrier):
-    def payload(self, parcel):
-        return pickle.dumps(parcel)
+    def payload(self, packed_weights):
+        return pickle.dumps(packed_weights)
 
     def locate(self, worker):
         return Answered(here(worker.address.node))

@@ -8,8 +8,8 @@ import os
 import resource
 
 from shmsync.schemes.remote import relay
-from shmsync.schemes.remote.depot import Depot
-from shmsync.schemes.remote.parcel import Parcel
+from shmsync.schemes.remote.packed_weights import PackedWeights
+from shmsync.schemes.remote.weight_server import WeightServer
 from support.remote.members import members
 
 MANY = 500_000  # features of a model: 8 MB
@@ -44,14 +44,14 @@ def take_all_descriptors(state):
 
 def block_the_port(state):
     """Nobody can connect to this process any more to fetch weights, nor go on with it."""
-    (depot,) = (each for each in gc.get_objects() if isinstance(each, Depot))
-    depot.close()
+    (weight_server,) = (each for each in gc.get_objects() if isinstance(each, WeightServer))
+    weight_server.close()
 
 
-def kept_parcels(state):
+def kept_packed(state):
     """How many there are in this process."""
     gc.collect()
-    return sum(isinstance(each, Parcel) for each in gc.get_objects())
+    return sum(isinstance(each, PackedWeights) for each in gc.get_objects())
 
 
 def relays_here(state):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from shmsync.schemes.remote.distributed.mailbox import Mailbox
+from shmsync.schemes.remote.distributed.store_channel import Mailbox
 from support.processes import remove_segments
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
 from support.worker import Worker, serve

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedTransport, RPCTransport, WeightStrategy
-from shmsync.schemes.remote.parcel import Packer
+from shmsync.schemes.remote.packed_weights import Packer
 from support.processes import until
 from support.remote.members import FOR_EVER, Member, Trouble, linear, members
 
@@ -61,8 +61,8 @@ def post_model(state, version):
     """Call the worker's method, whatever it was called with before."""
     if state.packer is None:
         state.packer, state.posted = Packer(), []
-    parcel = state.packer.pack(linear(500, version).state_dict(), "policy", version)
-    state.posted.append(state.transport.post(parcel))
+    packed_weights = state.packer.pack(linear(500, version).state_dict(), "policy", version)
+    state.posted.append(state.transport.post(packed_weights))
 
 
 def wait_posted(state, index):

@@ -10,10 +10,10 @@ import threading
 from torch import nn
 
 from shmsync import WeightStrategy
-from shmsync.schemes.remote.distributed.transport import DistributedCarrier, DistributedTransport
-from shmsync.schemes.remote.distributed.worker import Inbox, Receipt
-from shmsync.schemes.remote.parcel import Announcement, Stamp
-from shmsync.schemes.remote.rpc import RPCTransport
+from shmsync.schemes.remote.distributed.distributed_transport import DistributedCarrier, DistributedTransport
+from shmsync.schemes.remote.distributed.rank_worker import Inbox, Receipt
+from shmsync.schemes.remote.packed_weights import Announcement, Stamp
+from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
 from support.processes import wait_until_dead
 from support.remote.members import Trouble, members
 

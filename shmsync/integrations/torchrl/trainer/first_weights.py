@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torchrl.weight_update.utils import _resolve_model
 
-from ....engine.strategy import WeightStrategy
+from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 from ....memory.devices import place_of, usual
-from ....schemes.worker_devices import place_of_arena
+from ....schemes.arenas.worker_devices import place_of_arena
+from .own_weights import Wanted
 
 
 class First(NamedTuple):
@@ -36,6 +37,19 @@ class First(NamedTuple):
             worker: own[id(source)] if self.devices.get(worker) is None else place_of_arena(self.devices[worker])
             for worker, source in self.sources.items()
         }
+
+    def wanted(self, weights: Mapping[int, Any], chosen: set[int], model: Any) -> list[Wanted]:
+        """Each of the weights, by worker, that these workers are to get.
+
+        The trainer's own weights are those of its `model`, or what the scheme was initialised with.
+        """
+        own = self.again() if model is None else dict.fromkeys(self.sources, model)
+        found: dict[Any, Wanted] = {}
+        for worker in chosen & weights.keys() & own.keys():
+            given = weights[worker]
+            wanted = Wanted(given, set(), own[worker], id(self.sources[worker]))
+            found.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
+        return list(found.values())
 
 
 def first_weights(

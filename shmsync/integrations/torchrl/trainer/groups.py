@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ....engine import extra_state
-from ....engine.dtypes import Dtypes, dtypes_of
-from ....engine.publisher import Publication, Publisher, publish_all
-from ....engine.sources import EVERYTHING, collect
+from ....engine.arena_writer import ArenaWriter
+from ....engine.publish_all import Publication, publish_all
+from ....engine.publisher import Publisher, writer_of
+from ....engine.source import extra_state
+from ....engine.source.dtypes import Dtypes, dtypes_of
+from ....engine.source.sources import EVERYTHING, collect
 from ....errors import ManifestMismatch
 from ....memory.arena import nested
+from ....memory.control.reader_table import RowId
+from ....memory.control.segment import new_name
 from ....memory.devices import usual
-from ....memory.reader_table import RowId
-from ....memory.segment import new_name
 from .own_weights import UNCHANGED
 
 
@@ -24,10 +26,10 @@ class Group:
     """One arena for workers that have the same weights. `told`: the workers that start with it."""
 
     def __init__(self, publisher: Publisher, told: Collection[int] = ()) -> None:
-        self.publisher = publisher
+        self.publisher, self.writer = publisher, writer_of(publisher)
         self.arrived = set(told)
         self._rows: dict[int, RowId] = {}
-        leaf = publisher.manifest.by_key.get(extra_state.KEY)
+        leaf = self.writer.arena.manifest.by_key.get(extra_state.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
@@ -40,7 +42,7 @@ class Group:
 
     def known_of(self, tensors: Any, states: extra_state.States | None) -> tuple[Any, extra_state.States | None]:
         """What of these weights has a leaf here. All of them if none has, so that publishing them is refused."""
-        manifest = self.publisher.manifest
+        manifest = self.writer.arena.manifest
         known = {
             ".".join(key): tensor
             for key, tensor in collect(tensors, EVERYTHING, manifest).tensors.items()
@@ -53,7 +55,7 @@ class Group:
 
     def _smallest(self) -> Any:
         """One leaf as it is published: weights that change nothing, since the other leaves stay."""
-        leaves = self.publisher.manifest.by_key.values()
+        leaves = self.writer.arena.manifest.by_key.values()
         key = min(
             (leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: leaf.nbytes, default=next(iter(leaves))
         ).key
@@ -61,16 +63,16 @@ class Group:
 
     def applied(self, version: int) -> list[int]:
         """The workers that have applied this version, including those that have left since."""
-        workers = self.publisher.applied_by(version)
+        workers = self.writer.applied_by(version)
         self.arrived.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
         """Sleep until these workers have acked, at most `nanoseconds`. False, without sleep: none is attached."""
         if any(worker not in self._rows for worker in workers):
-            self._rows = self.publisher.attached_rows()
+            self._rows = self.writer.attached_rows()
         rows = [self._rows[worker] for worker in workers if worker in self._rows]
-        if rows and not self.publisher.wait_rows(version, rows, nanoseconds):
+        if rows and not self.writer.wait_rows(version, rows, nanoseconds):
             self._rows = {}  # all acked, or their rows have other owners now: look again at the next wait
         return bool(rows)
 
@@ -174,7 +176,7 @@ class Groups:
             group = self._make(first, name, None if self._alias else place, workers, dtype=self._dtype)
             members.append(Membership(group, frozenset(workers)))
             if self._alias:
-                group.publisher.share(source)
+                group.writer.share(source)
         self._members = tuple(members)
 
     def weights(self, worker: int | None = None) -> Any:
@@ -213,7 +215,7 @@ class Groups:
                     plan.append((group, source))
                     chosen_for.append(chosen)
             members = self._after(fresh)
-            versions = publish_all([Publication(group.publisher, source) for group, source in plan], None, deadline)
+            versions = publish_all([Publication(group.writer, source) for group, source in plan], None, deadline)
             self._members = members
         except BaseException as error:
             self.sweep()
@@ -226,10 +228,10 @@ class Groups:
             Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
         ]
 
-    def publishers_of(self, workers: Collection[int]) -> list[tuple[Publisher, list[int]]]:
-        """The publisher of each arena that some of these workers belong to, and which do."""
-        found = [(member.group.publisher, sorted(member.workers.intersection(workers))) for member in self._members]
-        return [(publisher, chosen) for publisher, chosen in found if chosen]
+    def writers_of(self, workers: Collection[int]) -> list[tuple[ArenaWriter, list[int]]]:
+        """The writer of each arena that some of these workers belong to, and which do."""
+        found = [(member.group.writer, sorted(member.workers.intersection(workers))) for member in self._members]
+        return [(writer, chosen) for writer, chosen in found if chosen]
 
     def sweep(self) -> None:
         """End the arenas that no worker belongs to any more; one that has not moved yet keeps its weights."""
@@ -262,8 +264,9 @@ class Groups:
         if states is not None:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
-        branch = self._make(current, new_name(), group.publisher.place, dtype=dtypes_of(group.publisher.manifest))
-        branch.publisher.forget_source()  # it would keep the arena that it was copied from; each send passes weights
+        arena = group.writer.arena
+        branch = self._make(current, new_name(), arena.place, dtype=dtypes_of(arena.manifest))
+        branch.writer.forget_source()  # it would keep the arena that it was copied from; each send passes weights
         return branch
 
     def _make(

@@ -15,11 +15,11 @@ from multiprocessing import util
 from typing import Any
 
 from ....engine.outcome import Failure
-from ....engine.pickling import small
-from ....memory.process import Peer
-from ....memory.segment import Handle
-from ....memory.system import poll
-from ..lines import RING, check_uid, receive
+from ....engine.source.pickling import small
+from ....memory.control.segment import Handle
+from ....memory.system.calls import poll
+from ....memory.system.process import Peer
+from ..connections import RING, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
 _A_MOMENT = 0.2  # seconds between the end of a dying process's line and its own
@@ -46,7 +46,7 @@ class Switchboard:
         self._process_of = process_of
         self._unknown = set(workers)  # workers whose process is not known yet
         self._peers: dict[int, Peer] = {}
-        self._lines: dict[int, socket.socket] = {}
+        self._connections: dict[int, socket.socket] = {}
         self._owed: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
         self._poll = select.poll()  # of every descriptor: one call tells that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
@@ -62,11 +62,11 @@ class Switchboard:
     def ring(self, workers: Iterable[int]) -> None:
         """Wake these workers, if they are connected. One whose buffer is full has unread rings, and wakes anyway."""
         for worker in workers:
-            line = self._lines.get(worker)
-            if line is None:
+            connection = self._connections.get(worker)
+            if connection is None:
                 continue
             try:
-                line.send(self._owed.get(worker, RING) if self._owed else RING, _AT_ONCE)
+                connection.send(self._owed.get(worker, RING) if self._owed else RING, _AT_ONCE)
             except OSError:
                 continue  # busy, or gone: its ack is what counts
             self._owed.pop(worker, None)
@@ -163,25 +163,25 @@ class Switchboard:
             self._hang_up(caller)
             return []
         worker, owner = pickle.loads(hello)
-        earlier = self._lines.get(worker)
+        earlier = self._connections.get(worker)
         if worker in self._unknown or worker in self.ended:
             self._know(worker, Peer(owner=owner))
         self._peers[worker].introduce(owner)
         if not self._peers[worker].dead:
             self.ended.pop(worker, None)
-        self._lines[worker] = caller
+        self._connections[worker] = caller
         self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
         if earlier is not None and earlier is not caller:
             self._hang_up(earlier)
         self.ring([worker])  # it may have looked at its arena just before a version that it was not woken for
         return self._listen(worker, caller)
 
-    def _listen(self, worker: int, line: socket.socket) -> list[Report]:
+    def _listen(self, worker: int, connection: socket.socket) -> list[Report]:
         reports: list[Report] = []
-        while (message := receive(line)) is not None:
+        while (message := receive(connection)) is not None:
             if not message:
-                self._hang_up(line)
-                self._lines.pop(worker, None)
+                self._hang_up(connection)
+                self._connections.pop(worker, None)
                 peer = self._peers.get(worker)
                 # A process that dies closes its line a moment before it is gone.
                 before = time.monotonic()
@@ -196,10 +196,10 @@ class Switchboard:
                 reports.append((worker, Failure(*content)))
         return reports
 
-    def _hang_up(self, line: socket.socket) -> None:
-        self._drop(line.fileno())
-        self._open.pop(line, None)
-        line.close()
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._drop(connection.fileno())
+        self._open.pop(connection, None)
+        connection.close()
 
 
 def _close(sockets: dict[socket.socket, None]) -> None:

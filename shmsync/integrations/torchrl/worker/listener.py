@@ -22,7 +22,7 @@ class Listening(Protocol):
         """Handle the messages of the line; False when the trainer is gone."""
 
 
-class LineListener:
+class ConnectionListener:
     """The listening thread of one process; it ends with the last line."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LineListener:
         self._bell = -1  # an eventfd: the lines have changed
 
     @classmethod
-    def here(cls) -> LineListener:
+    def here(cls) -> ConnectionListener:
         """The listener of the calling process."""
         # A thread does not survive a fork. setdefault: two threads may ask at once, and a fork may come in between.
         return _listeners.setdefault(_native.fork_generation(), cls())
@@ -91,4 +91,4 @@ class LineListener:
                 del listening
 
 
-_listeners: dict[int, LineListener] = {}  # by fork generation
+_listeners: dict[int, ConnectionListener] = {}  # by fork generation

@@ -8,14 +8,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ....engine.binding import Binding
-from ....engine.calls import GuardedCall, calls_of
-from ....engine.cover import Cover
-from ....engine.guard import CALL, Guard, StandIn
+from ....engine.bind.binding import Binding
+from ....engine.bind.guard import CALL, Guard, Proxy
+from ....engine.bind.guarded_methods import GuardedCall, calls_of
+from ....engine.bind.read_guard import Cover
 from ....engine.subscriber import Subscriber
 from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
-from .turn import Turn
+from .model_lock import ModelLock
 
 
 class SafePoint(Cover):
@@ -25,10 +25,10 @@ class SafePoint(Cover):
     arena it stays, so that a call that is just entering finds the new one. All of that is native, like other covers.
     """
 
-    def __init__(self, module: nn.Module, turn: Turn, clock: VersionClock) -> None:
+    def __init__(self, module: nn.Module, model_lock: ModelLock, clock: VersionClock) -> None:
         super().__init__(module)
         self._looked = True  # gradients are the collector's choice, which nobody need be warned of
-        self.turn = turn
+        self.model_lock = model_lock
         self.clock = clock
         try:
             calls = calls_of(module, True)
@@ -37,7 +37,7 @@ class SafePoint(Cover):
         self._installed = [Guard(each.module, each.method, self) for each in calls]
         own = [guard for guard in self._installed if guard.module is module]
         forwards = [id(guard.entered) for guard in own if guard.method in ("forward", CALL)]
-        self._around(turn, clock.flight, forwards)
+        self._around(model_lock, clock.flight, forwards)
 
     def use(self, subscriber: Subscriber) -> None:
         """Make sections of this subscriber's arena from now on. Call it in a turn."""
@@ -59,7 +59,7 @@ class SafePoint(Cover):
         self.clock.forward_begins(args)
 
 
-class StatePoint(StandIn):
+class StatePoint(Proxy):
     """Replaces a policy's `state_dict()`: a private copy of one version."""
 
     def __init__(self, module: nn.Module, policy: SafePoint) -> None:
@@ -68,7 +68,7 @@ class StatePoint(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state_dict(), taken in a section."""
-        with self._policy.turn:
+        with self._policy.model_lock:
             if self._policy.subscriber is None:
                 return self.inner(*args, **kwargs)
             with self._policy.subscriber.read():
@@ -79,7 +79,7 @@ class StatePoint(StandIn):
                 return state
 
 
-class LoadPoint(StandIn):
+class LoadPoint(Proxy):
     """Replaces the part of `load_state_dict()` that writes a module's own parameters.
 
     Bound parameters are shared and read-only, so they become private before they are written.
@@ -91,7 +91,7 @@ class LoadPoint(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Make the parameters private, and load them, in a turn."""
-        with self._policy.turn:
+        with self._policy.model_lock:
             self._policy.clock.flight.due = True  # a collector's state has a version too
             if self._policy.subscriber is not None:
                 make_private(self._policy.subscriber, {self.module})
@@ -108,7 +108,7 @@ def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -
             section: AbstractContextManager[Any] = subscriber.read()
             with section:
                 for binding in bindings:
-                    binding.give_back(owners)
+                    binding.release(owners)
         except ShmSyncError:  # the trainer died while it wrote, so these bytes do not change any more
             for binding in bindings:
-                binding.give_back(owners)
+                binding.release(owners)

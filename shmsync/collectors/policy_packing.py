@@ -1,0 +1,63 @@
+"""The policy on its way into the workers: without values where these come from shared memory, and not compiled."""
+
+from __future__ import annotations
+
+import io
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from ..engine.source.leaf_check import is_a
+from ..memory.devices import brought, fetched, named, place_of
+
+
+def pack(policy: nn.Module, *, values: bool) -> bytes:
+    """Pickle the policy for the workers. Without `values`, its parameters are left to shared memory.
+
+    What torch.compile() has wrapped, in the policy or around it, arrives as what it was: compiled code does not travel.
+    """
+    file = io.BytesIO()
+    _PolicyPickler(file, set() if values else {id(parameter) for parameter in policy.parameters()}).dump(policy)
+    return file.getvalue()
+
+
+def bring(policy: nn.Module, device: str) -> None:
+    """Move what the policy has brought along to a device; parameters without values get theirs from shared memory."""
+    there = named(device)
+    for tensor in (*policy.parameters(), *policy.buffers()):
+        if tensor.device.type != "meta":
+            tensor.data = brought(tensor.data, there)
+
+
+class _PolicyPickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, left_out: set[int]) -> None:
+        super().__init__(file)
+        self._left_out = left_out
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._left_out:
+            return _parameter, (torch.empty_like(obj, device="meta").detach(), obj.requires_grad)
+        if type(obj) in (torch.Tensor, nn.Parameter) and place_of(obj) not in ("cpu", "meta"):
+            # A worker may not see the trainer's device.
+            home = fetched(obj.detach())
+            return (_parameter, (home, obj.requires_grad)) if type(obj) is nn.Parameter else (_itself, (home,))
+        inner = _compiled(obj)
+        return super().reducer_override(obj) if inner is None else (_itself, (inner,))
+
+
+def _compiled(obj: Any) -> Any:
+    """What torch.compile() made this from, a module or a function; None if it did not."""
+    if is_a(obj, "torch._dynamo.eval_frame", "OptimizedModule"):
+        return obj._orig_mod
+    return getattr(obj, "_torchdynamo_orig_callable", None) if isinstance(obj, FunctionType) else None
+
+
+def _parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -1,0 +1,125 @@
+"""The collector's workers and what they need: weights, a place in the batches, and a restart after a death."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ...errors import WorkerDied
+from ...schemes import WeightSyncScheme
+from ...schemes.arenas.worker_devices import WorkerDevices
+from .. import buffers
+from ..worker.worker_process import LAYOUT, START, WorkerSpec
+from . import checks
+from .checks import CollectorNumbers
+from .ending import Ending
+from .jobs import Jobs
+from .worker_pool import WorkerPool
+
+_log = logging.getLogger("shmsync")
+
+
+class WorkerSetup:
+    """The workers of one collector. Any of its calls may be interrupted by a signal handler that raises."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        jobs: Jobs,
+        scheme: WeightSyncScheme,
+        specs: list[WorkerSpec],
+        start_timeout: float,
+        devices: WorkerDevices,
+    ) -> None:
+        self._pool = pool
+        self._jobs = jobs
+        self._scheme = scheme
+        # Schemes that know nothing of devices bring weights to wherever a policy is.
+        placed = not devices.unset and "device" in scheme.sender_takes
+        self._placed: dict[str, Any] = {"device": devices} if placed else {}
+        self._start_timeout = start_timeout
+        self.specs = specs
+        self.restarts = 0
+
+    def start(self, policy: nn.Module, numbers: CollectorNumbers, sync: bool, ending: Ending) -> None:
+        """Start all workers, send them their first weights, and give them their rows of the batches."""
+        deadline = time.monotonic() + self._start_timeout
+        members = [self._pool.start(spec) for spec in self.specs]
+        self._pool.greet(deadline)
+        with self.reasons():
+            self._scheme.init_on_sender(
+                "policy",
+                pipes=[member.weights for member in members],
+                procs=[member.process for member in members],
+                model=policy,
+                **self._placed,
+            )
+            self.sender = self._scheme.get_sender()
+            self.sender.send(timeout=self._start_timeout)
+        leaves, count = checks.agreed(self._pool.ask(LAYOUT, deadline))
+        steps = checks.steps(numbers, count, sync)
+        # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
+        # the same frames, however they are made.
+        base = self.specs[0].seed
+        self.specs = [
+            replace(spec, rows=(spec.index * count, (spec.index + 1) * count), seed=base + spec.index * count)
+            for spec in self.specs
+        ]
+        self.memory, ending.fd = buffers.create(leaves, count * numbers.num_workers, steps)
+        for spec in self.specs:
+            self._join(spec)
+
+    def restart(self, index: int) -> None:
+        """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
+        deadline = time.monotonic() + self._start_timeout
+        self.restarts += 1
+        self._pool.members[index].log_loss()
+        _log.warning("collector worker %d was lost, and is started again", index)
+        # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
+        spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
+        member = self._pool.start(spec)
+        self._pool.greet(deadline, [index])
+        with self.reasons():
+            self.sender.register_worker(index, member.weights, member.process)
+            resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
+            if resend is not None:
+                resend(index, timeout=self._start_timeout)
+        self._join(spec)
+        self._jobs.tell(index)
+
+    def _join(self, spec: WorkerSpec) -> None:
+        member = self._pool.members[spec.index]
+        member.tell(START, (self.memory.spec, spec.rows, spec.seed))
+        member.joined = True
+
+    def finish_restarts(self) -> None:
+        """Do what an interrupted call has left half done."""
+        for index, member in self._pool.members.items():
+            if not member.joined:
+                self.restart(index)
+            self._jobs.tell(index)
+
+    def rows(self, index: int) -> slice:
+        """A worker's rows of a batch."""
+        return slice(*self.specs[index].rows)
+
+    @contextmanager
+    def reasons(self, *, restarts: bool = False) -> Iterator[None]:
+        """Raise what ended a worker in place of a send's WorkerDied; `restarts`: not if it can start again."""
+        try:
+            yield
+        except WorkerDied as error:
+            for index in error.missing:
+                member: Any = self._pool.members.get(index) if isinstance(index, int) else None
+                if member is None:
+                    continue
+                self._pool.listen(member)
+                if member.failure is not None and not (restarts and member.delivered):
+                    member.raise_loss()
+            raise

@@ -1,0 +1,158 @@
+"""The policy of a worker: called with its own copy of the observations; what it returns is checked and recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ...errors import ManifestMismatch
+from ...memory.arena import nested
+from ...memory.devices import fetched, named
+from ...memory.manifest import Key
+from .. import spaces
+from ..buffers import RESULTS, Leaves, frame
+from .observation_buffers import OBSERVATION, Observations
+
+ACTION: Key = ("action",)
+
+
+class Actor:
+    """The policy, for so many environments at once. `device`: where it computes; None: in the host's memory."""
+
+    def __init__(self, policy: nn.Module, observations: Observations, count: int, device: str | None = None) -> None:
+        place = None if device is None else named(device)
+        self._there = None if place is None else place.torch_device
+        self._policy = policy
+        self._parts = observations.parts
+        self._layout = observations.layout
+        self._count = count
+        self._takes_tensordict = hasattr(policy, "in_keys")
+        names = getattr(policy, "out_keys", None)  # of a TensorDictModule
+        self._out_keys = names and [(name,) if isinstance(name, str) else tuple(name) for name in names]
+        self._plain = len(self._parts) == 1 and not self._parts[0].path and not self._takes_tensordict
+        self._wanted: list[list[Any]] = []
+        self._known: frozenset[Key] = frozenset()
+
+    def act(self, now: Sequence[NDArray[Any]]) -> Mapping[Key, torch.Tensor]:
+        """Call the policy on these leaves of the observations, `[n, ...]`. Returns its outputs by key."""
+        given = self._input(now)
+        recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a tenth of its time
+        try:
+            out = self._policy(given)
+        finally:
+            torch._C._set_grad_enabled(recording)
+        if type(out) is torch.Tensor:
+            found: Mapping[Key, Any] = {ACTION: out}
+        elif self._out_keys is not None:
+            found = {key: out.get(key) for key in self._out_keys}
+        else:
+            found = spaces.as_mapping(out)
+        return found if self._there is None else {key: _at_home(value) for key, value in found.items()}
+
+    def layout(self, out: Mapping[Key, torch.Tensor]) -> Leaves:
+        """The leaves of one frame, with what the policy returned."""
+        ours = dict(self._layout)
+        ours |= {("next", *key): value for key, value in ours.items()} | RESULTS
+        given = {}
+        for key in out:
+            if key in self._layout:
+                continue  # the recorded observation is the one that the policy got, whatever it made of it
+            _check_words(key)
+            if key in ours:
+                raise ManifestMismatch(
+                    f"the policy returned {'.'.join(key)!r}, which is the collector's own; rename it"
+                )
+            value = output(out, key)
+            if value.ndim == 0 or len(value) != self._count:
+                raise ManifestMismatch(
+                    f"the policy returned {'.'.join(key)!r} of shape {tuple(value.shape)} for {self._count} "
+                    f"environment(s); its first dimension must be {self._count}"
+                )
+            given[key] = value[0]
+        return ours | frame(given)
+
+    def use(self, given: list[dict[Key, torch.Tensor]]) -> None:
+        """Record into these tensors `[n, steps, ...]` from now on: for each buffer, by key."""
+        self._wanted = [
+            [(key, tensor, _array(tensor), (self._count, *tensor.shape[2:])) for key, tensor in tensors.items()]
+            for tensors in given
+        ]
+        self._known = frozenset(given[0]) | frozenset(self._layout)
+
+    def record(self, buffer: int, out: Mapping[Key, torch.Tensor], rows: Any, steps: Any) -> None:
+        """Write what the policy returned for these rows, as these steps."""
+        if not self._known.issuperset(out):
+            more = next(key for key in out if key not in self._known)
+            raise ManifestMismatch(
+                f"the policy returned {'.'.join(map(str, more))!r}, which it did not the first time; it must return "
+                "the same keys each time"
+            )
+        for key, tensor, array, shape in self._wanted[buffer]:
+            value = output(out, key)
+            if value.shape != shape or value.dtype is not tensor.dtype:
+                raise ManifestMismatch(
+                    f"the policy returned {'.'.join(key)!r} as {value.dtype} {tuple(value.shape)} but its first "
+                    f"was {tensor.dtype} {shape}; it must return the same form each time"
+                )
+            if value.requires_grad:
+                value = value.detach()
+            if array is not None and _is_plain(value):
+                array[rows, steps] = value.numpy()[rows]
+            else:
+                tensor[rows, steps] = value[rows]
+
+    def _input(self, now: Sequence[NDArray[Any]]) -> Any:
+        """What the policy is called with: its own copy, which it may write into and keep.
+
+        A TensorDict for policies that take one, else the observation itself.
+        """
+        if self._plain:
+            given = torch.from_numpy(now[0].copy())
+            return given if self._there is None else given.to(self._there)
+        tensors = {part.key: torch.from_numpy(leaf.copy()) for part, leaf in zip(self._parts, now, strict=True)}
+        if self._there is not None:
+            tensors = {key: tensor.to(self._there) for key, tensor in tensors.items()}
+        made = nested(tensors) if self._takes_tensordict else nested(tensors)[OBSERVATION[0]]
+        made.batch_size = torch.Size([self._count])
+        return made
+
+
+def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
+    """What the policy returned under this key. Raises TypeError for what is no tensor, or not there."""
+    value = out.get(key)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"the policy returned {'.'.join(map(str, key))!r} as {type(value).__name__}; all that it returns must "
+            "be tensors, and the same keys each time"
+        )
+    return value
+
+
+def _at_home(value: Any) -> Any:
+    return fetched(value) if isinstance(value, torch.Tensor) else value
+
+
+def _check_words(key: Key) -> None:
+    if not all(isinstance(name, str) for name in key):
+        raise ManifestMismatch(
+            f"the policy returned the key {key[0] if len(key) == 1 else key!r}, and the keys of a batch are words; "
+            "name it with a string"
+        )
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any] | None:
+    """The tensor for NumPy; None where NumPy does not have its dtype."""
+    try:
+        return tensor.numpy()
+    except TypeError:  # bfloat16
+        return None
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Can NumPy read it? Not from other devices, nor lazy conjugates."""
+    return type(value) is torch.Tensor and value.is_cpu and not value.is_conj() and not value.is_neg()

@@ -1,0 +1,146 @@
+"""The observations of a worker's environments: where the newest of them lie, and whether one fits its space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces as gym_spaces
+from numpy.typing import NDArray
+
+from ...errors import ManifestMismatch, NoSpace
+from ...memory.manifest import Key
+from ...memory.slab.available import available_bytes
+from .. import spaces
+from ..buffers import frame
+from ..casting import fit
+
+OBSERVATION: Key = ("observation",)
+
+
+class Part(NamedTuple):
+    """One leaf of the observations."""
+
+    path: Key  # below the observation itself
+    now: NDArray[Any]  # what the policy sees next, `[n, ...]`, written in place
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]  # of one environment's
+
+    @property
+    def key(self) -> Key:
+        """Where it is in a batch."""
+        return OBSERVATION + self.path
+
+
+class Observations:
+    """The newest observations of so many environments of one space."""
+
+    def __init__(self, space: gymnasium.Space[Any], count: int) -> None:
+        self.space = space
+        self.leaves = spaces.leaves(space, OBSERVATION)
+        self.layout = frame(self.leaves)
+        _check_room(self.leaves, count)
+        self.parts = []
+        for key, leaf in self.leaves.items():
+            now = torch.empty((count, *leaf.shape), dtype=leaf.dtype, device="cpu").numpy()
+            self.parts.append(Part(key[1:], now, now.dtype, now.shape[1:]))
+        self._sizes = _sizes(space, ())
+
+    def of_rows(self, rows: slice) -> Observations:
+        """Those of some of the environments, in the same memory."""
+        some = object.__new__(Observations)
+        some.__dict__.update(self.__dict__)
+        some.parts = [part._replace(now=part.now[rows]) for part in self.parts]
+        return some
+
+    def check_keys(self, observation: Any, call: str) -> None:
+        """Raise ManifestMismatch for an observation that has keys which its space lacks. Take its leaves first."""
+        for path, size in self._sizes:
+            level = observation
+            for name in path:
+                level = level[name]
+            if isinstance(level, Mapping) and len(level) != size:
+                extra = spaces.unknown(observation, self.space)
+                raise ManifestMismatch(
+                    f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
+                    "add them to the space, or leave them out"
+                )
+
+    @property
+    def now(self) -> list[NDArray[Any]]:
+        """The leaves of what the policy sees next, `[n, ...]`."""
+        return [part.now for part in self.parts]
+
+    @property
+    def nested(self) -> bool:
+        """Has an observation keys?"""
+        return bool(self._sizes)
+
+
+def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:
+    """A leaf of an observation, as it can be written. The words are made only if it cannot.
+
+    Raises ManifestMismatch for one that is not there, or does not have this shape.
+    """
+    value = observation
+    try:
+        for name in part.path:
+            value = value[name]
+    except (KeyError, IndexError, TypeError):
+        spaces.part(observation, part.path, f"the observation of {call}")  # says which
+        raise
+    if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
+        return value
+    return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
+
+
+def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
+    """Raise ManifestMismatch unless these pairs of observation space and action space have the same form."""
+    space, action_space = found[0]
+    layout, form = frame(spaces.leaves(space, OBSERVATION)), spaces.form(action_space)
+    for index, (other, other_action) in enumerate(found):
+        if frame(spaces.leaves(other, OBSERVATION)) != layout or spaces.form(other_action) != form:
+            raise ManifestMismatch(
+                f"environments 0 and {index} of worker {worker} have different spaces: {space} and {other}, "
+                f"{action_space} and {other_action}; all environments of a collector need the same spaces"
+            )
+
+
+def not_a_tuple(result: Any, call: str, names: str) -> ManifestMismatch:
+    """The error for an environment that returned something else than Gymnasium's API says."""
+    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    return ManifestMismatch(f"{call} returned {what}, and must return a tuple: {names}, as Gymnasium's API says")
+
+
+def check_step(result: Any) -> None:
+    """Raise ManifestMismatch unless this is what step() returns."""
+    if type(result) is not tuple or len(result) != 5:
+        raise not_a_tuple(result, "step()", "observation, reward, terminated, truncated, info")
+
+
+def check_reset(result: Any) -> None:
+    """Raise ManifestMismatch unless this is what reset() returns."""
+    if type(result) is not tuple or len(result) != 2:
+        raise not_a_tuple(result, "reset()", "observation, info")
+
+
+def _sizes(space: gymnasium.Space[Any], path: Key) -> list[tuple[Key, int]]:
+    """The Dict spaces of a space by path, with their numbers of keys."""
+    if not isinstance(space, gym_spaces.Dict):
+        return []
+    inner = [each for name, child in space.spaces.items() for each in _sizes(child, (*path, name))]
+    return [(path, len(space.spaces)), *inner]
+
+
+def _check_room(leaves: Mapping[Key, torch.Tensor], count: int) -> None:
+    """Raise NoSpace if not even the current observations have room."""
+    needed, available = count * sum(math.prod(t.shape) * t.dtype.itemsize for t in leaves.values()), available_bytes()
+    if needed > available:
+        raise NoSpace(
+            f"{count} observation(s) need {needed:,} bytes but {available:,} are available to this process (machine "
+            "and cgroup); use a smaller observation space, or envs_per_worker="
+        )

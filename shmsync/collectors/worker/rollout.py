@@ -1,0 +1,219 @@
+"""Stepping a worker's environments with the policy, frame by frame, straight into the shared buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import vector
+from numpy.typing import NDArray
+from torch import nn
+
+from ...errors import ManifestMismatch
+from ...memory.manifest import Key
+from .. import spaces
+from ..buffers import RESULTS, Buffers, Leaves
+from .acting import ACTION, Actor, output
+from .observation_buffers import Observations, check_alike
+from .singles import Results, SingleEnvs
+from .threads import ThreadedEnvs
+from .vectors import VectorGroup, is_vector
+
+
+class Rollout:
+    """The environments of one worker, and the policy that acts in them.
+
+    `version()` says which weights the last call of the policy used. `device`: where it computes; None: on the host.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        policy: nn.Module,
+        version: Callable[[], int],
+        *,
+        worker: int,
+        discrete_actions: spaces.DiscreteActions | None = None,
+        in_threads: bool = False,
+        device: str | None = None,
+    ) -> None:
+        self.envs = envs
+        self._version = version
+        self._worker = worker
+        kinds = [is_vector(env) for env in envs]
+        of_vectors = any(kinds)
+        if of_vectors and not all(kinds):
+            raise ManifestMismatch(
+                f"worker {worker} has single environments and vector environments; let create_env_fn make one kind"
+            )
+        if in_threads and of_vectors:
+            raise ManifestMismatch(
+                f"envs_in_threads=True gives single environments a thread each, but worker {worker} has a vector "
+                "environment; leave it out, or let create_env_fn make a single one, and envs_per_worker= say how many"
+            )
+        prefix = "single_" if of_vectors else ""
+        found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
+        check_alike(found, worker)
+        self._to_env = spaces.to_env(found[0][1], discrete_actions)
+        singles = _singles(envs) if of_vectors else list(envs)
+        self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
+        self._observations = Observations(found[0][0], self.count)
+        self._actor = Actor(policy, self._observations, self.count, device)
+        self._singles: SingleEnvs | None = None
+        self._vectors: list[tuple[VectorGroup, slice]] = []
+        if in_threads:
+            self._singles = ThreadedEnvs(envs, self._observations)
+        elif singles is not None:
+            self._singles = SingleEnvs(singles, self._observations, found[0][1].dtype if of_vectors else None)
+        else:
+            first = 0
+            for env in envs:
+                rows = slice(first, first + int(env.num_envs))
+                self._vectors.append((VectorGroup(env, self._observations.of_rows(rows)), rows))
+                first = rows.stop
+        self._uneven = any(group.uneven for group, _ in self._vectors)
+
+    def reset(self, seed: int | None = None) -> None:
+        """Start a new episode in every environment."""
+        if self._singles is not None:
+            self._singles.reset(seed)
+        for group, rows in self._vectors:
+            group.reset(None if seed is None else seed + rows.start)
+
+    def seed_actions(self, seed: int) -> None:
+        """Seed the spaces from which environments may draw actions."""
+        if self._singles is not None:
+            self._singles.seed_actions(seed)
+        for group, rows in self._vectors:
+            group.seed_actions(seed + rows.start)
+
+    def layout(self) -> Leaves:
+        """The leaves of one frame; calls the policy once, on the observations that are there."""
+        state = torch.get_rng_state()
+        out = self._actor.act(self._observations.now)
+        torch.set_rng_state(state)
+        self._to_env(output(out, ACTION))  # refuses what does not fit
+        return self._actor.layout(out)
+
+    def use(self, buffers: Buffers, rows: slice) -> None:
+        """Write into these rows of the buffers from now on."""
+        if rows.stop - rows.start != self.count:
+            raise ManifestMismatch(
+                f"worker {self._worker} has {self.count} environment(s) now but its part of a batch has "
+                f"{rows.stop - rows.start}; let create_env_fn make the same number each time"
+            )
+        layout = self._observations.layout
+        ours = [*RESULTS, *layout, *(("next", *key) for key in layout)]
+        self._written: list[tuple[dict[Key, NDArray[Any]], Results, list[Results]]] = []
+        given = []
+        for tensors in buffers.tensors:
+            arrays = {key: tensors[key][rows].numpy() for key in ours}
+            arrays[("worker",)][:] = self._worker
+            results = Results.of(arrays, self._observations)
+            self._written.append((arrays, results, [results.of_rows(own) for _, own in self._vectors]))
+            given.append({key: tensors[key][rows] for key in tensors if key not in arrays})
+        self._actor.use(given)
+        self.steps = buffers.spec.steps
+
+    def collect(self, buffer: int, between: Callable[[], bool]) -> bool:
+        """Fill the rows of a buffer. `between` is called before each step; False abandons the rest."""
+        if self._singles is not None:
+            return self._collect_singles(self._singles, buffer, between)
+        if self._uneven:
+            return self._collect_unevenly(buffer, between)
+        arrays, results, of_vectors = self._written[buffer]
+        results.begin()
+        versions = arrays[("policy_version",)]
+        now, everyone = self._observations.now, slice(None)
+        seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
+        for t in range(self.steps):
+            if not between():
+                return False
+            out, actions = self._act(now)
+            for group, rows in self._vectors:
+                group.begin(actions[rows])
+            self._record(buffer, out, versions, everyone, t)
+            for leaf, before in seen:
+                before[:, t] = leaf
+            for (group, _), to in zip(self._vectors, of_vectors, strict=True):
+                group.finish(to, everyone, t)
+        return True
+
+    def _collect_singles(self, singles: SingleEnvs, buffer: int, between: Callable[[], bool]) -> bool:
+        """collect(), where an observation is written where the batch has it, and read by the policy there."""
+        arrays, results, _ = self._written[buffer]
+        results.begin()
+        versions = arrays[("policy_version",)]
+        now = self._observations.now
+        befores = [arrays[part.key] for part in self._observations.parts]
+        for leaf, before in zip(now, befores, strict=True):
+            before[:, 0] = leaf
+        for t in range(self.steps):
+            here = [before[:, t] for before in befores]
+            if not between():
+                for leaf, before in zip(now, here, strict=True):
+                    leaf[...] = before
+                return False
+            out, actions = self._act(here)
+            singles.begin(actions, results, t, [b[:, t + 1] for b in befores] if t + 1 < self.steps else now)
+            try:
+                self._record(buffer, out, versions, slice(None), t)
+            except BaseException:
+                singles.abandon()
+                raise
+            singles.finish()
+        return True
+
+    def _collect_unevenly(self, buffer: int, between: Callable[[], bool]) -> bool:
+        """collect(), where some environments now and then reset in a step of the others."""
+        arrays, results, of_vectors = self._written[buffer]
+        results.begin()
+        versions = arrays[("policy_version",)]
+        seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
+        filled = np.zeros(self.count, np.int64)  # steps of each row
+        while (unfilled := filled < self.steps).any():
+            if not between():
+                return False
+            rows = unfilled.nonzero()[0]
+            out, actions = self._act(self._observations.now)
+            for group, own in self._vectors:
+                group.begin(actions[own])
+            self._record(buffer, out, versions, rows, filled[rows])
+            for now, before in seen:
+                before[rows, filled[rows]] = now[rows]
+            for (group, own), to in zip(self._vectors, of_vectors, strict=True):
+                acting = group.acting.copy()
+                inner = unfilled[own].nonzero()[0]
+                group.finish(to, inner, filled[own][inner])
+                filled[own] += acting & unfilled[own]  # what a reset has written is written over
+        return True
+
+    def _act(self, now: Sequence[NDArray[Any]]) -> tuple[Mapping[Key, torch.Tensor], Any]:
+        """Call the policy on these observations: what it returned, and actions made of it."""
+        out = self._actor.act(now)
+        return out, self._to_env(output(out, ACTION))
+
+    def _record(self, buffer: int, out: Mapping[Key, torch.Tensor], versions: NDArray[Any], rows: Any, at: Any) -> None:
+        """Write what the policy returned for these rows, as these steps."""
+        versions[rows, at] = self._version()
+        self._actor.record(buffer, out, rows, at)
+
+
+def _singles(envs: Sequence[Any]) -> list[Any] | None:
+    """The environments of all these vector environments; None if one of them must be asked."""
+    found = [unrolled(env) for env in envs]
+    return None if None in found else [each for some in found for each in some or ()]
+
+
+def unrolled(env: Any) -> list[Any] | None:
+    """The environments of a SyncVectorEnv; None for anything that may do more in a step than to step them.
+
+    That is each other class, a derived one too, and an object with a method of its own. A worker steps these
+    environments itself, straight into its batches: a SyncVectorEnv puts their results together three times before a
+    batch gets them, which takes longer than to step four CartPoles.
+    """
+    if type(env) is not vector.SyncVectorEnv or vars(env).keys() & {"step", "reset"}:
+        return None
+    return list(env.envs)

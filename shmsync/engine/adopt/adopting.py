@@ -1,0 +1,395 @@
+"""Adoption: a module's parameters become the slab itself, and stay it whatever the trainer makes of the module."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ... import _native
+from ...errors import ProtocolError
+from ...memory.arena import Arena, lies_in, readonly_ranges
+from ...memory.devices import assign, clone, laid_out
+from ...memory.manifest import Key, Leaf
+from ...memory.strides import same_order
+from ...memory.torch_modes import plainly, run_plainly
+from ..bind.guard import Proxy
+from ..bind.loading import AdoptedLoading, Loads
+from ..source.aliases import make_private
+from ..source.manifest_check import direct, same_layout
+from ..source.sources import Filter, collect
+from ..source.wrappers import modules_in
+from .adoptable import Parts, misfit, parts_of
+from .optimizer_hooks import OptimizerWatch, StepGate, laid, refuse_orphans, states_follow, stepped_by, stuck_states
+
+R = TypeVar("R")
+
+_log = logging.getLogger("shmsync")
+
+_living: weakref.WeakSet[Adoption] = weakref.WeakSet()
+
+
+class _Private(NamedTuple):
+    """A buffer of the module: found by its name in each update(), and copied to its place."""
+
+    store: dict[str, Any]
+    name: str
+    leaf: Leaf
+    view: torch.Tensor  # its place
+
+    @property
+    def buffer(self) -> Any:
+        return self.store.get(self.name)
+
+    @property
+    def fits(self) -> bool:
+        buffer, view = self.buffer, self.view
+        return (
+            isinstance(buffer, torch.Tensor)
+            and buffer.shape == view.shape
+            and buffer.dtype == view.dtype
+            and buffer.device == view.device
+        )
+
+
+class Adoption:
+    """The module whose parameters are views of the slab.
+
+    Its tensors are followed by name. Forward passes write buffers (BatchNorm) and replace them, outside any update():
+    they stay private and are copied at its end. A buffer that shows a parameter's memory goes where the parameter goes.
+
+    Args:
+        module: to adopt; nothing is changed before move_in().
+        tensors: those of its tensors that the arena has.
+        arena, name: whose only slot becomes its memory.
+        filter: which of its leaves the arena has.
+        optimizers: that step it inside update().
+        protected: it is written inside update() only.
+
+    Raises ManifestMismatch for a module, ValueError for an optimizer, ProtocolError for a use of them that does not
+    allow it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tensors: Mapping[Key, torch.Tensor],
+        arena: Arena,
+        name: str,
+        filter: Filter,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        protected: bool = True,
+    ) -> None:
+        self.module = module
+        self._protected = protected
+        self.gates: list[StepGate] = []
+        self._arena, self._name, self._filter = arena, name, filter
+        self._views = arena.views(0, writable=True)
+        self._placed: dict[Key, torch.Tensor] = {}  # what was put at its place in the slab
+        self._beside: list[torch.Tensor] = []  # no leaves, but memory of a placed tensor
+        self._private: list[_Private] = []
+        self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
+        self._seen: _native.Sources | None = None  # None: look at everything each time
+        self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
+        self._pending: Parts | None = None
+        self._watch = OptimizerWatch(self._placed)
+        self._loads: Loads | None = None
+        self._loading: list[AdoptedLoading] = []
+        self._refuse_shared(tensors)
+        self._pending = self._parts(optimizers)
+
+    def move_in(self, writer: _native.Writer) -> None:
+        """Let the parameters be the slab. Call it when the arena has their values."""
+        if self._protected:
+            self.protect(writer)
+        self.pull(copy=False)
+        _living.add(self)
+
+    def protect(self, writer: _native.Writer) -> None:
+        """Make the only slot read-only for this process while readers may be in it, as docs/adr/0039 has it.
+
+        A device's memory has no such protection.
+        """
+        if self._arena.on_device is None:
+            address = self._arena.slot_address(0)
+            _native.faults_of_adopted(address)
+            size = -(-self._arena.manifest.written_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+            if size and not writer.protect(address, size):
+                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self._name)
+
+    def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
+        readonly = readonly_ranges()
+        theirs = {id(t): other._name for other in _living for t in other._placed.values()}
+        for key, tensor in tensors.items():
+            if id(tensor) in theirs:
+                raise ProtocolError(
+                    f"{'.'.join(key)} is adopted by arena {theirs[id(tensor)]!r} already, and can be one arena's "
+                    f"memory only; close that Publisher first, or publish() the module to {self._name!r}"
+                )
+            if isinstance(tensor, nn.Parameter) and lies_in(tensor, readonly):
+                raise ProtocolError(
+                    f"{'.'.join(key)} shows weights of an arena: the module is bound to a Subscriber, whose weights "
+                    "are read-only; adopt the trainer's own module"
+                )
+
+    def look(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """See which tensors the module has now; take_in() brings new ones into the slab.
+
+        `optimizer`: is about to step. Raises ManifestMismatch for tensors that do not fit, ProtocolError for an
+        optimizer that would step one that the module has no more; nothing is changed then.
+        """
+        if self._unchanged():
+            if optimizer is not None:
+                refuse_orphans(optimizer, self._watch.orphans, self._placed)
+            return
+        parts = self._parts(self._optimizers())
+        replaced = [(key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old]
+        self._watch.replaced(replaced)
+        if optimizer is not None:
+            refuse_orphans(optimizer, self._watch.orphans, parts.placed)
+        # What goes in overwrites a place. Whoever else still shows that place gets memory of its own: the parameter
+        # that was there, what swap_tensors() swapped it with, a backup `p.data`, or another parameter of the module.
+        away = self._away(parts.placed)
+        if away:
+            staying = [t for key, t in parts.placed.items() if key not in away]
+            known = [old for _, old in replaced] + [parts.placed[key] for key in away]
+            make_private(known, [self._views[key] for key in away], [*self._views.values(), *staying])
+        self._pending = parts
+
+    def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
+        return parts_of(self.module, self._arena, self._name, self._filter, optimizers, self._protected)
+
+    def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
+        """Those that are not at their place, as it is laid out."""
+        by_key = self._arena.manifest.by_key
+        return {
+            key
+            for key, tensor in placed.items()
+            if tensor.data_ptr() != self._views[key].data_ptr() or not same_layout(tensor, by_key[key])
+        }
+
+    def _unchanged(self) -> bool:
+        # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
+        seen, self._seen = self._seen, None
+        if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
+            return False
+        self._seen = seen
+        if self._copy is not None and self._copy.revalidate():
+            return True
+        # Buffers that were replaced by ones like them need no more than a new table.
+        for store, names, fixed in self._stores:
+            if tuple(store) != names or any(store[name] is not value for name, value in fixed):
+                return False
+        if not all(private.fits for private in self._private):
+            return False
+        self._copy = self._copy_table()
+        return True
+
+    def _copy_table(self) -> _native.Sources | None:
+        """Of the buffers; None if some have to be gathered first."""
+        rows = [(private.buffer, private.leaf.offset, private.leaf.nbytes) for private in self._private]
+        by_address = self._arena.on_device is None
+        if not by_address or not all(direct(private.buffer, private.leaf) for private in self._private):
+            return None
+        return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
+
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
+        if not optimizers:
+            return
+        own = {id(tensor) for tensor in collect(self.module, self._filter, watch=False).tensors.values()}
+        for optimizer in optimizers:
+            stepped = stepped_by(optimizer)
+            if not any(id(tensor) in own for tensor in stepped):
+                raise ValueError(
+                    f"the optimizer steps {len(stepped)} parameter(s), none of them of the module to adopt; pass the "
+                    "optimizer of this module"
+                )
+            if stuck := stuck_states(optimizer, laid(self._placed.values())):
+                raise misfit(self._name, stuck)
+
+    def step_through(self, gates: Iterable[StepGate]) -> None:
+        """These gates, whose optimizers were checked, lead to this adoption."""
+        self.gates += [gate for gate in gates if gate not in self.gates]
+        self.watch_optimizer()
+        for optimizer in self._optimizers():
+            states_follow(optimizer, self._placed.values())
+
+    def load_through(self, loads: Loads) -> None:
+        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it."""
+        self._loads = loads
+        self._place_proxies()
+        self._watch.refuse_outside(loads.inside, lambda: self._optimizers())
+
+    def _place_proxies(self) -> None:
+        if self._loads is None:
+            return
+        for child in modules_in(self.module):
+            for name in ("load_state_dict", "_load_from_state_dict"):
+                if name not in child.__dict__ or not isinstance(child.__dict__[name], Proxy):
+                    each = AdoptedLoading(child, name, False)
+                    each.loads = self._loads
+                    self._loading += (each,)
+
+    def placed_in(self, module: nn.Module) -> set[str]:
+        """The names of the module's own parameters that are the slab."""
+        placed = {id(tensor) for tensor in self._placed.values()}
+        return {name for name, tensor in module._parameters.items() if id(tensor) in placed}
+
+    def load(self, run: Callable[[], R], written: Callable[[], object]) -> R:
+        """What run(), which loads into the module, returns; inside update().
+
+        It loads into private copies, which go into the slab when it has succeeded: torch writes what fits before it
+        raises for the rest. `written` is called before the first byte goes there.
+        """
+        views = {view.data_ptr(): view for view in self._views.values() if view.nbytes}
+        with plainly():
+            shown = [tensor for tensor in (*self._placed.values(), *self._beside) if tensor.data_ptr() in views]
+            places = [views[tensor.data_ptr()] for tensor in shown]
+            made = {view.data_ptr(): clone(view) for view in places}
+            copies = [made[view.data_ptr()] for view in places]
+        try:
+            with plainly():
+                _native.set_data(shown, copies)
+            result = run()
+        finally:
+            with plainly():
+                there = [
+                    (tensor, view, copy)
+                    for tensor, view, copy in zip(shown, places, copies, strict=True)
+                    if tensor.data_ptr() == copy.data_ptr()
+                ]
+                _native.set_data([tensor for tensor, _, _ in there], [view for _, view, _ in there])
+        self.look()  # what was replaced may not fit
+        own = {id(tensor) for tensor in self.module.parameters()}
+        written()
+        with plainly():
+            for view, copy in {id(v): (v, c) for tensor, v, c in there if id(tensor) in own}.values():
+                assign(view, copy)
+        return result
+
+    def watch_optimizer(self) -> None:
+        """An update() has begun or ended: steps are right inside it only."""
+        for gate in self.gates:
+            gate.mind()
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for gate in self.gates if (optimizer := gate.optimizer()) is not None]
+
+    @property
+    def moves(self) -> bool:
+        """Will take_in() bring anything into the slab?"""
+        return self._pending is not None
+
+    def pull(self, *, copy: bool = True) -> list[torch.Tensor]:
+        """Bring what look() found into the slab; only while readers are kept out.
+
+        Returns the memory that its tensors had: plans made before may still read it.
+        """
+        parts, self._pending = self._pending, None
+        if parts is None:
+            return []
+        self._seen = None  # an interrupt may land anywhere: look at everything again
+        left = []
+        restrided = False
+        with plainly():
+            moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
+            for tensor, view in moving:
+                if copy:
+                    assign(view, tensor)
+            moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
+            for tensor, view in moving:
+                left.append(tensor.data)
+                restrided |= not same_order(view.shape, tensor.stride(), view.stride())
+            _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
+            for tensor, _ in moving:
+                grad = tensor.grad
+                if grad is not None and grad.layout is torch.strided and (strides := tensor.stride()) != grad.stride():
+                    grad.data = laid_out(grad.data, strides)
+        self._placed.clear()
+        self._placed.update(parts.placed)
+        self._beside = [tensor for tensor, _ in parts.beside]
+        if restrided:
+            self._watch.changed()
+            for optimizer in self._optimizers():
+                states_follow(optimizer, self._placed.values())
+        self._remember(parts)
+        self._place_proxies()
+        return left
+
+    def _remember(self, parts: Parts) -> None:
+        """Know all this again without looking at each tensor."""
+        leaves = self._arena.manifest.by_key
+        guards, private, stores = [], [], []
+        buffers = {key: t for key, t in parts.collected.tensors.items() if key not in parts.placed}
+        keys: dict[int, list[Key]] = {}
+        for key, tensor in buffers.items():
+            keys.setdefault(id(tensor), []).append(key)
+        missing = set(keys)
+        for store, entries, whole in parts.collected.guards or ():
+            here = [(name, value) for name, value in entries if whole and id(value) in keys]
+            if not here:
+                guards.append((store, entries, whole))
+                continue
+            for name, value in here:
+                if id(value) in missing:
+                    private += [_Private(store, name, leaves[key], self._views[key]) for key in keys[id(value)]]
+                    missing.discard(id(value))
+            # One that has several names may not be replaced under one of them without another look.
+            fixed = [(name, value) for name, value in entries if len(keys.get(id(value), ())) != 1]
+            stores.append((store, tuple(store), fixed))
+        tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
+        places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
+        shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
+        if parts.collected.guards is not None and not (missing or shared or parts.equal):
+            self._private, self._stores = private, stores
+            self._copy = self._copy_table()
+            self._seen = _native.Sources(guards, tensors)
+            return
+        self._private = [_Private({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
+        self._stores, self._copy = [], None
+
+    def copy_buffers(self) -> int:
+        """Bring the slab's copies of the buffers up to date, just after look(); the bytes copied."""
+        if self._copy is not None:
+            self._copy.copy_to(self._arena.slot_address(0))
+            return int(self._copy.bytes)
+        with plainly():
+            for private in self._private:
+                assign(private.view, private.buffer)
+        return sum(private.view.nbytes for private in self._private)
+
+    def restore(self, writer: _native.Writer) -> None:
+        """Make the parameters private again, with the values they have; what was one memory stays one."""
+        try:
+            self._restore()
+        except BaseException:  # an interrupt may land anywhere
+            try:
+                self._restore()
+            except BaseException:
+                writer.unprotect()
+            raise
+
+    @run_plainly
+    def _restore(self) -> None:
+        _living.discard(self)
+        self._watch.close()
+        while self._loading:
+            self._loading[-1].remove()
+            self._loading.pop()
+        for gate in self.gates:
+            gate.leave(self)
+        copies: dict[int, torch.Tensor] = {}
+        views = {view.data_ptr(): view for view in self._views.values()}
+        for tensor in (*self._placed.values(), *self._beside):
+            view = views.get(tensor.data_ptr())
+            if view is not None and tensor.numel():
+                copy = copies.get(view.data_ptr())
+                if copy is None:
+                    copy = copies[view.data_ptr()] = clone(view)
+                tensor.data = copy

@@ -1,0 +1,284 @@
+"""The writer of one arena: from what a user passes to a version that readers can apply.
+
+Publisher shows this to users; the schemes publish through it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Mapping, Sequence
+from multiprocessing import util
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from ..errors import ManifestMismatch, ProtocolError
+from ..memory.arena import create
+from ..memory.control import reader_table, segment
+from ..memory.control.reader_table import RowId
+from ..memory.manifest import Key, Manifest
+from ..memory.system.exiting import exiting, watch_exit
+from ..memory.system.process import me
+from ..memory.torch_modes import plainly, run_plainly
+from .adopt.adopting import Adoption
+from .by_value import copy_by_value
+from .copy.copy_plan import CopyPlan
+from .copy.plan_cache import PlanCache
+from .deadlines import deadline_after
+from .source.arena_device import place_for
+from .source.dtypes import Dtypes, cast_leaves, kept_leaves
+from .source.manifest_check import same_bytes
+from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, problem_with
+from .verify.checksums import check_checksum, refuse_without_checksums
+from .verify.local import Proof
+from .verify.request import VerifyRequest
+from .write.acks import NO_ACKS, Acks
+from .write.update import load_inside_update, step_inside_update
+from .write.writing import WriteSide
+
+
+class ArenaWriter:
+    """Makes an arena for some weights, and publishes in it. Not yet ready for readers: see open().
+
+    Args:
+        weights, name, slots, max_readers, device, dtype, timeout, checksum: those of Publisher, already checked.
+        filter: which leaves the arena has.
+
+    Attributes:
+        source: what publish() reads when it is given nothing; None when it must be given some.
+        plans: the plan cache. Call plans.release() after each plan(), so that it keeps no weights of a caller.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        *,
+        slots: int,
+        max_readers: int,
+        device: torch.device | str | None,
+        dtype: Dtypes,
+        filter: Filter,
+        timeout: float,
+        checksum: bool,
+    ) -> None:
+        self.source: Weights | None = weights
+        self._filter = filter
+        with plainly():
+            tensors, manifest = _manifest_of(weights, filter, dtype, checksum)
+            place = place_for(tensors, device)
+            check_checksum(checksum)
+        del tensors
+        self.arena, self._created = create(name, manifest, slots=slots, max_readers=max_readers, device=place.device)
+        self.side = WriteSide(self.arena, name, me().owner, timeout)
+        self._verify_request = VerifyRequest(self.arena)
+        self.plans = PlanCache(self.arena, name, filter, any_device=place.any_device)
+        watch_exit()
+        copy_by_value()
+        self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
+        self._finalizer = util.Finalize(self, _clean_up, (self._created.fd, self.side, self._closing), exitpriority=20)
+
+    def open(self) -> None:
+        """Publish the first version, and let readers attach."""
+        timeout = self.side.timeout
+        self.side.traces.begin_requested(deadline_after(None, timeout), self.side.check)
+        self.publish(None, deadline_after(None, timeout))
+        self.side.settle(deadline_after(None, timeout))
+        segment.make_ready(self._created)
+
+    @property
+    def version(self) -> int:
+        """The published version."""
+        return self.side.current[0]
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The published weights, zero-copy and read-only."""
+        self.side.check()
+        return self.arena.weights(self.side.current[1])
+
+    def publish(self, weights: Weights | None, deadline: float, acks: Acks = NO_ACKS, after: object = None) -> int:
+        """As Publisher.publish()."""
+        self.side.check()
+        with self.side.lock:
+            self.side.ready(deadline)
+            try:
+                plan = self.plan(weights)
+                if after is not None:
+                    self.side.await_sources(plan, deadline, after)
+                return self.side.publish(plan, deadline, acks)
+            finally:
+                self.plans.release()
+
+    def plan(self, weights: Weights | None, optional: Container[Key] | None = None) -> CopyPlan:
+        """The plan to publish these weights (None: the source), all checked. With the writer's lock.
+
+        `optional`: the leaves that may be missing; None: all. Raises ManifestMismatch, and Poisoned for a part of the
+        weights after an update() that failed.
+        """
+        side, source = self.side, self.source if weights is None else weights
+        if side.adopted is not None:
+            side.adopted.look()
+        plan = self.plans.find(source, default=source is self.source)
+        return self._checked(plan, optional)
+
+    def _checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
+        if optional is not None and not plan.whole:
+            missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
+            if missing:
+                raise ManifestMismatch(
+                    f"the weights lack {', '.join(missing)}; nothing was published, send all of them"
+                )
+        # An adopted module is the slab itself: its owner may publish it as it is after a failure.
+        if not plan.whole or (plan.in_place and self.side.adopted is None):
+            self.side.refuse_poisoned()
+        return plan
+
+    def check(self, weights: Weights, optional: Container[Key] | None = None) -> None:
+        """Raise what publishing these would raise before anything is written. `optional`: as in plan()."""
+        with self.side.lock:
+            self.side.ready(deadline_after(None, self.side.timeout))
+            try:
+                self.plan(weights, optional)
+            finally:
+                self.plans.release()
+
+    @run_plainly
+    def adopt(self, publisher: object, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """As Publisher.adopt(). `publisher`: what a step keeps alive."""
+        side = self.side
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            if side.adopted is None:
+                self._adopt(module, optimizers)
+            elif side.adopted.module is not module or not optimizers:
+                raise ProtocolError("this arena has adopted a module already; make another Publisher for this one")
+            else:
+                side.adopted.check_optimizers(optimizers)
+            step_inside_update(optimizers, publisher, side)
+            load_inside_update(publisher, side)
+
+    @run_plainly
+    def share(self, module: nn.Module) -> None:
+        """As adopt(), but the module may be written at any time, and readers see it at once: alias=True of schemes."""
+        side = self.side
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            self._adopt(module, [], protected=False)
+
+    def _adopt(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], protected: bool = True) -> None:
+        side = self.side
+        plan = self.plans.make(module)
+        if not plan.whole:
+            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
+        adoption = Adoption(module, plan.tensors, self.arena, side.name, self._filter, optimizers, protected)
+        adoption.check_optimizers(optimizers)
+        deadline = deadline_after(None, side.timeout)
+        if self._differs(plan.tensors):
+            side.publish(self._checked(plan), deadline)
+            side.settle(deadline)
+        side.adopted = adoption
+        adoption.move_in(side.writer)
+        self.source = module
+        self.plans.forget()
+
+    def _differs(self, tensors: Mapping[Key, torch.Tensor]) -> bool:
+        views = self.arena.views(0)
+        return self.side.writer.poisoned or any(
+            tensor.dtype != views[key].dtype or not same_bytes(tensor, views[key]) for key, tensor in tensors.items()
+        )
+
+    def forget_source(self) -> None:
+        """Let go of the constructor's weights: from now on publish() must be given some."""
+        self.source = None
+        self.plans.forget()
+
+    def ask(self, workers: list[int] | None, deadline: float, meanwhile: Callable[[], object] = lambda: None) -> Proof:
+        """As Publisher.verify() of these workers (None: all), until the monotonic time `deadline`.
+
+        `meanwhile` is called again and again until all have answered.
+        """
+        side = self.side
+        side.check()
+        refuse_without_checksums(self.arena.manifest, side.name)
+        if self.arena.rows_held_by_this_thread():
+            raise ProtocolError(
+                "verify() inside a read section of this thread would wait for it to leave; leave the section first",
+                version=self.version,
+            )
+        if self.arena.slots == 1 and side.updating_thread == threading.get_ident():
+            raise ProtocolError(
+                "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
+                version=self.version,
+            )
+
+        def look() -> None:
+            side.check()
+            meanwhile()
+
+        return self._verify_request.ask(workers, self.version, deadline, look)
+
+    # Which workers have applied what.
+
+    def applied_by(self, version: int) -> list[int]:
+        """The workers whose last ack is for this version, including those that have left or died since."""
+        return list(self.arena.control.workers_at(version))
+
+    def forget_acks(self, worker: int) -> None:
+        """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
+        reader_table.forget(self.arena.control, worker, self.side.peers, me().owner)
+
+    def attached_rows(self) -> dict[int, RowId]:
+        """The row of each attached worker, by its index."""
+        return {row.worker: row.id for row in reader_table.claimed(self.arena.control)}
+
+    def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
+        """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
+        if not self.side.published(nanoseconds):
+            return rows
+        return list(self.side.writer.wait_acks(version, rows, nanoseconds))
+
+    def close(self) -> None:
+        """As Publisher.close()."""
+        side = self.side
+        if side.closed or side.in_parent:
+            return
+        with side.close_request.exclusive(deadline_after(None, side.timeout)):
+            try:
+                side.restore_adopted()
+            finally:
+                side.closed = True
+                self.plans.forget()
+                self._closing.append(True)
+                self._finalizer()
+
+
+def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
+    everything = collect(weights, EVERYTHING, watch=False).tensors
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    check_keys(tensors)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
+    problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
+    if not tensors and not problems:
+        problems = ["there is no tensor to publish (after include= and exclude=)"]
+    if problems:
+        raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
+    dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum)
+
+
+def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:
+    """End the arena. Holds no ArenaWriter, so that it can run when that is collected, and at exit."""
+    try:
+        if not exiting():  # of a publisher that was collected
+            side.restore_adopted()
+    finally:
+        side.end()
+        segment.withdraw(side.name, fd)
+        side.peers.close()
+    if closing or not exiting():  # else a daemon thread may still copy, and the memory goes with the process anyway
+        side.arena.release()

@@ -1,0 +1,325 @@
+"""Binding: the parameters of a module become views of an arena.
+
+Parameters are moved by `param.data = view`: the Parameter objects keep their identity, so tied modules, flat RNN
+weights, hooks and parameter lists stay right. A buffer that was replaced is put back with the next version.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from ... import _native
+from ...errors import ManifestMismatch, ProtocolError
+from ...memory.arena import Arena, has_address
+from ...memory.devices import assign, clone, laid_out
+from ...memory.manifest import Key
+from ...memory.torch_modes import modes_are_on, plainly, run_plainly
+from ..read.reading import ReadPath
+from ..source.sources import EVERYTHING, collect, not_saved
+from ..source.wrappers import modules_in
+from ..verify.local import HeldTensors
+from .by_identity import ByIdentity
+from .module_check import ModuleCheck, materialise, placed_modules
+
+# The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.
+_bound_to: ByIdentity[nn.Module, list[weakref.ref[Binding]]] = ByIdentity()
+
+
+class Binding:
+    """The tensors of one bound module, and the views they take in each slot.
+
+    It serves as long as any submodule lives that owns one of the tensors, even if the module passed to bind() is gone.
+    It holds the submodules weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through
+    native objects would never be collected.
+    """
+
+    def __init__(self, path: ReadPath, module: nn.Module, fitting: ModuleCheck) -> None:
+        self.path = weakref.ref(path)
+        self._fitting = fitting
+        self._arena: Arena = path.arena
+        self._root = weakref.ref(module)
+        self._places: list[tuple[Key, weakref.ref[nn.Module]]] = []
+        self._tensors: dict[Key, torch.Tensor] = {}
+        self._viewed: list[torch.Tensor] = []
+        self.copied: list[tuple[Key, torch.Tensor]] = []
+        self.ended = False
+        self._private: set[int] = set()  # ids of the copied tensors that have memory of their own
+
+    @property
+    def serves(self) -> bool:
+        """False when another binding has taken over, or the Subscriber is closed or gone."""
+        path = self.path()
+        return path is not None and self in path.followers
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Was it made for this very module?"""
+        return self._root() is module
+
+    def modules(self) -> list[nn.Module]:
+        """The living modules below the bound one, itself included."""
+        return [module for _, ref in self._places if (module := ref()) is not None]
+
+    def owners(self) -> set[nn.Module]:
+        """The living submodules that own a bound tensor."""
+        mine = self.tensors()
+        return {
+            owner
+            for owner in self.modules()
+            if any(id(tensor) in mine for tensor in (*owner._parameters.values(), *owner._buffers.values()))
+        }
+
+    def tensors(self) -> set[int]:
+        """The ids of the tensors that it moves."""
+        return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
+
+    def held(self) -> HeldTensors | None:
+        """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
+        root = self._root()
+        if root is not None:
+            found = collect(root, EVERYTHING, watch=False).tensors
+            return HeldTensors(
+                type(root).__name__, found, self._fitting.leaf_of, self._fitting.beside, frozenset(not_saved(root))
+            )
+        found = {
+            (*path, name): tensor  # only parts of the module live on
+            for path, ref in self._places
+            if (module := ref()) is not None
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and (*path, name) in self._tensors
+        }
+        gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
+        return (
+            HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
+            if found
+            else None
+        )
+
+    def names_below(self, module: nn.Module) -> set[str]:
+        """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""
+        mine = self.tensors()
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {name for name, tensor in named if id(tensor) in mine}
+
+    def take(self, tensors: dict[Key, torch.Tensor], modules: Iterator[tuple[Key, nn.Module]]) -> None:
+        """From now on move these tensors; `modules`: all that may own some, with their key paths."""
+        self._tensors = dict(tensors)
+        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
+        viewed = [(key, tensor) for key, tensor in unique.values() if self._fitting.viewed(tensor)]
+        shown = {id(tensor) for _, tensor in viewed}
+        copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
+        places = list(modules)
+        stores = [store for _, module in places for store in (module._parameters, module._buffers)]
+        dicts = [store for store in stores if any(id(tensor) in unique for tensor in store.values())]
+        watched = [(store, list(store.items()), True) for store in dicts]
+        self._places = [(path, weakref.ref(module)) for path, module in places]
+        self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
+        leaf_of = self._fitting.leaf_of
+        for key, tensor in copied:
+            if id(tensor) not in self._private:  # forward passes write buffers
+                make_private(tensor, self._arena.manifest.by_key[leaf_of(key)].strides)
+        self._private = {id(tensor) for _, tensor in copied}
+        self._viewed_keys = [leaf_of(key) for key, _ in viewed]
+        self._viewed = [tensor for _, tensor in viewed]
+        self.copied = [(leaf_of(key), tensor) for key, tensor in copied]
+        self._sets: dict[int, list[torch.Tensor]] = {}
+        self._one_slot = self._arena.slots == 1
+        self._placed = False  # with one slot: nothing has to move
+        self._watched = watched
+        self._dicts = _native.Sources(watched, [])
+        path = self.path()
+        if path is not None:
+            others = [each for each in path.followers if isinstance(each, Binding) and each is not self]
+            path._set_copies([part for each in (*others, self) for part in each.copies()])
+            path.order_copies(tensor for each in (*others, self) for tensor in each.private_copies())
+        for _, module in places:
+            _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
+
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena, which has the same leaves."""
+        self._arena = arena
+        self._one_slot = arena.slots == 1
+        self._fitting.arena = arena
+        self._sets.clear()
+        self._placed = False
+
+    def prepare(self) -> None:
+        """Put back what was replaced, before anything moves.
+
+        Raises ManifestMismatch when the module was changed so that it does not show the arena any more.
+        """
+        if not (self._tree.unchanged() and self._dicts.revalidate()):
+            self._follow()
+        elif self._dicts.moved:  # `.to()` or `.data =` has taken a parameter away
+            self._placed = False
+
+    def move(self, slot: int) -> bool:
+        """Let the tensors show this slot; False when every owner is gone. Call it inside a section."""
+        if self._root() is None and not any(ref() is not None for _, ref in self._places):
+            return False
+        if not self._placed:
+            with plainly() if modes_are_on() else nullcontext():
+                views = self._sets.get(slot)
+                if views is None:
+                    made = self._arena.views(slot)
+                    views = self._sets[slot] = [made[key] for key in self._viewed_keys]
+                _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
+                if self._one_slot:
+                    self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
+                    self._placed = True
+        if self.copied:
+            self._copy(slot)
+        torch.clear_autocast_cache()  # what was computed from the version before
+        if (parametrize := sys.modules.get("torch.nn.utils.parametrize")) is not None:
+            parametrize._cache.clear()
+        return True
+
+    def _copy(self, slot: int) -> None:
+        """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
+        made = self._arena.views(slot)
+        path = self.path()
+        with nullcontext() if path is None else path.streams.copies.renewing(), plainly():
+            for key, buffer in self.copied:
+                assign(buffer, made[key])
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """The tensors that a move copies into."""
+        return [tensor for _, tensor in self.copied]
+
+    def copies(self) -> list[tuple[int, int]]:
+        """[begin, end) of the private copies that have addresses."""
+        copied = [tensor for _, tensor in self.copied if has_address(tensor) and tensor.numel()]
+        return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
+
+    def _follow(self) -> None:
+        """Put the bound buffers back where others have taken their place, and look at the module again.
+
+        The tensor that took the place may belong to other code: an input, or another module's. So it is left as it is.
+        A parameter in a bound one's place may be temporary (torch.func.functional_call); that cannot be seen from here.
+        """
+        bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
+        for path, module in [(path, module) for path, ref in self._places if (module := ref()) is not None]:
+            for name in module._buffers:
+                if (tensor := bound.get((*path, name))) is not None:
+                    module._buffers[name] = tensor
+        root = self._root()
+        if root is None:  # only parts of the module live on
+            living = [(path, module) for path, ref in self._places if (module := ref()) is not None]
+            found = {
+                (*path, name): tensor
+                for path, module in living
+                for name, tensor in (*module._parameters.items(), *module._buffers.items())
+                if tensor is not None and (*path, name) in self._tensors
+            }
+        else:
+            living = list(placed_modules(root))
+            found = self._fitting.tensors(root)
+        replaced = [".".join(key) for key, tensor in found.items() if self._tensors.get(key) is not tensor]
+        if replaced:
+            raise ManifestMismatch(
+                f"{len(replaced)} parameter(s) of a bound module were replaced, such as {replaced[0]}, so it does not "
+                "show the arena's weights. Bind the module again; or put the bound parameters back. For "
+                "torch.func.functional_call() and the like use copy.deepcopy(module), or a `with sub.read():` around it"
+            )
+        self.take(found, iter(living))
+
+    @run_plainly
+    def release(self, owners: set[nn.Module] | None = None) -> None:
+        """Give parameters (of these modules only) private memory with the same values. Call it inside a section."""
+        mine = None if owners is None else {id(tensor) for owner in owners for tensor in owner._parameters.values()}
+        for tensor in self._viewed:
+            if (mine is None or id(tensor) in mine) and self._arena.overlaps(tensor):
+                make_private(tensor)
+        self._placed = False
+
+    def drop(self) -> None:
+        """Move nothing any more: another binding takes over."""
+        self.ended = True
+        path = self.path()
+        if path is not None and self in path.followers:
+            path.followers.remove(self)
+
+    def restore(self) -> None:
+        """Undo drop(): the other one failed."""
+        path = self.path()
+        if self.ended and path is not None:
+            self.ended = False
+            path.followers.append(self)
+
+
+@run_plainly
+def bind_module(
+    path: ReadPath, module: nn.Module, fitting: ModuleCheck, checked: dict[Key, torch.Tensor] | None = None
+) -> Binding:
+    """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
+
+    A binding whose tensors are all taken over ends. One that has other tensors of the module goes on beside this one.
+    `checked`: what fitting.tensors() has given for the module, if what they take over has been dropped.
+    """
+    tensors = fitting.tensors(module) if checked is None else checked
+    replaced = taken_over(module, tensors) if checked is None else []
+    materialise(module, tensors.values(), path.arena.device)
+    for old in replaced:
+        old.drop()
+    binding = Binding(path, module, fitting)
+    binding.take(tensors, placed_modules(module))
+    return binding
+
+
+def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
+    """The other Subscribers that move tensors of this module. Raises ProtocolError inside a section of one of them."""
+    others = {other.number: other for each in companions(module) if (other := each.path()) not in (None, path)}
+    inside = [other.name for other in others.values() if other._mine]
+    if inside:
+        raise ProtocolError(
+            f"this thread is inside a read section of arena {inside[0]!r}, which the module shows; leave the section "
+            "first"
+        )
+    return [other for _, other in sorted(others.items())]
+
+
+def companions(module: nn.Module) -> list[Binding]:
+    """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
+    return list(dict.fromkeys(each for child in modules_in(module) for each in bound_to(child)))
+
+
+def bound_to(module: nn.Module) -> list[Binding]:
+    """The bindings of a module, and of those that it is a part of."""
+    known = _bound_to.get(module)
+    if known is None:
+        return []
+    return [each for ref in known if (each := ref()) is not None and each.serves]
+
+
+def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[Binding]:
+    """The bindings that end if these are bound. Two subscribers would take turns in moving the same tensors."""
+    mine = {id(tensor) for tensor in tensors.values()}
+    replaced = []
+    for old in companions(module):
+        common = old.tensors() & mine
+        if not common:
+            continue
+        if old.tensors() - mine and not old.is_of(module):
+            raise ProtocolError(
+                f"{len(common)} tensor(s) of this module are bound already, as part of a larger binding; bind the "
+                "larger one again, or a fresh copy of this module"
+            )
+        replaced.append(old)
+    return replaced
+
+
+def make_private(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
+    """Give a tensor memory of its own, with the same values; in the order of these strides."""
+    with plainly():
+        own = clone(tensor.data)
+        tensor.data = own if strides is None else laid_out(own, strides)
+
+
+def _node(module: nn.Module) -> tuple[object, ...]:
+    children = [(name, weakref.ref(child)) for name, child in module._modules.items() if child is not None]
+    return weakref.ref(module), module._parameters, module._buffers, children

@@ -1,0 +1,196 @@
+"""Does a module fit an arena, and which of its tensors show the arena's memory?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ...errors import ManifestMismatch, ProtocolError
+from ...memory.arena import Arena
+from ...memory.manifest import Key
+from ...memory.torch_modes import counts_changes
+from ..source.leaf_check import is_wrapper
+from ..source.manifest_check import describe_problems, dtype_cure, elsewhere, mismatches, tied_apart
+from ..source.second_names import second_names, without
+from ..source.sources import EVERYTHING, collect, not_saved
+from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped, walk
+
+
+class ModuleCheck:
+    """How modules are bound to an arena; finds the tensors of one, and checks them.
+
+    Args:
+        arena, name: what they are bound to.
+        buffers: "copy": private copies that are refreshed with each version; "view": zero-copy and read-only.
+        copies: parameters become private copies too, on the device they are on.
+        beside: leaves of the arena that are no tensors of the module.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        name: str,
+        *,
+        buffers: Literal["copy", "view"] = "copy",
+        copies: bool = False,
+        beside: Collection[Key] = (),
+    ) -> None:
+        if buffers not in ("copy", "view"):
+            raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
+        self.arena = arena
+        self._name = name
+        self._how_buffers = buffers
+        self._copies = copies
+        self._beside = beside
+        self._spelled: dict[Key, Key] = {}  # keys of the module to leaves, which differ by the prefixes of wrappers
+        self._second: dict[Key, tuple[Key, int]] = {}  # a leaf that has another name too, and the id of its tensor
+
+    @property
+    def beside(self) -> frozenset[Key]:
+        """Leaves of the arena that are no tensors of the module."""
+        return frozenset(self._beside) | of_wrappers(self.arena.manifest.by_key)
+
+    def viewed(self, tensor: torch.Tensor) -> bool:
+        """Does this tensor show the arena's memory? Else it is a private copy."""
+        return not self._copies and (isinstance(tensor, nn.Parameter) or self._how_buffers == "view")
+
+    def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
+        """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
+        _refuse_unsafe(module)
+        by_key = self.arena.manifest.by_key
+        tensors = collect(module, EVERYTHING, watch=False).tensors
+        private = not_saved(module)
+        tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
+        spelled = respelled(tensors, by_key)
+        module_key = {leaf: key for key, leaf in spelled.items()}
+        tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}
+        second = second_names(tensors, by_key)
+        for key, (leaf, known) in self._second.items():  # private copies of one tensor do not share memory any more
+            if key in tensors and id(tensors[key]) == known:
+                second.setdefault(key, leaf)
+        own = without(tensors, second)
+        if self.arena.manifest.filtered:
+            own = {key: tensor for key, tensor in own.items() if key in by_key}
+        self.check(own)
+        self._second = {key: (leaf, id(tensors[key])) for key, leaf in second.items()}
+        self._spelled = spelled
+        found = own | {key: tensors[key] for key in second}
+        return {module_key.get(key, key): tensor for key, tensor in found.items()}
+
+    def leaf_of(self, key: Key) -> Key:
+        """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
+        return self._second[key][0] if key in self._second else self._spelled.get(key, key)
+
+    def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
+        """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
+        arena = self.arena
+        meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
+        proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
+        others = {key: arena.views(0)[key] for key in self.beside if key not in tensors}
+        given = {**tensors, **proxies, **others}
+        problems = mismatches(given, arena, partial=partial, any_device=True, source_is="module")
+        if not self._copies:
+            problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
+        # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
+        problems += [
+            f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
+            for leaf in arena.manifest.leaves
+            if leaf.key in tensors and leaf.cast and tensors[leaf.key].dtype != leaf.dtype
+        ]
+        problems = problems or tied_apart(tensors, arena, "module")
+        if problems:
+            cure = dtype_cure(given, arena, problems)
+            raise ManifestMismatch(describe_problems(problems, f"arena {self._name!r}", "the module to bind") + cure)
+
+
+def bindable(module: nn.Module) -> nn.Module:
+    """The module whose tensors are bound: that inside a wrapper, such as torch.compile's."""
+    if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
+    return unwrapped(module)
+
+
+def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
+    """Each module in the tree of this one, with the key path of its tensors; wrappers, with that of what they wrap."""
+    for place in walk(module):
+        for each in (*place.wrappers, place.module):
+            yield place.path, each
+
+
+def materialise(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give ordinary memory to those of the tensors that are on the meta device, or were made in inference mode.
+
+    `.data` cannot change a tensor's device. With ordinary memory in a tensor that was made in inference mode, torch
+    would take it for an ordinary one and miss the counter of its changes. The Python objects stay, with their class and
+    attributes, so whatever else holds them has the memory too. Call it inside plainly(). Raises ProtocolError for a
+    tensor that torch cannot give memory to; nothing was changed then.
+    """
+    without = {id(each): each for each in tensors if each.device.type == "meta" or not counts_changes(each)}
+    if not without:
+        return
+    recurrent = [each for each in modules_in(module) if isinstance(each, nn.RNNBase)]
+    memories = [(tensor, _memory_for(tensor, device)) for tensor in without.values()]
+    done: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for each in recurrent:  # torch swaps no tensor with weak references; RNNBase._apply() drops its own in this way too
+        each._flat_weights, each._flat_weight_refs = [], []
+    try:
+        for tensor, memory in memories:
+            torch.utils.swap_tensors(tensor, memory)
+            done.append((tensor, memory))
+    except RuntimeError as error:
+        for swapped in done:
+            torch.utils.swap_tensors(*swapped)
+        name = next(name for name, each in _named(module) if each is tensor)
+        meta = tensor.device.type == "meta"
+        what = "is on the meta device" if meta else "was made in inference mode"
+        cure = f"Make the module on {device}: its values need not be set" if meta else (
+            "Make the module outside of torch.inference_mode(); its calls may be inside"
+        )  # fmt: skip
+        raise ProtocolError(
+            f"{name} {what} and cannot be given other memory, since something else refers to it, such as a weak "
+            f"reference or a tensor that was computed from it ({error}); nothing was changed. {cure}"
+        ) from error
+    finally:
+        for each in recurrent:
+            each._init_flat_weights()
+
+
+def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    memory = torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    memory.__class__ = tensor.__class__  # a swap exchanges these two as well
+    memory.__dict__.update(tensor.__dict__)
+    return memory
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refuse_unsafe(module: nn.Module) -> None:
+    inductor = sys.modules.get("torch._inductor.config")
+    if getattr(inductor, "freezing", False):  # patched versions of torch may lack it
+        raise ProtocolError(
+            "torch._inductor.config.freezing bakes the weights into compiled code, so updates would not reach it; "
+            "switch it off before bind()"
+        )
+    refuse_max_norm(
+        module, "but bound weights are read-only. Normalise in the trainer, build the worker's module without max_norm"
+    )
+
+
+def refuse_max_norm(module: nn.Module, otherwise: str) -> None:
+    """Raise ProtocolError for an embedding whose forward writes its weight. `otherwise`: why not, and the cure."""
+    for child in modules_in(module):
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            name = next(name for name, each in module.named_modules() if each is child)
+            raise ProtocolError(
+                f"{name or 'the module'} is an embedding with max_norm={child.max_norm}: its forward writes its weight "
+                + otherwise
+            )

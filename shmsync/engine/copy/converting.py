@@ -1,0 +1,120 @@
+"""Leaves that cannot be copied as plain bytes of the host: cast, in another memory layout, or on a device.
+
+They are converted straight into the slot, one leaf after the other, so that publishing needs no second copy of the
+weights: at most one leaf is in temporary memory. With slots = 1 readers wait while the slot is written; there a small
+set is converted beforehand into private memory, and they wait for a copy of its bytes alone.
+
+Into an arena on a device they come in three ways: the device copies what it has already as it is; what lies on a device
+is cast or gathered there, into the slot; and what lies in the host's memory is converted on its way into the staging
+memory, so that the device copies no more bytes than the slot has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ... import _native
+from ...memory.arena import Arena
+from ...memory.devices import Device, assign, holding
+from ...memory.manifest import Leaf
+from ...memory.torch_modes import plainly
+from ..source.manifest_check import same_layout
+
+STAGED_BYTES = 16 << 20  # the most that is converted beforehand: the price of shorter waits, for small weights only
+
+
+class Conversions:
+    """The converted leaves of one plan. With slots = 1 and at most STAGED_BYTES of them, they are staged.
+
+    Args:
+        arena: whose slots are written.
+        sources: tensors that were checked, and their leaves.
+    """
+
+    def __init__(self, arena: Arena, sources: list[tuple[torch.Tensor, Leaf]]) -> None:
+        self._arena = arena
+        self.none = not sources  # every later call is then a no-op
+        self._sources = sources
+        self._leaves = [leaf for _, leaf in sources]
+        self._seen = [_signature(source) for source, _ in sources]
+        self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and held() move
+        self._copies: list[torch.Tensor] | None = None
+        if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
+            self.written = 0
+            with plainly():
+                self._copies = [
+                    torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu") for _, leaf in sources
+                ]
+
+    def staged(self) -> list[tuple[torch.Tensor, Leaf]]:
+        """The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot."""
+        return [] if self._copies is None else list(zip(self._copies, self._leaves, strict=True))
+
+    def unchanged(self) -> bool:
+        """Is every source where it was when it was checked, with the same shape and dtype?"""
+        return all(
+            seen is not None and _signature(source) == seen
+            for (source, _), seen in zip(self._sources, self._seen, strict=True)
+        )
+
+    def use(self, tensors: list[torch.Tensor]) -> None:
+        """Convert these instead, which were checked; in the order of the sources. An empty list keeps none alive."""
+        self._sources = list(zip(tensors, self._leaves, strict=True)) if tensors else []
+
+    def stage(self) -> None:
+        """Convert what is staged; called before readers are kept out."""
+        if self._copies is not None:
+            with plainly():
+                for copy, (source, _) in zip(self._copies, self._sources, strict=True):
+                    assign(copy, source)
+
+    def write(self, slot: int) -> None:
+        """Convert what is not staged into this slot, but for what held() gives."""
+        if self._copies is None and self._sources:
+            views = self._arena.views(slot, writable=True)
+            with plainly():
+                for source, leaf in self._sources:
+                    if not (self._as_it_is(source, leaf) or self._staged(source)):
+                        assign(views[leaf.key], source)
+
+    def from_host(self) -> list[Leaf]:
+        """Those that write_aside() writes: they lie in the host's memory, the slot does not."""
+        return [leaf for source, leaf in self._sources if self._staged(source)]
+
+    def write_aside(self, staging: torch.Tensor) -> None:
+        """Convert those of from_host() into staging memory that is laid out as a slot is."""
+        with plainly():
+            for source, leaf in self._sources:
+                if self._staged(source):
+                    room = staging[leaf.offset : leaf.offset + leaf.nbytes]
+                    room.view(leaf.dtype).as_strided(leaf.shape, leaf.strides).copy_(source)
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices on which sources lie."""
+        found = (holding(source) for source, _ in self._sources)
+        return list({device.name: device for device in found if device is not None}.values())
+
+    def held(self) -> list[tuple[int, int, int]]:
+        """What the arena's device can copy as it is: (place in the slot, address, bytes)."""
+        return [
+            (leaf.offset, source.data_ptr(), leaf.nbytes)
+            for source, leaf in self._sources
+            if self._as_it_is(source, leaf)
+        ]
+
+    def _as_it_is(self, source: torch.Tensor, leaf: Leaf) -> bool:
+        place = self._arena.on_device
+        return place is not None and place.device.holds(source) and same_layout(source, leaf)
+
+    def _staged(self, source: torch.Tensor) -> bool:
+        return self._arena.on_device is not None and source.device.type == "cpu" and holding(source) is None
+
+
+def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Differs when the tensor shows other memory, or less of it; one that has become a wrapper differs always."""
+    try:
+        held = _native.look(tensor) or tensor.untyped_storage().nbytes()
+        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout, held
+    except (RuntimeError, NotImplementedError):
+        return None

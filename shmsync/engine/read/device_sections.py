@@ -1,0 +1,84 @@
+"""Read sections that ask devices for work: such a section ends for the publisher when the device has done that work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..._native import HostCall
+from ...errors import DeviceFailed, ProtocolError, WriterBusy
+from ...memory.arena import Arena
+from ...memory.devices import Stream
+from ..deadlines import slice_until
+from .copy_reads import CopyOrder
+
+_SLICE = 0.05  # seconds
+
+
+class SectionStreams:
+    """The streams that the open section of one Subscriber has used besides the current one.
+
+    Attributes:
+        copies: the order of the private copies that sections read.
+    """
+
+    def __init__(self) -> None:
+        self._others: list[Stream] = []
+        self.copies = CopyOrder()
+
+    def add(self, stream: object, arena: Arena) -> None:
+        """The open section uses this stream too. Raises TypeError for what is no stream or event of the device."""
+        place = arena.on_device
+        if place is not None:
+            self._others.append(place.device.as_stream(stream))
+        elif self.copies.apart:
+            self._others.append(self.copies.apart[0].as_stream(stream))
+
+    def end_copies(self, arena: Arena) -> None:
+        """A section is over that may have asked devices for something with private copies."""
+        self.copies.end(self._others)
+        if arena.on_device is None:
+            self._others.clear()
+
+    def end(self, arena: Arena, name: str, call: HostCall | None, look: Callable[[], None]) -> None:
+        """A section on a device is over: its reads come to an end when its streams have done what they have now.
+
+        `call` releases the slot then. None: they end before this returns, and `look` may raise in each slice.
+        """
+        place = arena.on_device
+        assert place is not None
+        device, ending = place.device, place.stream
+        captured = False
+        for stream in (device.current(), *self._others):
+            if device.capturing(stream):  # it is only recorded now; a replay needs a section of its own
+                captured = True
+            else:
+                device.follow(ending, stream)
+        self._others.clear()
+        if call is not None:
+            device.call(ending, call)
+            if captured and arena.slots > 1:
+                raise ProtocolError(
+                    f"a graph was captured in a read section of arena {name!r}, which has {arena.slots} slots: its "
+                    "replays would read one of them, whatever version lies there; publish with slots=1, whose "
+                    "addresses stay, and replay inside a section"
+                )
+            return
+        while not device.wait(ending, _SLICE):
+            look()
+            device.check()
+
+
+def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
+    """For close(): wait until the device has done what sections have asked for. Raises WriterBusy at the deadline."""
+    place = arena.on_device
+    while place is not None and place.reads is not None and not place.reads.wait(slice_until(deadline)):
+        try:
+            place.device.check()
+        except DeviceFailed:
+            return  # it does nothing any more
+        if time.monotonic() >= deadline:
+            raise WriterBusy(
+                f"{place.device.name} still does what was asked for in read sections of arena {name!r}; nothing was "
+                "closed, call close() again when it has done so"
+            )

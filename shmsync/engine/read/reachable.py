@@ -1,0 +1,396 @@
+"""What an output reaches, and a copy of it in which nothing lies in an arena.
+
+What an object refers to is what the garbage collector sees of it: no property, iterator or method of the user's runs.
+Containers, attributes and slots can be copied; where anything else holds memory of an arena, it is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import gc
+import operator
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy
+import torch
+from tensordict import TensorDictBase, is_tensorclass
+from torch import nn
+from torch._dynamo.decorators import skip
+
+from ...errors import ProtocolError
+
+Test = Callable[[Any], bool]
+
+_MOST = 20_000  # objects of other kinds than tensors and containers
+_CURE = (
+    "return tensors, or clone() what it keeps; or take no copies, with bind(clone_outputs=False), and use it inside "
+    "`with sub.read():`"
+)
+
+
+class Kind(enum.IntEnum):
+    """How objects of one type are looked into and copied."""
+
+    PLAIN = enum.auto()  # it holds no tensor, or stays as it is: a module, a handle of ours
+    TENSOR = enum.auto()
+    TENSORDICT = enum.auto()
+    ARRAY = enum.auto()
+    MEMORY = enum.auto()
+    STORAGE = enum.auto()
+    CAPSULE = enum.auto()
+    DICT = enum.auto()
+    LIST = enum.auto()
+    SET = enum.auto()
+    TUPLE = enum.auto()
+    FROZENSET = enum.auto()
+    PROXY = enum.auto()
+    PARTIAL = enum.auto()
+    METHOD = enum.auto()
+    FUNCTION = enum.auto()
+    WEAKREF = enum.auto()
+    OBJECT = enum.auto()  # a class in Python, with a dict or slots
+    OPAQUE = enum.auto()
+
+
+PLAIN, TENSOR = Kind.PLAIN, Kind.TENSOR  # attributes of an Enum are slow
+_CONTAINERS = {Kind.DICT, Kind.LIST, Kind.SET, Kind.TUPLE, Kind.FROZENSET}
+_EXACTLY_PLAIN = {
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, type(...), types.CodeType, types.FrameType,
+    types.TracebackType, types.ModuleType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    torch.Generator,
+}  # fmt: skip
+_PLAIN_BASES = (nn.Module, type, types.ModuleType, torch.Size, numpy.generic, enum.Enum)
+_BASES = (
+    (torch.Tensor, Kind.TENSOR), (numpy.ndarray, Kind.ARRAY), (torch.UntypedStorage, Kind.STORAGE),
+    (torch.TypedStorage, Kind.STORAGE), (dict, Kind.DICT), (list, Kind.LIST), (deque, Kind.LIST), (set, Kind.SET),
+    (tuple, Kind.TUPLE), (frozenset, Kind.FROZENSET),
+)  # fmt: skip
+_EXACT: dict[type, Kind] = {
+    memoryview: Kind.MEMORY, types.MappingProxyType: Kind.PROXY, functools.partial: Kind.PARTIAL,
+    types.MethodType: Kind.METHOD, types.FunctionType: Kind.FUNCTION, weakref.ReferenceType: Kind.WEAKREF,
+    type(torch.zeros(0, device="cpu").__dlpack__()): Kind.CAPSULE,
+}  # fmt: skip
+_HEAP = 1 << 9  # in the flags of a type: it was made by a class statement
+_MAKERS = {
+    each: each.__new__ for each in (object, types.SimpleNamespace, dict, OrderedDict, defaultdict, list, deque, set)
+}
+
+_DEFAULT_FACTORY: Any = vars(defaultdict)["default_factory"]
+_MAXLEN: Any = vars(deque)["maxlen"]
+
+indices_of = operator.methodcaller("_indices")  # of a sparse tensor that may not be coalesced
+values_of = operator.methodcaller("_values")
+
+_kinds: dict[type, Kind] = {}
+_slots: dict[type, list[Any]] = {}
+
+
+@skip
+def kind_of(cls: type) -> Kind:
+    """The kind of a type; worked out once."""
+    found = _kinds.get(cls)
+    if found is None:
+        if len(_kinds) > 2000:  # types that programs make as they go
+            _kinds.clear()
+            _slots.clear()
+        found = _kinds[cls] = _classified(cls)
+        _slots[cls] = [
+            each
+            for base in cls.__mro__
+            if base.__flags__ & _HEAP
+            for each in vars(base).values()
+            if type(each) is types.MemberDescriptorType
+        ]
+    return found
+
+
+@skip
+def _classified(cls: type) -> Kind:
+    mro = cls.__mro__
+    if cls in _EXACTLY_PLAIN or any(base in mro for base in _PLAIN_BASES):
+        return Kind.PLAIN
+    if any(base.__module__.partition(".")[0] == "shmsync" for base in mro):
+        return Kind.PLAIN
+    if TensorDictBase in mro or is_tensorclass(cls):
+        return Kind.TENSORDICT
+    if cls in _EXACT:
+        return _EXACT[cls]
+    for base, kind in _BASES:
+        if base in mro:
+            return kind
+    return Kind.OBJECT if _solid(cls) in (object, types.SimpleNamespace) and cls is not object else Kind.OPAQUE
+
+
+@skip
+def _solid(cls: type) -> type:
+    """The first base that is not a class in Python: it says how an object is made."""
+    return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP)
+
+
+class Reach:
+    """What an object reaches.
+
+    Args:
+        aliases: does this tensor lie in the arena?
+        copied: makes the copy of a TensorDict.
+        holds: does this TensorDict hold such a tensor?
+    """
+
+    def __init__(self, aliases: Test, copied: Callable[[Any], Any], holds: Test) -> None:
+        self._aliases, self._copied, self._holds_td = aliases, copied, holds
+        self._objects: list[Any] = []  # keeps them alive, so that an id means one of them
+        self._number: dict[int, int] = {}
+        self._above: list[list[int]] = []
+        self._dirty: set[int] = set()
+        self._done: dict[int, Any] = {}
+        self._empty: list[tuple[Any, Any]] = []  # copies that are not filled yet, and what they are copies of
+
+    @skip
+    def finds(self, out: Any) -> bool:
+        """Does it reach memory of the arena? Raises ProtocolError if it reaches too much to say."""
+        others = 0
+        found = []
+        todo: list[tuple[Any, int]] = [(out, -1)]
+        number, objects, above = self._number, self._objects, self._above
+        aliases, kinds = self._aliases, _kinds
+        while todo:
+            each, parent = todo.pop()
+            cls = type(each)
+            kind = kinds.get(cls) or kind_of(cls)
+            if kind is PLAIN:
+                continue
+            known = number.get(id(each))
+            if known is not None:
+                above[known].append(parent)
+                continue
+            holds = self._holds(each, kind)
+            if kind is TENSOR and not holds:
+                continue
+            here = len(objects)
+            number[id(each)] = here
+            objects.append(each)
+            above.append([parent])
+            if holds:
+                found.append(here)
+                continue
+            if kind not in _CONTAINERS:
+                others += 1
+                if others > _MOST:
+                    raise ProtocolError(
+                        f"what was returned reaches more than {_MOST} objects, so it cannot be looked through for "
+                        f"views of the weights; {_CURE}"
+                    )
+            for child in _children(each, kind):
+                cls = type(child)
+                if cls in _EXACTLY_PLAIN or (
+                    cls is torch.Tensor and not aliases(child) and child.layout is torch.strided and not child.is_nested
+                ):
+                    continue
+                todo.append((child, here))
+        dirty = self._dirty
+        while found:
+            here = found.pop()
+            if here >= 0 and here not in dirty:
+                dirty.add(here)
+                found += above[here]
+        return bool(dirty)
+
+    @skip
+    def copy(self, out: Any) -> Any:
+        """The object with copies of every part that holds memory of the arena; other parts are shared.
+
+        Raises ProtocolError for what cannot be copied.
+        """
+        made = self._made(out)
+        while self._empty:
+            copy, each = self._empty.pop()
+            try:
+                self._fill(copy, each)
+            except (TypeError, AttributeError, RecursionError) as error:
+                raise self._refusal(each) from error
+        return made
+
+    @skip
+    def _holds(self, each: Any, kind: Kind) -> bool:
+        """Does it lie in the arena itself?"""
+        if kind is Kind.TENSOR:
+            return self._aliases(each) or any(map(self._aliases, _parts(each)))
+        if kind is Kind.TENSORDICT:
+            return self._holds_td(each)
+        if kind is Kind.ARRAY:
+            return each.size > 0 and self._lies_at(each.__array_interface__["data"][0])
+        if kind is Kind.STORAGE:
+            untyped = each._untyped_storage if torch.TypedStorage in type(each).__mro__ else each
+            return self._lies_at(untyped.data_ptr())
+        if kind is Kind.CAPSULE:
+            return "dltensor" in repr(each)  # a tensor's memory; which one cannot be seen
+        if kind is Kind.MEMORY:
+            try:
+                return each.nbytes > 0 and self._lies_at(numpy.asarray(each).__array_interface__["data"][0])
+            except (TypeError, ValueError):  # released, or of a format without a dtype
+                return False
+        return False
+
+    @skip
+    def _lies_at(self, address: int) -> bool:
+        if not address:
+            return False
+        return self._aliases(torch.frombuffer((ctypes.c_ubyte * 1).from_address(address), dtype=torch.uint8))
+
+    @skip
+    def _made(self, each: Any) -> Any:
+        here = self._number.get(id(each))
+        if here is None or here not in self._dirty:
+            return each
+        if id(each) in self._done:
+            return self._done[id(each)]
+        try:
+            made = self._begun(each)
+        except (TypeError, RecursionError) as error:
+            raise self._refusal(each) from error
+        self._done[id(each)] = made
+        return made
+
+    @skip
+    def _begun(self, each: Any) -> Any:
+        """A copy; that of what can be changed is filled later, since it may be a part of itself."""
+        cls = type(each)
+        kind = kind_of(cls)
+        made: Any
+        if kind is Kind.TENSOR:
+            return each.clone()
+        if kind is Kind.TENSORDICT:
+            return self._copied(each)
+        if kind is Kind.ARRAY:
+            return self._array(each)
+        if kind is Kind.MEMORY:
+            return memoryview(numpy.array(each))  # type: ignore[arg-type]
+        if kind is Kind.TUPLE:
+            made = [self._made(child) for child in tuple.__iter__(each)]
+            of_c = not cls.__flags__ & _HEAP and cls is not tuple  # such as those of torch.return_types
+            return cls(made) if of_c else self._with_attributes(tuple.__new__(cls, made), each)
+        if kind is Kind.FROZENSET:
+            return self._with_attributes(frozenset.__new__(cls, map(self._made, frozenset.__iter__(each))), each)
+        if kind is Kind.PROXY:
+            return types.MappingProxyType(self._made(gc.get_referents(each)[0]))
+        if kind is Kind.PARTIAL:
+            args, keywords = map(self._made, each.args), {k: self._made(v) for k, v in each.keywords.items()}
+            made = functools.partial(self._made(each.func), *args, **keywords)
+            _attributes(made).update({k: self._made(v) for k, v in _attributes(each).items()})
+            return made
+        if kind is Kind.METHOD:
+            return types.MethodType(self._made(each.__func__), self._made(each.__self__))
+        if kind is Kind.WEAKREF:
+            return weakref.ref(self._made(each()))
+        if kind in (Kind.DICT, Kind.LIST, Kind.SET, Kind.OBJECT):
+            make = _MAKERS.get(_solid(cls))
+            if make is not None:
+                made = make(cls)
+                self._empty.append((made, each))
+                return made
+        raise self._refusal(each)
+
+    @skip
+    def _fill(self, made: Any, each: Any) -> None:
+        cls = type(each)  # isinstance() would ask the object for its class
+        kind = kind_of(cls)
+        if kind is Kind.DICT:
+            if defaultdict in cls.__mro__:
+                factory = _DEFAULT_FACTORY.__get__(each)
+                _DEFAULT_FACTORY.__set__(made, self._made(factory))
+            base: Any = OrderedDict if OrderedDict in cls.__mro__ else dict
+            for key, value in base.items(each):
+                base.__setitem__(made, self._made(key), self._made(value))
+        elif deque in cls.__mro__:
+            deque.__init__(made, map(self._made, deque.__iter__(each)), _MAXLEN.__get__(each))
+        elif kind is Kind.LIST:
+            list.extend(made, map(self._made, list.__iter__(each)))
+        elif kind is Kind.SET:
+            set.update(made, map(self._made, set.__iter__(each)))
+        self._with_attributes(made, each)
+
+    @skip
+    def _with_attributes(self, made: Any, each: Any) -> Any:
+        attributes = _attributes(each)
+        if attributes:
+            _attributes(made).update({name: self._made(value) for name, value in attributes.items()})
+        for slot in _slots[type(each)]:
+            try:
+                value = slot.__get__(each)
+            except AttributeError:  # it was not set
+                continue
+            slot.__set__(made, self._made(value))
+        return made
+
+    @skip
+    def _array(self, each: Any) -> Any:
+        made = each.copy()
+        if each.dtype.hasobject:
+            for place, value in enumerate(each.flat):
+                made.flat[place] = self._made(value)
+        return made
+
+    @skip
+    def _refusal(self, each: Any) -> ProtocolError:
+        here = self._number[id(each)]
+        path: list[str] = []
+        while here >= 0 and len(path) < 12:
+            cls = type(self._objects[here])
+            path.append(cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}")
+            here = self._above[here][0]
+        return ProtocolError(
+            f"what was returned holds views of the weights in {' in '.join(path)}, which cannot be copied: it would "
+            f"change with the next version; {_CURE}"
+        )
+
+
+@skip
+def _attributes(each: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(each, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+@skip
+def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """What a tensor consists of that is no plain one."""
+    parts: list[Any] = []
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        parts += [each for each in _attributes(tensor).values() if isinstance(each, torch.Tensor)]
+    try:
+        if tensor.layout is torch.strided:
+            parts += [tensor.values()] if tensor.is_nested else []
+        elif tensor.layout is torch.sparse_coo:
+            parts += [indices_of(tensor), values_of(tensor)]
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            parts += [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    except RuntimeError:  # a wrapper without memory
+        pass
+    return parts
+
+
+@skip
+def _children(each: Any, kind: Kind) -> Iterable[Any]:
+    """What it holds, as far as that may hold a tensor."""
+    if kind is Kind.FUNCTION:  # not its globals
+        cells = [cell for cell in each.__closure__ or () if gc.get_referents(cell)]
+        return [each.__defaults__, each.__kwdefaults__, _attributes(each), *(cell.cell_contents for cell in cells)]
+    if kind is Kind.WEAKREF:
+        referent = each()
+        return [referent] if torch.distributions.Transform in type(referent).__mro__ else ()
+    if kind is Kind.ARRAY and each.dtype.hasobject:
+        return list(each.flat)
+    return () if kind in _WHOLE else gc.get_referents(each)
+
+
+_WHOLE = {Kind.TENSOR, Kind.TENSORDICT, Kind.ARRAY, Kind.MEMORY, Kind.STORAGE, Kind.CAPSULE}

@@ -1,0 +1,418 @@
+"""Read sections, as far as they are Python: each shows one version from its entry to its exit.
+
+The common case is native (native/bind/reader.hpp): nothing new, and the gate is open. For all else it calls hooks here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, Protocol, TypeVar, overload
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch._dynamo.decorators import skip
+from torch.compiler import disable
+
+from ... import _native
+from ..._native import Consistency, Enter, HostCall
+from ...errors import ArenaCorrupt, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ...memory.arena import Arena
+from ...memory.attaching import Attached, Release
+from ...memory.control import reader_table
+from ...memory.system.process import Peers, pid_of
+from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
+from ..stats import SubscriberStats
+from ..verify.local import Verdict
+from ..verify.tracing import joined, warn_of_end
+from .device_sections import SectionStreams
+from .failover import Successor
+from .outputs import unalias, unalias_error
+from .waiting import WaitPath
+
+T = TypeVar("T")
+
+_TEARS_BEFORE_PIN = 3
+
+with suppress(ImportError):  # this torch does not say
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    _native.tell_of_compiling(get_eval_frame_callback)
+
+
+class Follower(Protocol):
+    """Something that shows the weights and moves to each new version: a bound module, for example."""
+
+    def prepare(self) -> None:
+        """Called for all followers before any moves. What cannot show the next version raises."""
+
+    def move(self, slot: int) -> bool:
+        """Show this slot, whose version the open section holds. False: drop this follower."""
+
+    def owners(self) -> set[nn.Module]:
+        """The modules that it moves."""
+
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """Its tensors that a move copies into."""
+
+
+class Pinned(float):
+    """A timeout that also asks for a pinned section, whatever the subscriber's consistency."""
+
+
+class ReadPath(WaitPath):
+    """The state that a read section moves, and how to enter one. Base of Subscriber."""
+
+    def __init__(
+        self,
+        attached: Attached,
+        release: Release,
+        peers: Peers,
+        consistency: Consistency,
+        name: str,
+        timeout: float,
+        successor: Successor | None,
+    ) -> None:
+        super().__init__(attached, release, peers, consistency, name, timeout, successor)
+        self.followers: list[Follower] = []
+        self.optimistic = consistency is Consistency.OPTIMISTIC
+        self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
+        self._slot = 0
+        self._moves = 0
+        self._waits = Samples()
+        self.streams = SectionStreams()
+
+    @property
+    def name(self) -> str:
+        """The arena's name."""
+        return self._name
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
+        self._check()
+        return self._shown.weights(self._slot)
+
+    @property
+    def version(self) -> int:
+        """The version that the calling thread has used last: in a section, or moved to by refresh().
+
+        That is the version of what this thread computed, whatever other threads have applied since. In a thread that
+        has used none it is the applied version, as `lag` and stats() have it. Several tasks on one thread (asyncio)
+        share it: take `section.version` or run(with_version=True) there. With follow=True, 0 until the first version of
+        a new arena is applied; `session` tells of which arena it is.
+        """
+        return self._used_version
+
+    @property
+    def latest(self) -> int:
+        """The published version."""
+        return self._latest
+
+    @property
+    def lag(self) -> int:
+        """Published versions not applied yet, by any thread."""
+        return max(0, self._latest - self._version)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The version and the slot of the open section."""
+        return self._held_version, self._held_slot
+
+    def stats(self) -> SubscriberStats:
+        """Counts since this subscriber was attached."""
+        reads, torn, retries = self._counts
+        return SubscriberStats(
+            self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
+            self._restarts,
+        )  # fmt: skip
+
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[True], **kwargs: Any) -> tuple[T, int]: ...
+    @overload
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool, **kwargs: Any) -> Any: ...
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool = False, **kwargs: Any) -> Any:
+        """fn(*args, **kwargs) computed on untorn weights, in one section.
+
+        With consistency="optimistic" a call whose section was torn is repeated, the fourth time under a pin, so fn must
+        be safe to repeat. An exception from a torn call is dropped, and the call repeated. With "live" nothing is
+        promised. Views of the weights in the result are cloned, as in what a guarded call returns.
+
+        Args:
+            with_version: return (result, version): the version that the result was computed with.
+
+        Raises:
+            ProtocolError: the result holds views of the weights in something that cannot be copied.
+            ShmSyncError: as in read().
+        """
+        result, version = self._computed(self._private, (fn, args, kwargs), {})
+        return (result, version) if with_version else result
+
+    @skip
+    def _private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            out = fn(*args, **kwargs)
+        except BaseException as error:
+            unalias_error(error, self._aliases)
+            raise
+        return unalias(out, self._aliases, (*args, *kwargs.values()))
+
+    @skip
+    def run_as_is(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """As run(), but the result may show the weights."""
+        return self._computed(fn, args, kwargs)[0]
+
+    @skip
+    def _computed(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[T, int]:
+        """The result, and the version that it was computed with."""
+        if not self.optimistic or self._mine:
+            with self.read() as section:
+                return fn(*args, **kwargs), section.version
+        for _ in range(_TEARS_BEFORE_PIN):
+            section = self.read()
+            try:
+                with section:
+                    result = fn(*args, **kwargs)
+            except Exception:
+                if not section.torn:
+                    raise
+            else:
+                if not section.torn:
+                    return result, section.version
+            self._count_retry()
+        with self._exclusive():
+            self._forget()  # so that entering takes the slow path, which knows about Pinned
+            with self.read(timeout=Pinned(self.timeout)) as section:
+                return fn(*args, **kwargs), section.version
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """A read section that is no use of this thread's: `version` goes on with what the subscriber applies."""
+        had_used = self._has_used
+        try:
+            with self.read():
+                yield
+        finally:
+            if not had_used:
+                self._forget_use()
+
+    def show(self, follower: Follower) -> None:
+        """Let a follower show the applied version now, and each later one when it is applied."""
+        with self._exclusive():
+            if self._version:
+                with self.unused():
+                    follower.move(self._held_slot)
+            self.followers.append(follower)
+
+    # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
+    # below compiled code, and Dynamo must not compile them.
+
+    def _enter_slowly(self, outcome: Enter, version: int | None, timeout: float | None) -> None:
+        """Enter a section, or raise; waits while the gate is closed."""
+        started = time.perf_counter()
+        deadline = deadline_after(timeout, self.timeout)
+        pinned = isinstance(timeout, Pinned)
+        patient = timeout is not None and not pinned
+        if version is not None:
+            version = check_version(version)
+            self._wait_for(version, deadline, lambda deadline: self._follow())
+        if version is not None or pinned:
+            outcome = self._leave_if_entered(outcome, pinned)
+        waited = False
+        while outcome not in (Enter.SAME, Enter.MOVED):
+            waited = True
+            outcome = self._try_again(outcome, deadline, pinned, patient)
+        if version is not None and self._held_version != version:
+            raise ProtocolError(
+                f"version {version} is gone, the arena is at {self._held_version}; read without version=, or make the "
+                "publisher wait for acks",
+                version=version,
+            )
+        if outcome == Enter.MOVED:
+            self._move()
+        if waited:
+            self._waits.add(time.perf_counter() - started)
+            if self._trace is not None:
+                self._trace.span("wait at the gate", int(started * 1e9), self._held_version, self._entered_at)
+
+    def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
+        """Enter again, under a pin if asked; first leave what the native side may have entered."""
+        if outcome in (Enter.SAME, Enter.MOVED):
+            self._abandon()
+        return self._try_enter(pinned)
+
+    def _try_again(self, outcome: Enter, deadline: float, pinned: bool, patient: bool) -> Enter:
+        """One slice of the wait. `patient`: wait for the repair of a poisoned arena too, as long as it can come."""
+        self._look_up()
+        if outcome == Enter.POISONED:
+            if self._follow():
+                return self._try_enter(pinned)
+            if patient and not self._gone and time.monotonic() < deadline:
+                self._wait(slice_until(deadline))
+                self._look_up()
+                return self._try_enter(pinned)
+            raise Poisoned(
+                f"the publisher of arena {self._name!r} failed in the middle of version {self._latest + 1}; it has to "
+                "publish() all weights again",
+                version=self._latest + 1,
+            )
+        if outcome == Enter.EVICTED:
+            raise ProtocolError(
+                f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
+                "and look for what writes beyond its memory"
+            )
+        if outcome == Enter.CORRUPT:
+            raise ArenaCorrupt(
+                f"arena {self._name!r} says that its newest version lies in slot {self._shown_slot} but it has "
+                f"{self.arena.slots} slots; something wrote into its control segment, restart its publisher"
+            )
+        # Death is established first: then the state is final.
+        if not self._peers.alive(self._writer_owner):
+            if self._follow():
+                return self._try_enter(pinned)
+            outcome = self._enter_final()
+            if outcome == Enter.POISONED:
+                raise Poisoned(
+                    f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
+                    f"version {self._latest + 1}, so the weights are half written; restart it",
+                    version=self._latest + 1,
+                )
+            return outcome
+        if time.monotonic() >= deadline:
+            raise WriterBusy(
+                f"the publisher of arena {self._name!r} kept readers out until the deadline; make its update() "
+                "sections shorter, use slots=2, or give more time",
+                version=self._latest,
+            )
+        self._wait(slice_until(deadline))
+        self._look_up()
+        return self._try_enter(pinned)
+
+    def _move(self) -> None:
+        """Move all followers to the held version, then ack it."""
+        slot = self._held_slot
+        if self._shown is not self.arena:
+            for follower in self.followers:
+                follower.rebase(self.arena)
+            self.order_copies(tensor for each in self.followers for tensor in each.private_copies())
+        for follower in self.followers:
+            follower.prepare()
+        gone = None
+        for follower in self.followers:
+            if not follower.move(slot):
+                gone = [*(gone or ()), follower]
+        for follower in gone or ():
+            self.followers.remove(follower)  # its module is gone
+        self._slot = slot
+        self._moves += 1
+        self._applied()
+        if self._shown is not self.arena:
+            self._shown = self.arena
+            self._release.keep_last()
+
+    def _release_after(self, stream: object) -> None:
+        self.streams.add(stream, self.arena)
+
+    def order_copies(self, copies: Iterable[torch.Tensor]) -> None:
+        """From now on these are the private copies of all bound modules."""
+        self.streams.copies.order(copies, self.arena.on_device)
+        self._copies_apart = bool(self.streams.copies.apart)
+
+    @disable
+    def _copies_read(self) -> None:
+        self.streams.end_copies(self.arena)
+
+    @disable
+    def _reads_end(self, call: HostCall | None) -> None:
+        self.streams.end(self.arena, self._name, call, self._look_up)
+
+    _enter_slow = disable(_enter_slowly)
+    _checked_timeout = staticmethod(disable(check_timeout))
+
+    def _refresh_now(self) -> bool:
+        if self._successor is not None:
+            self._follow()
+        before = self._moves
+        if self._asked:
+            self._answer_now()
+        outcome = self._try_enter(False)
+        if outcome == Enter.MOVED:
+            self._move()
+        elif outcome != Enter.SAME:
+            self._enter_slowly(outcome, None, None)
+        while self._abandon() and self.optimistic:  # torn while buffers were copied
+            self._forget()
+            self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
+        return self._moves != before
+
+    _refresh_slow = disable(_refresh_now)
+
+    def _trace_now(self) -> None:
+        """The publisher wants what this process does in a trace, or no more of it."""
+        which, before = self._trace_asked, self._trace
+        if before is not None:
+            warn_of_end(before, self._name)
+        self._write_trace(which)  # even if it fails: the next section does not try again
+        if which:
+            worker = reader_table.read(self.arena.control, self._row).worker
+            self._write_trace(which, joined(self._writer_owner, which, self._name, worker))
+
+    _trace_slow = disable(_trace_now)
+
+    def _answer_now(self) -> None:
+        """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
+        question = self._asked
+        if self.arena.manifest.sums is None:  # no publisher asks that of an arena without checksums
+            self._answer(question, Verdict.unusable())
+            return
+        try:
+            outcome = self._try_enter(True)
+            if outcome == Enter.MOVED:
+                self._move()
+            elif outcome != Enter.SAME:
+                return
+            found = Verdict.of(self)
+        except ManifestMismatch:  # what the entry raises in a moment
+            found = Verdict.unusable()
+        self._abandon()
+        self._answer(question, found)
+
+    _answer_slow = disable(_answer_now)
+
+    def _answer_waiting(self, deadline: float) -> None:
+        # Nothing is applied here: a version that is new is for the next section, and so is the question then.
+        if not self._asked or self.arena.manifest.sums is None or self._mine:
+            return
+        if deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
+            return
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                question = self._asked
+                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
+                    fits = self._held_version == self._version
+                    found = Verdict.of(self) if fits else 0
+                    self._abandon()
+                    if fits:
+                        self._answer(question, found)
+        except WriterBusy:  # another thread is in a section, and will answer at its next
+            pass
+
+    @disable
+    def _look_for_heir(self) -> None:
+        """At the entry of a section now and then: move on if the publisher was started again."""
+        try:
+            self._follow()
+        except ShmSyncError as error:
+            assert self._successor is not None
+            self._successor.warn(error)
+
+
+for _frame in (ReadPath.run, ReadPath.run_as_is):
+    skip(_frame)  # Dynamo compiles what it calls, not this frame

@@ -1,0 +1,124 @@
+"""snapshot(): one version, copied into private memory; and which memory that may be."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+
+from ... import _native
+from ...memory.arena import Arena, lies_in, nested, readonly_ranges
+from ...memory.buffer_alloc import Pieces
+from ...memory.devices import assign, holding
+from ...memory.manifest import Key, Leaf
+from ...memory.torch_modes import counts_changes, plainly
+from ..source.leaf_check import problem_with
+from ..source.manifest_check import direct
+from ..source.sources import EVERYTHING, Collected, collect
+from ..source.targets import collisions, made_anew, problem_with_target
+
+Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
+
+
+class Snapshot(NamedTuple):
+    """A private, consistent copy of the weights, and their version."""
+
+    weights: TensorDictBase
+    version: int
+
+
+class Targets:
+    """The memory that a snapshot is copied into, all checked; None: new memory, as `made`.
+
+    Raises ValueError for an `out` that does not fit, TypeError for one that is no TensorDict; nothing was written.
+    """
+
+    def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
+        self.table: _native.Sources | None = None  # of an `out` that can be found again, see kept_out.py
+        self._direct: list[tuple[torch.Tensor, Leaf]] = []
+        self._others: list[tuple[torch.Tensor, Leaf]] = []
+        self._counted: list[torch.Tensor] = []
+        self._pieces: Pieces | None = None  # of new memory
+        self.made: TensorDictBase | None = None  # of new memory
+        if out is None and arena.on_device is None:
+            self._pieces, self.made = arena.fresh.make()
+            return
+        if out is None:
+            with plainly():
+                fresh = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
+            self._others = [(fresh[leaf.key], leaf) for leaf in arena.manifest.leaves]
+            self.made = nested(fresh)
+            return
+        if not isinstance(out, TensorDictBase):
+            raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
+        with plainly():
+            own, readonly = arena.ranges(), readonly_ranges()
+            collected = collect(out, EVERYTHING, to_write=True)
+            found: dict[Key, Any] = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
+            # Its dicts cannot be seen: it may create its leaves at each access.
+            again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
+            problems = [
+                f"{leaf.name} of out {problem}"
+                for leaf in arena.manifest.leaves
+                if (problem := _problem(found[leaf.key], again.get(leaf.key), leaf, own, readonly))
+            ]
+            places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
+            problems = problems or collisions(found, places)
+            if problems:
+                raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
+            self._take(collected, found, arena)
+
+    def _take(self, collected: Collected, found: dict[Key, torch.Tensor], arena: Arena) -> None:
+        pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
+        by_address = [arena.on_device is None and direct(each, leaf) and holding(each) is None for each, leaf in pairs]
+        self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
+        self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
+        self.count()
+        if collected.guards is not None and not self._others:
+            self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
+
+    def count(self) -> None:
+        """Find those whose changes autograd counts. Call it inside plainly().
+
+        Its checks see these writes too; an inference tensor has nothing that they could be wrong for.
+        """
+        self._counted = [target for target, _ in self._direct if counts_changes(target)]
+
+    def copy(self, arena: Arena, slot: int) -> None:
+        """Copy this slot into them. The arena has the same leaves: it may have taken the other one's place."""
+        source = arena.readonly_range()[0] + slot * arena.manifest.slot_bytes
+        if self._pieces is not None:
+            _native.copy([(to, source + offset, size) for to, offset, size in self._pieces])
+            return
+        if self.table is not None:
+            self.table.copy_from(source)
+        elif self._direct:
+            _native.copy([(t.data_ptr(), source + leaf.offset, leaf.nbytes) for t, leaf in self._direct])
+        if not (self._counted or self._others):
+            return
+        with plainly():
+            torch.autograd.graph.increment_version(self._counted)
+            if self._others:
+                views = arena.views(slot)
+                for target, leaf in self._others:
+                    assign(target, views[leaf.key])
+
+
+def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:
+    """Why a leaf cannot be copied there, or None."""
+    if target is None:
+        return f"is missing, but the arena has it as {leaf.dtype} {leaf.shape}"
+    if (problem := problem_with(target)) is not None:
+        return problem
+    if lies_in(target, own):
+        return "lies in the arena itself; pass memory of yours"
+    if lies_in(target, readonly):
+        return "lies in an arena, which is read-only here; pass memory of yours"
+    if problem := problem_with_target(target) or made_anew(target, again):
+        return problem
+    if tuple(target.shape) != leaf.shape or target.dtype != leaf.dtype:
+        return f"is {target.dtype} {tuple(target.shape)} but {leaf.dtype} {leaf.shape} in the arena"
+    if target.is_conj() or target.is_neg():
+        return "is lazily conjugated or negated; pass its resolve_conj().resolve_neg()"
+    return None

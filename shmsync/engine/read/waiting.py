@@ -1,0 +1,182 @@
+"""Waiting for versions, and moving on to the arena of a publisher that was started again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+from ... import _native
+from ..._native import Consistency, State
+from ...errors import ClosedError, ProtocolError, PublishTimeout, ShmSyncError, WriterBusy, WriterDied
+from ...memory.attaching import Attached, Release
+from ...memory.system.exiting import stay_if_exiting
+from ...memory.system.process import Peers, pid_of
+from ..deadlines import check_seconds, check_version, deadline_after, slice_until
+from .failover import Successor
+
+_log = logging.getLogger("shmsync")
+_numbers = itertools.count()
+
+
+def _reads(attached: Attached) -> _native.DeviceReads | None:
+    place = attached.arena.on_device
+    return None if place is None else place.reads
+
+
+class WaitPath(_native.Reader):
+    """Which arena is read, and the waits for its publisher. Base of ReadPath, which has the sections."""
+
+    def __init__(
+        self,
+        attached: Attached,
+        release: Release,
+        peers: Peers,
+        consistency: Consistency,
+        name: str,
+        timeout: float,
+        successor: Successor | None,
+    ) -> None:
+        super().__init__(attached.arena.control, attached.row, attached.owner, consistency, _reads(attached))
+        begin, end = attached.arena.readonly_range()
+        self._set_slab(begin, end)
+        self.arena = attached.arena
+        self.timeout = timeout  # default of waits, in seconds
+        self._writer_owner = attached.writer
+        self._release = release
+        self._peers = peers
+        self._name = name
+        self._successor = successor
+        self._follows = successor is not None
+        self._restarts = 0
+        self.number = next(_numbers)  # sections of several are entered in this order, so that no two threads cross
+
+    @property
+    def session(self) -> bytes:
+        """The session of the arena that `version` is of: another one after a restart that was followed."""
+        return self._used_session
+
+    @property
+    def publisher_alive(self) -> bool:
+        """Can new versions still come?
+
+        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
+        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
+        arena that is read now.
+        """
+        self._check()
+        return not self._gone
+
+    def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
+        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
+
+        For the first `spin` seconds, at most `timeout`, it keeps its processor and looks again and again, which finds a
+        version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
+        need it, the publisher among them, they wait for it.
+
+        With follow=True it waits for a restarted trainer, whose versions begin again, and moves to its arena.
+
+        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
+        publisher would wait for this process in turn; with follow=True ManifestMismatch.
+        """
+        self._check()
+        spinning = check_seconds("spin", spin, "0.0 sleeps at once, math.inf never sleeps")
+        if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
+            raise ProtocolError(
+                "wait_version() inside a read section with slots=1 would wait for a publisher that waits for it; "
+                "leave the section first, or use more slots",
+                version=version,
+            )
+        version, deadline = check_version(version), deadline_after(timeout, self.timeout)
+        return self._wait_for(version, deadline, self._follow_unlocked, time.monotonic() + spinning)
+
+    @property
+    def _gone(self) -> bool:
+        """Will the publisher of this arena publish nothing more?"""
+        return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
+
+    def _look_up(self) -> None:
+        """In each slice of a wait: can the version still arrive?"""
+        stay_if_exiting()
+        if self._ending:
+            raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")
+
+    def _follow(self) -> bool:
+        """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
+        if self._successor is None or not self._gone:
+            return False
+        self._lost = True
+        attached = self._successor.find(self.arena)
+        if attached is None:
+            return False
+        self._release.add(attached)
+        self._use(attached.arena.control, attached.row, attached.owner, _reads(attached))
+        self._set_slab(*attached.arena.readonly_range())
+        self.arena.reader, attached.arena.reader = None, self.arena.reader
+        self.arena = attached.arena
+        self._writer_owner = attached.writer
+        self._restarts += 1
+        self._lost = False
+        _log.info("arena %r: its publisher was started again, and is followed", self._name)
+        return True
+
+    def _follow_unlocked(self, deadline: float) -> bool:
+        """The same, from a wait that holds no lock."""
+        if self._successor is None or self._mine:  # a section keeps the arena that it has entered
+            return False
+        arena = self.arena
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                return self.arena is not arena or self._follow()
+        except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
+            return False
+
+    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0) -> int:
+        trace, started = self._trace, time.perf_counter()
+        try:
+            return self._await(version, deadline, follow, spin_until)
+        finally:
+            if trace is not None:
+                trace.span("wait for a version", int(started * 1e9), version)
+
+    def _await(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float) -> int:
+        while True:
+            spin = slice_until(spin_until) if spin_until else 0
+            if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
+                return latest
+            gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
+            self._look_up()
+            self._answer_waiting(deadline)
+            late = time.monotonic() >= deadline
+            if gone:
+                last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
+                if last >= version:
+                    return last
+                if follow(deadline):
+                    continue
+                if self._successor is None or self._mine or late:
+                    raise self._none_will_come(version, closed)
+                time.sleep(slice_until(deadline) / 1e9)
+            elif late:
+                raise PublishTimeout(
+                    f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
+                    "slow or stuck?",
+                    version=version,
+                )
+
+    def _answer_waiting(self, deadline: float) -> None:
+        """In each slice of a wait for a version: answer what the publisher asks, if it does."""
+
+    def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
+        back = "" if self._successor is None else ", and was not published anew in time"
+        if closed:
+            return ClosedError(
+                f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",
+                version=version,
+            )
+        return WriterDied(
+            f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
+            f"version is {self._latest}. Restart it and attach to the new arena",
+            version=version,
+        )

@@ -1,0 +1,115 @@
+"""dtype=: which leaves are cast when they are published, and to what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping
+from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from ...errors import ManifestMismatch
+from ...memory.manifest import Key, Manifest, tie
+
+Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | None
+
+_WANTED = 'a floating dtype such as torch.bfloat16, or glob patterns to such dtypes: {"*.weight": torch.bfloat16}'
+
+
+def check_dtypes(dtype: Any) -> None:
+    """Raise TypeError or ValueError for what dtype= cannot be."""
+    if dtype is None or isinstance(dtype, torch.dtype):
+        chosen = [] if dtype is None else [dtype]
+    elif isinstance(dtype, Mapping):
+        for pattern, each in dtype.items():
+            if not isinstance(pattern, str) or not isinstance(each, torch.dtype):
+                raise TypeError(f"dtype= is {_WANTED}, but it has {pattern!r}: {each!r}")
+        chosen = list(dtype.values())
+    else:
+        raise TypeError(f"dtype= is {_WANTED}, not {dtype!r} of type {type(dtype).__name__}")
+    for each in chosen:
+        if not each.is_floating_point:
+            raise ValueError(f"dtype= casts floating leaves and must be floating itself, not {each}")
+
+
+def kept_leaves(source: Any, tensors: Mapping[Key, Any]) -> set[Key]:
+    """The leaves of a source that one dtype for all leaves alone: those that are no parameters.
+
+    Where nothing says which are parameters, as in a state_dict(), that is none but the instances of nn.Buffer. A buffer
+    that is one tensor with a parameter is cast with it.
+    """
+    others = {key for key, each in tensors.items() if not isinstance(each, nn.Parameter)}
+    if len(others) == len(tensors) and not isinstance(source, nn.Module):
+        others = {key for key in others if isinstance(tensors[key], nn.Buffer)}
+    if not others:
+        return others
+    cast = {tie(each) for key, each in tensors.items() if key not in others and isinstance(each, torch.Tensor)} - {None}
+    return {
+        key for key in others if not (cast and isinstance(tensors[key], torch.Tensor) and tie(tensors[key]) in cast)
+    }
+
+
+def dtypes_of(manifest: Manifest) -> Dtypes:
+    """The dtype= that casts the leaves which this arena casts, and to the same."""
+    return {escape(leaf.name): leaf.dtype for leaf in manifest.leaves if leaf.cast} or None
+
+
+def cast_leaves(
+    tensors: Mapping[Key, torch.Tensor], dtype: Dtypes, kept: Container[Key] = ()
+) -> dict[Key, torch.dtype]:
+    """The leaves that are cast, with their dtypes: floating ones. Of several patterns the first that matches counts.
+
+    `kept`: those that one dtype for all leaves alone.
+
+    Raises ManifestMismatch for a pattern that casts nothing, and for one tensor that would get two dtypes.
+    """
+    floating = [key for key, tensor in tensors.items() if tensor.dtype.is_floating_point]
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return {} if dtype is None else {key: dtype for key in floating if key not in kept}
+    cast: dict[Key, torch.dtype] = {}
+    used: set[str] = set()
+    for key in floating:
+        pattern = next((each for each in dtype if fnmatchcase(".".join(key), each)), None)
+        if pattern is not None:
+            cast[key] = dtype[pattern]
+            used.add(pattern)
+    problems = [_idle(pattern, tensors, floating) for pattern in dtype if pattern not in used]
+    first: dict[object, Key] = {}
+    for key in floating:
+        identity = tie(tensors[key])
+        other = key if identity is None else first.setdefault(identity, key)
+        one, two = (cast.get(each, tensors[each].dtype) for each in (other, key))
+        if one != two:
+            problems.append(
+                f"{'.'.join(other)} and {'.'.join(key)} are one tensor, but dtype= makes them {one} and {two}; give "
+                "both the same"
+            )
+    if problems:
+        raise ManifestMismatch("; ".join(problems) + ". Nothing was created")
+    return cast
+
+
+def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]) -> str:
+    names = [".".join(key) for key in tensors if fnmatchcase(".".join(key), pattern)]
+    if not names:
+        return f"the pattern {pattern!r} of dtype= matches no leaf"
+    if not any(".".join(key) in names for key in floating):
+        return f"the pattern {pattern!r} of dtype= matches only leaves that are not floating, such as {names[0]}"
+    return f"the pattern {pattern!r} of dtype= comes too late: patterns before it match {names[0]} too; put it first"
+
+
+def curing_dtypes(wanted: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """The shortest dtype= that gives these floating leaves, by dotted key, these dtypes."""
+    usual = Counter(wanted.values()).most_common(1)[0][0]
+    found: dict[str, torch.dtype] = {}
+    for name, dtype in wanted.items():
+        if dtype == usual or any(fnmatchcase(name, pattern) for pattern in found):
+            continue
+        ending = f"*.{escape(name.rpartition('.')[2])}"
+        alike = [other for other in wanted if fnmatchcase(other, ending)]
+        short = name in alike and all(wanted[other] == dtype for other in alike)
+        found[ending if short else escape(name)] = dtype
+    return {**found, "*": usual}

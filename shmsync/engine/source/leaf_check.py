@@ -1,0 +1,180 @@
+"""What may be a leaf, under which key: a tensor whose values lie in memory of its own, as plain elements.
+
+The rule names what is known to be plain. A tensor of any other kind is refused, also one that is unknown here:
+its storage has no address, or too few bytes. Reading it by address would end the process, or copy garbage.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import _native
+from ...errors import ManifestMismatch
+from ...memory.arena import ADDRESSED
+from ...memory.manifest import Key
+from ...memory.torch_modes import plainly
+
+# Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
+_KNOWN = (
+    (
+        "torch.distributed.tensor",
+        "DTensor",
+        "is a DTensor, of which this process holds a part; pass its full_tensor(), which all ranks must call, or its "
+        "to_local()",
+    ),
+    ("torch._subclasses.fake_tensor", "FakeTensor", "is a FakeTensor and has no values; pass the real tensor"),
+    ("torch.masked", "MaskedTensor", "is a MaskedTensor; pass its get_data(), or to_tensor() with a fill value"),
+    (
+        "torch.distributed._functional_collectives",
+        "AsyncCollectiveTensor",
+        "is the result of a collective that is still under way; pass what its wait() returns",
+    ),
+)
+
+
+def loaded_class(module: str, name: str) -> type[Any] | None:
+    """A class of torch's, if the module that has it was imported; without that no object can be of this class."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def is_a(value: object, module: str, name: str) -> bool:
+    """Is the value of this class?"""
+    kind = loaded_class(module, name)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_wrapper(value: torch.Tensor) -> bool:
+    """Is it of a class whose tensors hold others, instead of memory?"""
+    return hasattr(type(value), "__tensor_flatten__")
+
+
+def _plain_keys() -> frozenset[int]:
+    """The dispatch key sets of plain CPU tensors: torch's own word for "nothing special". Empty: it does not tell."""
+    try:
+        with plainly():
+            made = [torch.empty(0, device="cpu")]
+        with torch.inference_mode():
+            made.append(torch.empty(0, device="cpu"))
+        return frozenset(torch._C._dispatch_keys(each).raw_repr() for each in made)
+    except AttributeError:
+        return frozenset()
+
+
+PLAIN_KEYS = _plain_keys()
+_CLASSES = (torch.Tensor, nn.Parameter)
+
+
+def _surely_plain(value: Any) -> bool:
+    """The common case in 0.2 µs; in 1 µs where native code cannot tell. False says nothing."""
+    if type(value) not in _CLASSES:
+        return False
+    return _native.surely_plain(value) or (
+        bool(PLAIN_KEYS)
+        and torch._C._dispatch_keys(value).raw_repr() in PLAIN_KEYS
+        and value.is_contiguous()
+        and value.data_ptr() != 0
+        and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * value.element_size()
+    )
+
+
+DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
+
+
+def problem_with_key(key: Key) -> str | None:
+    """Why this key path cannot be that of a leaf, or None."""
+    if len(key) > DEEPEST:
+        return f"has {len(key):,} levels, and {DEEPEST} are the most; flatten the weights, or see what contains itself"
+    for part in key:
+        if not part:
+            return "has an empty part; give it a name"
+        if "\0" in part:
+            return "has a NUL character; leave it out"
+        try:
+            part.encode()
+        except UnicodeEncodeError:
+            return "has a lone surrogate, which is no character and which UTF-8 cannot write; give it another name"
+    return None
+
+
+def check_depth(path: Key) -> None:
+    """Raise ManifestMismatch where a tree of weights is too deep to go on, as one that contains itself is."""
+    if len(path) > DEEPEST:
+        raise ManifestMismatch(f"the key {shown(path)} {problem_with_key(path)}")
+
+
+def shown(key: Key) -> str:
+    """A dotted key for an error: one that text cannot hold with escapes, a long one in part."""
+    return reprlib.repr(".".join(key))
+
+
+def problem_with(value: Any) -> str | None:
+    """Why this object cannot be a leaf at all, or None."""
+    if _surely_plain(value):
+        return None
+    if not isinstance(value, torch.Tensor):
+        return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
+    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        return "is not initialised yet; run the lazy module once before publishing it"
+    with torch._C.DisableTorchFunction():  # a subclass may answer these questions in its own way, or not at all
+        return _kind_problem(value) or _memory_problem(value)
+
+
+def _kind_problem(value: torch.Tensor) -> str | None:
+    for module, name, said in _KNOWN:
+        if is_a(value, module, name):
+            return said
+    if value.is_nested:
+        return "is a nested tensor; pass its values() and offsets(), or a padded tensor"
+    if value.layout is not torch.strided:
+        return f"is {value.layout}, but only dense tensors can be shared; call .to_dense()"
+    if value.is_quantized:
+        return "is quantised, but only plain dtypes can be shared; publish its integer representation"
+    if value.device.type == "meta":
+        return "is on the meta device and has no values; materialise the module first"
+    keys = str(torch._C._dispatch_keys(value))  # is_functorch_wrapped_tensor() ends the process for some of them
+    if "FuncTorch" in keys or "Functionalize" in keys:
+        return "belongs to a torch.func transform (grad, vmap, jvp, functionalize); publish outside of the transform"
+    if value._is_zerotensor():
+        return "is a zero tensor without memory, as forward-mode derivatives have them; pass its clone()"
+    if is_wrapper(value):
+        return _wrapper(value)
+    return None
+
+
+def _memory_problem(value: torch.Tensor) -> str | None:
+    if value.numel() == 0 or (value.device.type not in ADDRESSED and type(value) in (torch.Tensor, nn.Parameter)):
+        return None
+    try:
+        storage = value.untyped_storage()
+        address, held = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # how torch says that there is none
+        return _wrapper(value)
+    needed = (value.storage_offset() + extent(value)) * value.element_size()
+    if held < needed:
+        return (
+            f"has a storage of {held} bytes but needs {needed}: its memory was given back, as FSDP does between two "
+            "forward passes; publish while the parameters are there (FSDP.summon_full_params())"
+        )
+    return None if address else _wrapper(value)
+
+
+def _wrapper(value: torch.Tensor) -> str:
+    return (
+        f"is a {type(value).__name__} without memory of its own: its values lie in other tensors, or nowhere; pass "
+        "those tensors, or a plain one with its values"
+    )
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one in memory, gaps included."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,151 @@
+"""Does a source fit an arena? Keys, shapes, dtypes, devices and ties are compared before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ... import _native
+from ...memory.arena import Arena
+from ...memory.devices import place_of
+from ...memory.manifest import Key, Leaf, tie
+from ...memory.strides import same_order
+from .dtypes import curing_dtypes
+from .leaf_check import problem_with
+from .wrappers import of_wrappers, open_questions
+
+
+def direct(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Can the host copy its bytes to the leaf, and the leaf's to it, as they are? Its shape is the leaf's."""
+    return tensor.device.type == "cpu" and same_layout(tensor, leaf)
+
+
+def same_layout(tensor: torch.Tensor, leaf: Leaf) -> bool:
+    """Are its bytes those of the leaf, wherever they are? Its shape is the leaf's."""
+    return (
+        tensor.dtype == leaf.dtype
+        and ((strides := tensor.stride()) == leaf.strides or same_order(leaf.shape, strides, leaf.strides))
+        and (_native.surely_plain(tensor) or not (tensor.is_conj() or tensor.is_neg()))
+    )
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Is it contiguous in CPU memory, and not lazily conjugated or negated?"""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def mismatches(
+    tensors: Mapping[Key, Any], arena: Arena, *, partial: bool, any_device: bool, source_is: str = "source"
+) -> list[str]:
+    """Every way in which these tensors differ from the arena's manifest, one line each."""
+    manifest = arena.manifest
+    problems = []
+    for key, value in tensors.items():
+        name = ".".join(key)
+        leaf = manifest.by_key.get(key)
+        if leaf is None:
+            problems.append(f"{name} is not in the arena")
+        elif reason := problem_with(value):
+            problems.append(f"{name} {reason}")
+        else:
+            if value.shape != leaf.shape:
+                problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
+            if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
+                both = source_is == "source" and leaf.dtype.is_floating_point and value.dtype.is_floating_point
+                cure = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
+                cast = cure if both else ""
+                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{cast}")
+            if not any_device and value.numel() and (place := place_of(value)) != arena.place:
+                problems.append(
+                    f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "
+                    f"place, as in device={arena.place!r}, to have weights fetched"
+                )
+    if not partial:
+        given = {
+            manifest.by_key[key].offset for key in tensors if key in manifest.by_key and manifest.by_key[key].nbytes
+        }
+        of_wrapper = of_wrappers(manifest.by_key)
+        absent = [
+            leaf.name  # a second name of one that is there is not needed
+            for key, leaf in manifest.by_key.items()
+            if key not in tensors
+            and key not in of_wrapper
+            and not (leaf.nbytes and leaf.offset in given and source_is == "source")
+        ]
+        problems += [f"{name} is missing from the {source_is}" for name in absent]
+    if problems:
+        problems += open_questions(tensors, manifest.by_key)
+    return problems
+
+
+def elsewhere(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[str]:
+    """A line for each tensor of a module that cannot be the arena's own memory, since torch has it elsewhere."""
+    return [
+        f"{'.'.join(key)} is on {arena.device} in the arena but on {tensor.device} in the module"
+        for key, tensor in tensors.items()
+        if key in arena.manifest.by_key and tensor.device.type != "meta" and tensor.device != arena.device
+    ]
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit; NaN equals NaN, unlike with torch.equal."""
+    if a.numel() == 0:
+        return True
+    if a.device != b.device:
+        b = b.to(a.device)
+    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def untied(tensors: Mapping[Key, torch.Tensor], arena: Arena) -> list[tuple[Leaf, Leaf]]:
+    """Leaves that share a place in the arena but not in these tensors."""
+    found = []
+    first: dict[int, Leaf] = {}
+    for key in tensors:
+        leaf = arena.manifest.by_key[key]
+        if leaf.nbytes:
+            other = first.setdefault(leaf.offset, leaf)
+            if other is not leaf and tie(tensors[key]) != tie(tensors[other.key]):
+                found.append((other, leaf))
+    return found
+
+
+def tied_apart(tensors: Mapping[Key, torch.Tensor], arena: Arena, source_is: str) -> list[str]:
+    """Leaves that are separate in the arena but one tensor here, which could show only one of them."""
+    first: dict[int, Leaf] = {}
+    leaves = ((tensors[leaf.key], leaf) for leaf in arena.manifest.leaves if leaf.key in tensors and leaf.nbytes)
+    return [
+        f"{first[id(tensor)].name} and {leaf.name} are separate in the arena but one tensor in the {source_is}"
+        for tensor, leaf in leaves
+        if first.setdefault(id(tensor), leaf).offset != leaf.offset
+    ]
+
+
+def dtype_cure(tensors: Mapping[Key, torch.Tensor], arena: Arena, problems: list[str]) -> str:
+    """What to write where a module and an arena differ by the dtypes of floating leaves alone; else nothing."""
+    floating = [leaf for leaf in arena.manifest.leaves if leaf.dtype.is_floating_point and leaf.key in tensors]
+    differing = [leaf for leaf in floating if tensors[leaf.key].dtype != leaf.dtype]
+    if not differing or len(differing) != len(problems):
+        return ""
+    wanted = {leaf.name: tensors[leaf.key].dtype for leaf in floating}
+    if not all(dtype.is_floating_point for dtype in wanted.values()):
+        return ""
+    pairs = ", ".join(f'"{pattern}": {dtype}' for pattern, dtype in curing_dtypes(wanted).items())
+    here = {leaf.dtype for leaf in floating}
+    worker = f"module.to({here.pop()}) in the worker" if len(here) == 1 else "the module's dtypes in the worker"
+    return (
+        f"\nThey differ by dtype alone. Cast in the trainer: Publisher(..., dtype={{{pairs}}}) or the scheme's "
+        f"dtype=, or change "
+        f"{worker}."
+    )
+
+
+def describe_problems(problems: list[str], arena: str, source: str) -> str:
+    """All problems in one message, with the next step."""
+    lines = "".join(f"\n  {problem}" for problem in problems)
+    return (
+        f"{len(problems)} difference(s) between {arena} and {source}; nothing was written. Make them agree, or "
+        f"create a new arena:{lines}"
+    )

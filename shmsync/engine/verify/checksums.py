@@ -1,0 +1,157 @@
+"""Checksums of leaves: XXH3 with 64 bits over a leaf's bytes, one for each leaf, behind the leaves of every slot.
+
+They are written before the commit, so a version and its checksums appear in one step, and a section that reads the one
+reads the other. Tied leaves share one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ...errors import ProtocolError
+from ...memory.arena import Arena
+from ...memory.devices import assign, fetched, laid_out
+from ...memory.manifest import Manifest
+from ...memory.strides import contiguous
+from ...memory.torch_modes import run_plainly
+
+BYTES_PER_SECOND = 1e9  # a checksum is never slower on the machines we know; says whether there is time for one
+
+
+def check_checksum(wanted: object) -> None:
+    """Raise what speaks against `checksum=`: another type, no xxhash."""
+    if not isinstance(wanted, bool):
+        raise TypeError(f"checksum is True or False, not {wanted!r}")
+    if wanted:
+        _library()
+
+
+def refuse_without_checksums(manifest: Manifest, name: str) -> None:
+    """Raise ProtocolError for an arena that has no checksums."""
+    if manifest.sums is None:
+        raise ProtocolError(f"arena {name!r} has no checksums to verify against; make its Publisher with checksum=True")
+    _library()
+
+
+def checksum(data: Any) -> int:
+    """Of the bytes of a buffer."""
+    return int(_library().xxh3_64_intdigest(data))
+
+
+@run_plainly
+def checksum_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> int:
+    """Of a tensor's values, in the order of a leaf's strides; None: in rows. They must be dense."""
+    plain = fetched(tensor.detach().resolve_conj().resolve_neg())
+    plain = laid_out(plain, contiguous(plain.shape) if strides is None else strides)
+    return checksum(memory(plain.data_ptr(), plain.nbytes))
+
+
+def memory(address: int, size: int) -> memoryview:
+    """These bytes, for as long as the caller keeps them mapped."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else memoryview(b"")
+
+
+def checksums_in(arena: Arena, slot: int) -> dict[int, int]:
+    """The checksums that a slot shows, by the offset of their leaf. Call it inside a section."""
+    manifest = arena.manifest
+    assert manifest.sums is not None
+    if arena.on_device is not None:
+        words = bytes_on_device(arena, slot, manifest.sums, manifest.written_bytes)
+        return dict(zip(manifest.places, memoryview(words).cast("Q"), strict=True))
+    start = int(arena.slab.readonly.data_ptr()) + slot * manifest.slot_bytes
+    words = (ctypes.c_uint64 * len(manifest.places)).from_address(start + manifest.sums)
+    return dict(zip(manifest.places, words, strict=True))
+
+
+class ChecksumWriter:
+    """The publisher's side: which leaves of the slot to write are new, and what the others' checksums are."""
+
+    def __init__(self, arena: Arena) -> None:
+        manifest = arena.manifest
+        assert manifest.sums is not None
+        self._arena = arena
+        self._on_device = arena.on_device is not None
+        self._at = manifest.sums
+        self._places = manifest.places
+        self._known: dict[int, int] = {}  # of the published version
+        self._given: frozenset[int] | None = None
+        self._new: dict[int, int] = {}
+
+    def begin(self, given: frozenset[int] | None) -> None:
+        """Only the leaves at these offsets change; None: any may have changed."""
+        self._given = given
+
+    def write(self, slot: int) -> None:
+        """Read the leaves that have changed, and write every checksum into the slot. The caller commits.
+
+        On a device the leaves are fetched, and must be there; the checksums are there when its current stream is done.
+        """
+        if self._on_device:
+            self._write_there(slot)
+            return
+        start = self._arena.slot_address(slot)
+        whole = memory(start, self._arena.manifest.slot_bytes)
+        digest = _library().xxh3_64_intdigest
+        changed = self._changed()
+        self._new = {
+            offset: digest(whole[offset : offset + size]) if offset in changed else self._known[offset]
+            for offset, size in self._places.items()
+        }
+        words = (ctypes.c_uint64 * len(self._places)).from_address(start + self._at)
+        words[:] = list(self._new.values())
+
+    def _changed(self) -> Collection[int]:
+        """The offsets of the leaves whose checksums are not known."""
+        if self._given is None:
+            return self._places
+        return {offset for offset in self._places if offset in self._given or offset not in self._known}
+
+    @run_plainly
+    def _write_there(self, slot: int) -> None:
+        new: dict[int, int] = {}
+        changed = self._changed()
+        whole = len(changed) == len(self._places)  # one copy from the device, and else one for each leaf
+        used = bytes_on_device(self._arena, slot, 0, self._at) if whole else b""
+        for offset, size in self._places.items():
+            if whole:
+                new[offset] = checksum(memoryview(used)[offset : offset + size])
+            elif offset in changed:
+                new[offset] = checksum(bytes_on_device(self._arena, slot, offset, offset + size))
+            else:
+                new[offset] = self._known[offset]
+        self._new = new
+        if not new:
+            return
+        words = torch.frombuffer(bytearray(b"".join(s.to_bytes(8, "little") for s in new.values())), dtype=torch.uint8)
+        assign(_raw(self._arena, slot, self._at, self._at + len(words)), words)
+
+    def committed(self) -> None:
+        """What was written is published."""
+        self._known, self._given = self._new, None
+
+    def undone(self) -> None:
+        """What was begun was not published; the only slot may be half written."""
+        self._given = None
+
+
+def _raw(arena: Arena, slot: int, begin: int, end: int) -> torch.Tensor:
+    start = slot * arena.manifest.slot_bytes + begin
+    return torch.empty(0, dtype=torch.uint8, device=arena.device).set_(arena.slab.readonly, start, (end - begin,), (1,))
+
+
+@run_plainly
+def bytes_on_device(arena: Arena, slot: int, begin: int, end: int) -> Any:
+    """A copy of this part of a slot on a device, in the host's memory."""
+    return fetched(_raw(arena, slot, begin, end)).numpy()
+
+
+def _library() -> Any:
+    try:
+        import xxhash
+    except ImportError:
+        raise ProtocolError("checksums need the package xxhash; pip install 'shmsync[verify]'") from None
+    return xxhash

@@ -1,0 +1,189 @@
+"""Publishing into an arena on a device: the copies are done later, and the device itself commits behind them.
+
+The trainer's thread asks for copies and goes on. What it asks its own stream for next comes after the copies that read
+its tensors; what lies in the host's memory is copied aside at once, so it may be changed at once.
+
+INV: one version is under way at a time. Until it is committed, or known never to be, no other call touches the writer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ... import _native
+from ...errors import DeviceFailed, ProtocolError, WriterBusy
+from ...memory.devices import Device, OnDevice, Piece, Stream
+from ...memory.manifest import Manifest
+from ...memory.system.exiting import stay_if_exiting
+from ..copy.copy_plan import CopyPlan
+from ..deadlines import slice_until
+
+_SLICE = 50_000_000  # ns
+
+
+def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: object = None) -> None:
+    """Wait until these devices have made what the calling thread's own streams, and `after`, have been asked for.
+
+    Raises ValueError for `after` without devices, TypeError where it is none of theirs; WriterBusy, DeviceFailed.
+    """
+    if after is not None:
+        if not devices:
+            raise ValueError(
+                f"after= orders copies on a device, but arena {name!r} lies in the host's memory, and so do the "
+                "weights; leave it out"
+            )
+        if len(devices) > 1:
+            raise ValueError(
+                "after= orders the copies of one device, but the weights lie on "
+                + " and ".join(device.name for device in devices)
+                + "; let their current streams wait for it instead"
+            )
+        devices[0].follow(devices[0].current(), devices[0].as_stream(after))
+    for device in devices:
+        late = (
+            f"the weights for arena {name!r} are still being made on {device.name}, and nothing was published; give it "
+            "more time with timeout="
+        )
+        _await(device, device.current(), deadline, late)
+
+
+def _await(device: Device, stream: Stream, deadline: float, late: str) -> None:
+    """Wait for what a stream has now. Raises WriterBusy, which says `late`, at the deadline; DeviceFailed."""
+    while not device.wait(stream, slice_until(deadline) / 1e9):
+        stay_if_exiting()
+        device.check()
+        if time.monotonic() >= deadline:
+            raise WriterBusy(late)
+    device.check()
+
+
+class DeviceWrites:
+    """The copies of one publisher, and the commit behind them.
+
+    Args:
+        place: the arena's part on the device.
+        manifest: its leaves.
+        name: the arena's, for errors.
+        writer: who commits.
+    """
+
+    def __init__(self, place: OnDevice, manifest: Manifest, name: str, writer: _native.Writer) -> None:
+        self._device, self._stream = place.device, place.stream
+        self._bytes = manifest.slot_bytes
+        self._name = name
+        self._writer = writer
+        self._staging: torch.Tensor | None = None
+        self._commit: _native.HostCall | None = None
+        self._left_over = False  # copies of a version that was given up may be under way
+        self._number = 0  # the version that is under way
+
+    @property
+    def under_way(self) -> bool:
+        """May a version still be committed, so that no other call may use the writer?"""
+        return self._commit is not None
+
+    def settle(self, deadline: float) -> bool:
+        """Wait until the version that is under way is published. False: there is none.
+
+        Raises DeviceFailed when it never will be; then it is taken back. WriterBusy at the deadline.
+        """
+        commit = self._commit
+        if commit is None:
+            return False
+        while not commit.wait(slice_until(deadline)):
+            stay_if_exiting()
+            try:
+                self._device.check()
+            except DeviceFailed as error:
+                if not commit.cancel():
+                    continue  # it is just being made
+                self._commit = None
+                raise DeviceFailed(
+                    f"version {self._number} of arena {self._name!r} was not published: {error}", version=self._number
+                ) from error
+            if time.monotonic() >= deadline:
+                raise WriterBusy(
+                    f"version {self._number} of arena {self._name!r} is still being copied on {self._device.name}, and "
+                    "nothing newer was published; give it more time with timeout=",
+                    version=self._number,
+                )
+        self._commit = None
+        return True
+
+    def follow(self, after: object) -> None:
+        """Copy only what this stream or event of the user's has made. Raises TypeError for anything else."""
+        stream = self._device.as_stream(after)
+        self._refuse_capture(stream)
+        self._device.follow(self._stream, stream)
+
+    def ready(self) -> None:
+        """Raise ProtocolError, before anything is written, if the device cannot be asked for copies now."""
+        self._refuse_capture(self._device.current())
+
+    def _refuse_capture(self, stream: Stream) -> None:
+        if self._device.capturing(stream):
+            raise ProtocolError(
+                f"a graph is being captured on this stream of {self._device.name}: what it records is done at each "
+                f"replay, and arena {self._name!r} would be published then; publish before or after the capture"
+            )
+
+    def carry(self, pieces: list[Piece]) -> None:
+        """Copy within the slab."""
+        self._device.copy(self._stream, pieces)
+
+    def write(self, plan: CopyPlan, address: int, slot: int) -> None:
+        """Copy what the plan has into the slot, which begins at `address`."""
+        if self._left_over:  # they may read the staging memory, or write this slot
+            while not self._device.wait(self._stream, _SLICE / 1e9):
+                stay_if_exiting()
+                self._device.check()
+            self._left_over = False
+        mine = self._device.current()
+        self._device.follow(self._stream, mine)
+        pieces = plan.convert(slot)
+        if pieces:
+            self._device.copy(self._stream, [(address + at, source, size) for at, source, size in pieces])
+        staged = plan.staged()
+        if staged:
+            if self._staging is None:
+                self._staging = self._device.staging(self._bytes)
+            aside = self._staging.data_ptr()
+            plan.aside(self._staging)
+            self._device.copy(self._stream, [(address + at, aside + at, size) for at, size in staged])
+        if pieces:
+            self._device.follow(mine, self._stream)
+
+    def open_to(self) -> None:
+        """What the calling thread asks its stream for now comes after the copies so far."""
+        self._device.follow(self._device.current(), self._stream)
+
+    def finish(self, deadline: float) -> None:
+        """Wait until all that was written is there, what the calling thread's stream does to it too.
+
+        Raises WriterBusy at the deadline, DeviceFailed.
+        """
+        self._device.follow(self._stream, self._device.current())
+        late = (
+            f"the next version of arena {self._name!r} is still being copied on {self._device.name}, and its checksums "
+            "need the copy; nothing was published, give it more time with timeout="
+        )
+        _await(self._device, self._stream, deadline, late)
+
+    def commit(self) -> int:
+        """Let the device publish what was written, when it is written; its version."""
+        self._device.follow(self._stream, self._device.current())
+        self._number = int(self._writer.next_version)
+        self._commit = self._writer.commit_later()
+        self._device.call(self._stream, self._commit)
+        return self._number
+
+    def take_back(self) -> None:
+        """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
+        self._left_over = True
+        commit, self._commit = self._commit, None
+        if commit is not None and not commit.cancel():
+            while not commit.wait(_SLICE):
+                stay_if_exiting()

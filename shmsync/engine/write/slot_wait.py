@@ -1,0 +1,113 @@
+"""Wait until readers have left the slot that the next version needs: reap the dead, name those that stay."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ... import _native
+from ...errors import ClosedError, ProtocolError, ReaderStalled
+from ...memory.arena import Arena
+from ...memory.control import reader_table
+from ...memory.control.reader_table import RowId
+from ...memory.system.exiting import stay_if_exiting
+from ...memory.system.process import Peers, ProcessState
+from ..deadlines import slice_until
+from ..outcome import name_with_pid
+from .close_request import CloseRequest
+
+_log = logging.getLogger("shmsync")
+_LOOK_AT_STOPPED = 0.005  # seconds between two looks at a stopped process
+
+
+class SlotWait:
+    """The writer's wait for a slot that no reader holds.
+
+    Attributes:
+        died: the rows of dead readers that were taken back since clear(), with their names.
+        stalls: waits that ended at their deadline.
+        reaped: rows taken back.
+    """
+
+    def __init__(
+        self, arena: Arena, name: str, writer: _native.Writer, peers: Peers, owner: int, close_request: CloseRequest
+    ) -> None:
+        self._arena, self._name, self._writer, self._peers = arena, name, writer, peers
+        self._me = owner
+        self._close_request = close_request
+        self.died: dict[RowId, int | str] = {}
+        self.stalls = self.reaped = 0
+
+    def until_free(self, deadline: float) -> bool:
+        """Wait for a slot and begin to write it, or raise with nothing written; the caller undoes.
+
+        False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
+        """
+        writer = self._writer
+        with self._close_request.waiting():
+            while True:
+                self._refuse_own_pins()
+                free = writer.wait_begin(slice_until(deadline))
+                stay_if_exiting()  # also in a slot that came free because the process exits
+                if free:
+                    return True
+                self._end_if_closed()
+                if not self._reap_dead() and time.monotonic() >= deadline:
+                    self.stalls += 1
+                    stalled = self._stalled()
+                    _log.warning("arena %r: %s", self._name, stalled)
+                    raise stalled
+                if self._held_by_stopped():
+                    return False
+
+    def while_stopped(self, deadline: float) -> None:
+        """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
+        with self._close_request.waiting():
+            while self._held_by_stopped() and time.monotonic() < deadline:
+                self._end_if_closed()
+                time.sleep(_LOOK_AT_STOPPED)
+
+    def _held_by_stopped(self) -> bool:
+        stopped = ProcessState.STOPPED
+        blockers = self._writer.blockers() if self._arena.slots == 1 else ()
+        return any(self._peers.state(owner) is stopped for _, owner, _ in blockers)
+
+    def _end_if_closed(self) -> None:
+        if self._close_request.pending():
+            raise ClosedError(
+                f"arena {self._name!r} was closed by another thread; nothing was published, make a new Publisher"
+            )
+
+    def _reap_dead(self) -> bool:
+        """Free the rows of dead readers in the way; were there any?"""
+        control = self._arena.control
+        dead = [(number, owner) for number, owner, _ in self._writer.blockers() if not self._peers.alive(owner)]
+        for row in dead:
+            name = reader_table.name_of(control, row)
+            # Owner 0 is no death: the row was given back between two looks, or its words are garbage.
+            if control.reap(*row, self._me) and row[1] != 0:
+                self.died[row] = name
+                self.reaped += 1
+                _log.info("arena %r: reader %s died in a section; its row was taken back", self._name, name)
+        return bool(dead)
+
+    def _refuse_own_pins(self) -> None:
+        held = self._arena.rows_held_by_this_thread()
+        if held and any(index in held for index, _, _ in self._writer.blockers()):
+            raise ProtocolError(
+                "this thread is inside a read section of the slot that the publish needs; leave the section first",
+                version=int(self._writer.version),
+            )
+
+    def _stalled(self) -> ReaderStalled:
+        control = self._arena.control
+        rows = [(index, owner) for index, owner, _ in self._writer.blockers()]
+        stopped = {row: self._peers.state(row[1]) is ProcessState.STOPPED for row in rows}
+        holders = [name_with_pid(control, row) + (", which is stopped" if stopped[row] else "") for row in rows]
+        version = int(self._writer.next_version)
+        return ReaderStalled(
+            f"version {version} was not written: the slot it needs is held by {', '.join(holders) or 'a reader'}; "
+            "shorten the read sections, use more slots, or give more time with timeout=",
+            version=version,
+            missing=[reader_table.name_of(control, row) for row in rows],
+        )

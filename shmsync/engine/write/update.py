@@ -1,0 +1,173 @@
+"""One update() section: the new version is written in place, and leaving publishes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from ... import _native
+from ...errors import ForkedHandle
+from ..adopt.optimizer_hooks import Section, StepGate
+from ..bind.loading import Loads
+from ..deadlines import deadline_after
+from .writing import NO_ACKS, Acks, WriteSide
+
+
+class Update(_native.Scope):
+    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
+
+    _writes_at_once = True
+
+    def __init__(self, publisher: object, side: WriteSide, acks: Acks, timeout: float | None) -> None:
+        super().__init__()
+        self._publisher = publisher  # lives as long as its section
+        self._side = side
+        self._acks = acks
+        self._timeout = timeout
+        self._seconds = 0.0  # spent at the entry
+        self._optimizer: torch.optim.Optimizer | None = None  # whose step it is for
+
+    def _enter(self) -> TensorDictBase:
+        side = self._side
+        started = time.perf_counter()
+        side.check()
+        side.lock.acquire(self)
+        side.ready(deadline_after(self._timeout, side.timeout))
+        side.refuse_poisoned()
+        if self._acks.wanted:
+            side.refuse_own_section(self._acks)
+        if side.adopted is not None:
+            side.adopted.look(self._optimizer)
+        side.begin_alone(deadline_after(self._timeout, side.timeout))
+        if side.arena.slots > 1:
+            side.carry(None)
+            side.open_to_kernels()
+        elif side.adopted is not None:
+            side.pull()
+        weights = side.arena.weights(side.writer.slot, writable=True)
+        if side.adopted is not None:
+            side.touched |= self._writes_at_once
+        elif side.arena.slots == 1:
+            side.watch_hand_out(weights)
+        side.set_updating(threading.get_ident())
+        self._seconds = time.perf_counter() - started
+        return weights
+
+    def _exit(self, failed: bool) -> None:
+        side = self._side
+        if side.in_parent:
+            raise ForkedHandle("this update() was begun in the parent process; only the parent can finish it")
+        if failed:
+            self._recover()
+            return
+        started = time.perf_counter()
+        side.touched = True
+        side.end_watch()
+        if side.adopted is not None:
+            side.adopted.look()  # the body may have replaced tensors too
+            side.pull()
+            side.counts.bytes_copied += side.adopted.copy_buffers()
+        if side.later is not None:
+            side.add_sums(deadline_after(self._timeout, side.timeout))
+        version = side.commit()
+        side.set_updating(None)
+        side.counts.updates += 1
+        side.counts.publish.add(self._seconds + time.perf_counter() - started)
+        try:
+            if self._acks.wanted:
+                # The timeout starts again: the time spent in the body does not count.
+                side.wait_acks(version, self._acks, deadline_after(self._timeout, side.timeout))
+        finally:
+            side.lock.release(self)  # published: there is nothing left to recover
+
+    def _recover(self) -> None:
+        """Undo: publish nothing, and give the lock back. Safe at any moment, and twice."""
+        side = self._side
+        if side.lock.held_by(self) and not side.in_parent:
+            side.set_updating(None)
+            side.end_watch()
+            side.undo()
+            side.lock.release(self)
+
+
+class StepUpdate(Update):
+    """The section that an optimizer's step opens by itself. Not traced when the step is compiled: only the step is."""
+
+    def __init__(self, publisher: object, side: WriteSide, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(publisher, side, NO_ACKS, None)
+        self._optimizer = optimizer
+
+    _enter = torch.compiler.disable(Update._enter)
+    _exit = torch.compiler.disable(Update._exit)
+    _recover = torch.compiler.disable(Update._recover)
+
+
+class LoadUpdate(Update):
+    """The section that load_state_dict() of an adopted module opens. Nothing is written before it has succeeded."""
+
+    _writes_at_once = False
+
+    def __init__(self, publisher: object, side: WriteSide) -> None:
+        super().__init__(publisher, side, NO_ACKS, None)
+
+
+def load_inside_update(publisher: object, side: WriteSide) -> None:
+    """Let load_state_dict() of the adopted module, and of all in it, run in an update(), or join that of its thread."""
+    adopted = side.adopted
+    assert adopted is not None
+    reference = weakref.ref(publisher)  # the module does not keep its publisher
+    loading: set[int] = set()  # threads that are in load(): a submodule's own call is part of it
+
+    def inside() -> bool:
+        return side.closed or side.adopted is not adopted or side.updating_thread == threading.get_ident()
+
+    def written() -> None:
+        side.touched = True
+
+    def load(run: Callable[[], Any]) -> Any:
+        thread, owner = threading.get_ident(), reference()
+        if side.closed or side.adopted is not adopted or owner is None or thread in loading:
+            return run()
+        loading.add(thread)
+        try:
+            if inside():
+                return adopted.load(run, written)
+            with LoadUpdate(owner, side):
+                return adopted.load(run, written)
+        finally:
+            loading.discard(thread)
+
+    adopted.load_through(Loads(side.name, inside, load, adopted.placed_in))
+
+
+def step_inside_update(optimizers: Iterable[torch.optim.Optimizer], publisher: object, side: WriteSide) -> None:
+    """Let the step() of each run in an update() section of the adopting publisher, unless its thread is in one."""
+    adopted = side.adopted
+    assert adopted is not None
+
+    @torch.compiler.disable
+    def joined(optimizer: torch.optim.Optimizer) -> bool:
+        if side.closed:
+            return True
+        if side.updating_thread != threading.get_ident():
+            return False
+        adopted.look(optimizer)
+        return True
+
+    @torch.compiler.disable
+    def update(optimizer: torch.optim.Optimizer) -> Update:
+        return StepUpdate(publisher, side, optimizer)
+
+    def under_way() -> bool:
+        return side.closed or side.updating_thread is not None
+
+    gates = [StepGate.of(optimizer) for optimizer in optimizers]
+    adopted.step_through(gates)
+    for gate in gates:
+        gate.join(Section(adopted, under_way, joined, update))

@@ -1,0 +1,399 @@
+"""What publish() and update() share: get a slot to write, put things right after a failure, wait for acks, count."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ... import _native
+from ...errors import (
+    ClosedError,
+    DeviceFailed,
+    ForkedHandle,
+    Poisoned,
+    ProtocolError,
+    WriterBusy,
+)
+from ...memory.arena import Arena
+from ...memory.control import reader_table
+from ...memory.system.exiting import stay_if_exiting
+from ...memory.system.process import Peers
+from ..adopt.adopting import Adoption
+from ..copy.copy_plan import CopyPlan
+from ..deadlines import Samples
+from ..stats import Counts, PublisherStats
+from ..verify.checksums import ChecksumWriter
+from ..verify.tracing import TraceSwitch
+from .acks import NO_ACKS, Acks, wait_for_acks
+from .close_request import CloseRequest
+from .device_writes import DeviceWrites, fetch_order
+from .dirty_leaves import DirtyLeaves
+from .handed_out import HandOut
+from .slot_wait import SlotWait
+
+
+def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
+    """Get a slot to write in each of these, or raise with nothing written; the caller undoes.
+
+    No gate stays closed for a process that is stopped: all are opened until it goes on, so that other readers go on
+    with the old version. A reader that runs is waited for with the gates closed, since it leaves its section soon.
+
+    version: the one that is written next, None for each one's own.
+    """
+    for side in sides:
+        side.touched = False
+        side.slot_wait.died.clear()
+    while True:
+        for side in sides:
+            if version is not None:
+                side.skip_to(version)
+            if not side.begin(deadline):
+                break
+        else:
+            return
+        for each in sides:
+            each.writer.abort()
+        side.wait_while_stopped(deadline)
+
+
+class WriteSide:
+    """The writer of one arena. Hold `lock` around every other call; a second holder gets WriterBusy at once."""
+
+    def __init__(self, arena: Arena, name: str, owner: int, timeout: float) -> None:
+        self.arena = arena
+        self.name = name
+        self.timeout = timeout  # the arena's default, in seconds
+        place = arena.on_device
+        self._writer = _native.Writer(arena.control, owner, place is not None)
+        self.later = None if place is None else DeviceWrites(place, arena.manifest, name, self._writer)  # on a device
+        self.peers = Peers()
+        self.counts = Counts()
+        self.lock = _native.WriterLock()
+        self.closed = False
+        self.adopted: Adoption | None = None
+        self.updating_thread: int | None = None
+        self.close_request = CloseRequest(self.lock)
+        self.slot_wait = SlotWait(arena, name, self._writer, self.peers, owner, self.close_request)
+        self.traces = TraceSwitch(self._writer, arena.control, name)
+        self._hand_out: HandOut | None = None
+        self._watched = False
+        self.touched = True  # may the write that is under way have changed a byte?
+        self._generation = _native.fork_generation()
+        self._me = owner
+        self._dirty = DirtyLeaves(arena.manifest, arena.slots)
+        self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
+        arena.writer = weakref.ref(self)
+        self._addresses = [arena.slot_address(slot) for slot in range(arena.slots)]
+
+    @property
+    def in_parent(self) -> bool:
+        """Does it belong to a parent of this process, which was forked since?"""
+        return self._generation != _native.fork_generation()
+
+    def check(self) -> None:
+        """Raise if this process may not write here (any more)."""
+        stay_if_exiting()
+        if self._generation != _native.fork_generation():
+            raise ForkedHandle("this Publisher belongs to the parent process; a forked child may only subscribe")
+        if self.closed:
+            raise ClosedError(f"arena {self.name!r} is closed; make a new Publisher")
+
+    @property
+    def writer(self) -> _native.Writer:
+        """Who writes. On a device only behind ready(): until a version is committed, it is the device's."""
+        if self.later is not None and self.later.under_way:
+            raise ProtocolError(f"a version of arena {self.name!r} is under way, and nobody has waited for it")
+        return self._writer
+
+    def ready(self, deadline: float) -> None:
+        """The gate of every use of the writer: raise if this process may not write, or while a version is under way.
+
+        Call it first, with the lock. On a device it waits until that version is published. Raises as settle() does.
+        """
+        self.check()  # close() may have come between
+        if self.later is not None:
+            self.settle(deadline)
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """The published version, and its slot."""
+        if self.later is not None:
+            return self._writer.published
+        return int(self._writer.version), int(self._writer.current_slot)
+
+    def settle(self, deadline: float) -> None:
+        """On a device: wait until the version that is under way is published.
+
+        Raises WriterBusy when it is not in time, DeviceFailed when it never will be.
+        """
+        if self.later is None:
+            return
+        try:
+            if self.later.settle(deadline):
+                self._dirty.written()
+                if self._sums is not None:
+                    self._sums.committed()
+        except DeviceFailed:
+            self.undo()
+            raise
+
+    def await_sources(self, plan: CopyPlan, deadline: float, after: object = None) -> None:
+        """See that what the plan copies from devices is made before it is copied. `after`: as in publish().
+
+        Into the host's memory the calling thread copies: it waits until they are made. Raises WriterBusy when they are
+        not in time, DeviceFailed, ValueError and TypeError for `after`.
+        """
+        if self.later is not None:
+            if after is not None:
+                self.later.follow(after)
+        else:
+            fetch_order(plan.devices, self.name, deadline, after)
+
+    def published(self, nanoseconds: int) -> bool:
+        """Wait at most so long until nothing is under way. Raises DeviceFailed."""
+        if self.later is None:
+            return True
+        try:
+            self.settle(time.monotonic() + nanoseconds / 1e9)
+        except WriterBusy:
+            return False
+        return True
+
+    def publish(self, plan: CopyPlan, deadline: float, acks: Acks = NO_ACKS, version: int | None = None) -> int:
+        """Carry out a checked plan. `version`: publish this one instead of the next."""
+        if acks.wanted:
+            self.refuse_own_section(acks)
+        if plan.from_devices:
+            self.await_sources(plan, deadline)
+        plan.stage()
+        started = time.perf_counter()
+        try:
+            self.begin_alone(deadline, version)
+            self.write(plan)
+            if self.later is not None:
+                self.add_sums(deadline)
+            version = self.commit()
+        except BaseException:  # an interrupt may land anywhere
+            self.undo()
+            raise
+        self.counts.publish.add(time.perf_counter() - started)
+        if acks.wanted:
+            self.wait_acks(version, acks, deadline)
+        return version
+
+    def write(self, plan: CopyPlan) -> None:
+        """Write the plan into the slot that begin() chose. The caller commits."""
+        if self.arena.slots > 1:
+            self.carry(plan.given)
+        self.touched = True
+        kept = self.pull()  # until the copy is done: the plan may read from there
+        if self.later is None:
+            plan.copy_to(self.address(), self._writer.slot)
+        else:
+            self.later.write(plan, self.address(), self._writer.slot)
+        del kept
+        if self._sums is not None and self.adopted is None:
+            self._sums.begin(plan.given)
+        self.counts.publishes += 1
+        self.counts.bytes_copied += plan.nbytes
+
+    def add_sums(self, deadline: float) -> None:
+        """On a device: wait until what was written is there, and write its checksums. Before commit().
+
+        Raises WriterBusy at the deadline, DeviceFailed; then nothing is published.
+        """
+        if self.later is not None and self._sums is not None:
+            self.later.finish(deadline)
+            self._sums.write(self._writer.slot)
+
+    def commit(self) -> int:
+        """Publish what was written; the new version. On a device: when it is written."""
+        if self.later is not None:
+            return self.later.commit()
+        if self._sums is not None:  # under the same seqlock and gate as the weights
+            self._sums.write(self._writer.slot)
+        version = int(self._writer.commit())
+        if self._sums is not None:
+            self._sums.committed()
+        self._dirty.written()
+        return version
+
+    def watch_hand_out(self, weights: TensorDict) -> None:
+        """update() gives its body these weights: watch whether the body uses them."""
+        if self._hand_out is None:
+            self._hand_out = HandOut(weights, self.arena.views(0, writable=True))
+        self._watched = True
+        self._hand_out.begin()
+
+    def end_watch(self) -> None:
+        """Watch no more; bytes may have changed if anything was handed out."""
+        if self._watched and self._hand_out is not None:
+            self._hand_out.end()
+            self.touched = self.touched or self._hand_out.may_have_written()
+            self._watched = False
+
+    def restore_adopted(self) -> None:
+        """Make the adopted parameters private again. Whatever comes between, they can be written afterwards."""
+        try:
+            if self.adopted is not None:
+                self.adopted.restore(self._writer)
+        finally:
+            self.adopted = None
+
+    def set_updating(self, thread: int | None) -> None:
+        """This thread is in update() from now on; None: no thread is."""
+        self.updating_thread = thread
+        if self.adopted is not None:
+            self.adopted.watch_optimizer()
+
+    def pull(self) -> list[torch.Tensor]:
+        """Bring what the adopted module's look() found into the slab; the memory that it had."""
+        if self.adopted is None:
+            return []
+        self.touched |= self.adopted.moves
+        kept = self.adopted.pull()
+        self.counts.bytes_copied += sum(tensor.nbytes for tensor in kept)
+        return kept
+
+    @property
+    def next_version(self) -> int:
+        """The version that is being written, or will be written next."""
+        return int(self.writer.next_version)
+
+    def skip_to(self, version: int) -> None:
+        """Number the next version `version`; they only grow."""
+        if version != self.next_version and not self.writer.skip_to(version):
+            raise ProtocolError(
+                f"the next version can be {self.next_version} or later, not {version}; versions only grow",
+                version=version,
+            )
+
+    def begin_alone(self, deadline: float, version: int | None = None) -> None:
+        """As begin_all() for this one: what nearly always happens, without its loops."""
+        if version is not None:
+            self.skip_to(version)
+        self.slot_wait.died.clear()
+        self.touched = False
+        if self.later is not None or not self._writer.begin():
+            begin_all([self], deadline, version)
+
+    def begin(self, deadline: float) -> bool:
+        """Get a slot to write, or raise with nothing written; the caller undoes. See begin_all().
+
+        False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
+        """
+        writer = self.writer
+        if self.later is not None:
+            self.later.ready()
+        if writer.begin():
+            return True
+        started = time.perf_counter()
+        try:
+            return self.slot_wait.until_free(deadline)
+        finally:
+            ended = writer.marked_at if writer.writing else 0  # there the write begins, in the trace too
+            self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version), ended)
+
+    def wait_while_stopped(self, deadline: float) -> None:
+        """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
+        started = time.perf_counter()
+        self.slot_wait.while_stopped(deadline)
+        self._waited(self.counts.pin_wait, "wait for a stopped reader", started, self.next_version)
+
+    def address(self) -> int:
+        """Where the slot to write starts."""
+        return self._addresses[self._writer.slot]
+
+    def carry(self, given: frozenset[int] | None) -> None:
+        """Bring the slot to write up to date, but for the leaves at these offsets, which are written next.
+
+        None: any leaf may be written, and all have their current values before.
+        """
+        to, source = self.address(), self._addresses[self.writer.current_slot]
+        pieces = self._dirty.begin(self.writer.slot, given)
+        if pieces:
+            moves = [(to + offset, source + offset, size) for offset, size in pieces]
+            if self.later is None:
+                _native.copy(moves)
+            else:
+                self.later.carry(moves)
+            self.counts.bytes_copied += sum(size for _, size in pieces)
+
+    def undo(self) -> None:
+        """Take a failed write back: the arena is as before, or poisoned if its only slot may be half written."""
+        self.counts.aborted += 1
+        if self.later is not None:
+            self.later.take_back()
+        began = self._writer.marked_at if self._writer.writing else 0
+        if self._sums is not None:
+            self._sums.undone()
+        if self.arena.slots == 1 and self.writer.writing and self.touched:
+            self.writer.poison()
+        else:
+            self.writer.abort()
+        trace = self._writer.trace
+        if began and trace is not None:
+            trace.span("failed publish", began, self.next_version)
+
+    def refuse_poisoned(self) -> None:
+        """Raise if the last update() failed half way."""
+        if self.writer.poisoned:
+            raise Poisoned(
+                "the last update() failed half way, so this would leave torn weights; publish() all weights first",
+                version=self.next_version,
+            )
+
+    def refuse_own_section(self, acks: Acks) -> None:
+        """Raise if this call would wait for an ack that only its own thread could give."""
+        held = self.arena.rows_held_by_this_thread()
+        rows = [reader_table.read(self.arena.control, index) for index in held]
+        if any(acks.workers is None or row.worker in acks.workers for row in rows):
+            raise ProtocolError(
+                "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
+                version=self.next_version,
+            )
+
+    def wait_acks(self, version: int, acks: Acks, deadline: float) -> None:
+        """Wait, after the commit, until the workers have applied the version. Raises WorkerDied, AckTimeout."""
+        self.settle(deadline)
+        started = time.perf_counter()
+        try:
+            workers, control = acks.workers, self.arena.control
+            died, pending = self.slot_wait.died, self.close_request.pending
+            with self.close_request.waiting():
+                wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, pending)
+        finally:
+            self._waited(self.counts.ack_wait, "wait for acks", started, version)
+            if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more
+                self.peers.keep_only({owner for _, owner in self.arena.control.owners()})
+
+    def _waited(self, samples: Samples, what: str, started: float, version: int, ended: int = 0) -> None:
+        """A wait of this kind is over. Times of time.perf_counter() and time.perf_counter_ns(); 0: now."""
+        samples.add(time.perf_counter() - started)
+        trace = self._writer.trace
+        if trace is not None:
+            trace.span(what, int(started * 1e9), version, ended)
+
+    def open_to_kernels(self) -> None:
+        """What the calling thread asks a device for now comes after what was carried."""
+        if self.later is not None:
+            self.later.open_to()
+
+    def end(self) -> None:
+        """The arena ends: nothing more is published."""
+        if self.later is not None:
+            self.later.take_back()
+        self._writer.close()
+        self.traces.end()
+
+    def stats(self) -> PublisherStats:
+        """Counts and latencies so far."""
+        counted = vars(self.counts).items()
+        each: Any = {name: value.latency() if isinstance(value, Samples) else value for name, value in counted}
+        waits = self.slot_wait
+        return PublisherStats(version=self.current[0], reaped=waits.reaped, stalls=waits.stalls, **each)

@@ -1,0 +1,36 @@
+"""A line: a socket between the trainer and one worker. It rings when there are new weights, and brings failures back.
+
+The pipes of a collector belong to its runner, so a scheme has these sockets instead. The trainer listens at a name
+(trainer/switchboard.py) and each worker connects to it (worker/line.py). SOCK_SEQPACKET keeps messages whole. Weights
+never go over a line.
+
+    worker → trainer    HELLO: (worker index, owner word of its process), then any number of Failure
+    trainer → worker    RING: look for a newer version in your arena; or the handle of an arena to move to
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+
+RING = b"!"
+LARGEST = 1 << 16  # bytes of a message
+_ENDS = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.EBADF)
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+def check_uid(connection: socket.socket) -> None:
+    """Raise PermissionError when another user is at the other end."""
+    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid != os.getuid():
+        raise PermissionError(f"the other end belongs to user {uid}, not to {os.getuid()}")
+
+
+def receive(connection: socket.socket, flags: int = 0) -> bytes | None:
+    """The next message; None when there is none now, b"" when the other side hung up, or this one is closed."""
+    try:
+        return connection.recv(LARGEST + 1, flags)
+    except OSError as error:  # no memory for it now, say: that is no end
+        return b"" if error.errno in _ENDS else None

@@ -1,0 +1,439 @@
+"""The scheme that TorchRL's collectors take: their hooks on one side, the engine on the other."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+from torchrl.collectors import BaseCollector
+from torchrl.weight_update import weight_sync_schemes as _torchrl
+
+from ... import _native
+from ...engine.deadlines import timeout_or_default, timeout_or_none
+from ...engine.source.dtypes import Dtypes
+from ...engine.source.strategy import WeightStrategy, is_flat
+from ...engine.verify.local import Proof
+from ...errors import ClosedError, ProtocolError
+from ...schemes.arenas.worker_devices import DeviceChoice
+from .trainer.first_weights import First, first_weights, resolve
+from .trainer.groups import Groups
+from .trainer.in_process import InProcess
+from .trainer.options import checked_devices
+from .trainer.own_weights import Wanted
+from .trainer.torchrl_sender import Sender, processes_of
+from .worker.clock import OwnVersions
+from .worker.torchrl_receiver import Receiver
+
+_FRESH = "give each collector a scheme of its own: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
+_NOT_DISTRIBUTED = (
+    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
+    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
+    "torchrl.weight_update"
+)
+
+
+class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
+    """Sends the weights of one model to the workers of a TorchRL collector through shared memory.
+
+    `weight_sync_schemes={"policy": ShmWeightSyncScheme()}`. The weights lie in one arena, which every worker maps;
+    each worker's policy is bound to it, and moves to a new version between two forwards, never in one. An update
+    returns when every worker has applied it.
+
+    Args:
+        strategy: "tensordict" or "state_dict", as in TorchRL; sends read a module directly either way, except that
+            "state_dict" merges adapters of a PEFT model (merge_and_unload), as TorchRL's does.
+        sync: let an update wait until the workers have applied it. False: it returns when the weights are published.
+        per_worker_weights: give each worker an arena of its own from the start. Without it workers share one until an
+            update is for some of them only.
+        slots: 1: an update waits for forwards that are under way, and forwards for the copy. 2 or more: neither
+            waits, for that much more memory.
+        timeout: of an update, in seconds; math.inf waits without limit, None is 10.
+        alias: make the trainer's own parameters the shared memory: workers see every write to them at once, torn or
+            not, as with TorchRL's scheme on a CPU. Updates then copy nothing.
+        dtype: floating weights are cast to it before workers see them, for workers whose policies have that dtype; a
+            mapping of glob patterns on dotted keys to dtypes casts those that match. Without it weights of another
+            dtype than the policy's are refused.
+        strict: refuse weights that the policy has no place for. False: leave those out, as of an actor-critic's
+            weights for an actor; some must fit, and what fits must have the right shape.
+        checksum: write a checksum of each leaf with each version, for verify(). Each update then reads what it has
+            written once more. Needs shmsync[verify].
+        device: where the weights lie: one device for all workers, or a list or tuple with one for each, None for the
+            host's memory. Workers on one device share one arena there. None: where the collector's policy_device says
+            that their policies are; where no arena can lie, in the host's memory, and each worker has a copy.
+
+    An update raises ManifestMismatch (a ValueError; nothing was published), a worker's own exception, WorkerDied, or
+    AckTimeout and ReaderStalled (TimeoutErrors).
+    """
+
+    def __init__(
+        self,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        *,
+        slots: int = 1,
+        timeout: float | None = None,
+        alias: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+        device: DeviceChoice = None,
+        strict: bool = True,
+    ) -> None:
+        super().__init__(strategy)
+        self._devices = checked_devices(
+            device, strict=strict, dtype=dtype, checksum=checksum, alias=alias, slots=slots, apart=per_worker_weights
+        )
+        self.device = device
+        self.sync = sync
+        self.per_worker_weights = per_worker_weights
+        self.slots = slots
+        self.timeout = timeout_or_default(timeout)
+        self.alias = alias
+        self.dtype = dtype
+        self.checksum = checksum
+        self.strict = strict
+        self._invitation: tuple[str, dict[int, str]] | None = None  # the trainer's address, arena names by worker
+        self._local = False
+
+    # Not in __init__: an unpickled scheme starts with these.
+    _sender: Sender | None = None
+    _receiver: Receiver | None = None
+    _first: First | None = None
+    _in_process: InProcess  # of a collector of one process
+    _generation = -1  # of the process that is the trainer
+    _context_set = -1  # the process in which the context was set
+    _owner: weakref.ReferenceType[BaseCollector] | None = None  # the collector that sends through it
+    _shut = False
+
+    # The trainer
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Is this the trainer? A forked worker inherits the trainer's scheme, but is not the trainer.
+
+        A collector that asks is about to take the scheme. ClosedError or ProtocolError when it cannot have it.
+        """
+        ready = self._initialized_on_sender and self._generation == _native.fork_generation()
+        if ready:
+            # A collector asks before it starts a process, and then no more: its workers would take the places of the
+            # first one's, and a Collector of one process would send to the model of the first.
+            asking = sys._getframe(1).f_locals.get("self")
+            if isinstance(asking, BaseCollector):
+                self._give_to(asking)
+        return ready
+
+    def _give_to(self, collector: BaseCollector) -> None:
+        self._check_open()
+        owner = collector if self._owner is None else self._owner()
+        if owner is not collector:
+            gone = "belonged to a collector that is gone"
+            whose = gone if owner is None else f"belongs to another {type(owner).__name__}"
+            raise ProtocolError(f"this ShmWeightSyncScheme {whose}; {_FRESH}")
+        self._owner = weakref.ref(collector)
+
+    def _check_open(self) -> None:
+        if self._shut:
+            raise ClosedError(f"this ShmWeightSyncScheme was shut down; {_FRESH}")
+
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        """As in TorchRL. Raises ProtocolError for a collector over Ray, RPC or torch.distributed."""
+        context = kwargs.get("context")
+        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
+            raise ProtocolError(_NOT_DISTRIBUTED.format(type(context).__name__))
+        super().init_on_sender(*args, **kwargs)
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: Mapping[int, TensorDictBase] | None = None,
+        devices: Any = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+    ) -> None:
+        """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values."""
+        self._check_open()
+        self._generation = _native.fork_generation()
+        self.model_id = model_id
+        self.context = context
+        self._owner = weakref.ref(context) if isinstance(context, BaseCollector) else None
+        self._local = context is not None and getattr(context, "num_workers", None) is None
+        if self._local:
+            if model_id == "policy" and hasattr(getattr(context, "policy_version_tracker", None), "increment_version"):
+                OwnVersions(context)
+            self._in_process = InProcess(self.dtype, self.strict)
+            return
+        first = first_weights(
+            model_id=model_id,
+            context=context,
+            weights=weights,
+            model=model,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+        )
+        self._devices.check_workers(len(first.sources))
+        given = self._devices
+        places = first.places() if given.unset else {worker: str(given.of(worker)) for worker in first.sources}
+        if self._sender is not None:
+            self._sender.close()
+        self._first = first
+        groups = Groups(
+            first.sources,
+            apart=first.apart or self.per_worker_weights,
+            slots=self.slots,
+            timeout=self.timeout,
+            alias=self.alias,
+            dtype=self.dtype,
+            checksum=self.checksum,
+            strict=self.strict,
+            places=places,
+        )
+        self.per_worker_weights = self.per_worker_weights or first.apart
+        self._sender = Sender(model_id or "policy", groups, self.timeout, processes_of(self._context_ref))
+        self._invitation = self._sender.connections.address, groups.names
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any | None = None
+    ) -> None:
+        """Make the arenas, and wait for no worker: workers find them by name."""
+        if self._local:
+            return
+        sender = self._needed_sender()
+        assert self._first is not None
+        now = self._first.again()
+        sender.groups.open(lambda worker: self._prepared(now[worker]))
+        if weights is not None:
+            sender.send(self._wanted(weights, None), self._prepared, wait=False)
+
+    def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
+        """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
+
+        Args:
+            weights: a module, a TensorDict, a state dict, or a dict of worker index to such weights. They may be
+                partial. None: the collector's policy, or what the scheme was initialised with; after a send of other
+                weights only if its bytes have changed since, else the workers keep those.
+            worker_ids: None (all), an index, a device, or a list of these.
+            timeout: in seconds; None is the scheme's.
+
+        Raises as the class says; RuntimeError before init_on_sender() and connect(); ValueError for unknown workers.
+        """
+        timeout = timeout_or_none(timeout)
+        self._check_open()
+        if not self.initialized_on_sender:
+            raise RuntimeError("Must be initialized on sender before sending weights: call init_on_sender()")
+        if not self.synchronized_on_sender:
+            raise RuntimeError("Must be synchronized on sender before sending weights: call connect()")
+        if self._local:
+            model_id = self._model_id or "policy"
+            if isinstance(weights, str):
+                weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
+            self._in_process.apply(self.context, model_id, weights)
+            return 0  # such a collector is its own worker, and counts versions itself
+        sender = self._needed_sender()
+        wanted = self._wanted(weights, worker_ids)
+        return sender.send(wanted, self._prepared, wait=self.sync, timeout=timeout)
+
+    def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
+        """Let every worker prove that its policy holds what was last sent to it.
+
+        Args:
+            worker_ids: as in send().
+            timeout: in seconds; None is the scheme's.
+
+        Raises:
+            NotDelivered: these workers hold something else.
+            WorkerDied: these died before they answered.
+            AckTimeout: these have not answered in time.
+            ProtocolError: the scheme was made without checksum=True, or its collector has no workers.
+            RuntimeError: before init_on_sender() and connect().
+        """
+        timeout = timeout_or_none(timeout)
+        self._check_open()
+        if not (self.initialized_on_sender and self.synchronized_on_sender):
+            raise RuntimeError("Must be initialized and synchronized on sender before verifying: call connect()")
+        if not self.checksum or self._local:
+            raise ProtocolError(
+                "this ShmWeightSyncScheme keeps no checksums to verify against; make it with checksum=True, for a "
+                "collector that has worker processes"
+            )
+        assert self._first is not None
+        sender = self._needed_sender()
+        return sender.verify(sender.checked(worker_ids, self._first.devices), timeout=timeout)
+
+    def _wanted(self, weights: Any, worker_ids: Any) -> list[Wanted]:
+        """Each of the weights to send, with the workers that get it, and the trainer's own weights for those."""
+        assert self._first is not None
+        sender = self._needed_sender()
+        chosen = sender.checked(worker_ids, self._first.devices)
+        if isinstance(weights, str):
+            weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
+        by_worker = isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
+        if by_worker:
+            sender.checked(list(weights), {})
+        model = None if self._first.apart else resolve(self.context, self._model_id or "policy")
+        return self._first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
+
+    def _prepared(self, weights: Any) -> Any:
+        if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
+            return self._strategy.extract_weights(weights)
+        return dict(weights.items()) if isinstance(weights, TensorDictBase) and is_flat(weights) else weights
+
+    def _needed_sender(self) -> Sender:
+        self._check_open()
+        assert self._sender is not None
+        return self._sender
+
+    # A worker
+
+    def _init_on_receiver_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Learn this worker's model and index, from the arguments or from the collector."""
+        if context is not None:
+            model = resolve(context, model_id or "policy") if model is None else model
+            worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        self._receiver = None
+        self._initialized_on_sender = self._synchronized_on_sender = False  # inherited by a fork
+        self.model_id = model_id
+        if context is not None or self._context_set != _native.fork_generation():
+            self.context = context  # one that was set in this process stays: an InferenceServer does so before
+        self._model_ref = None if model is None else weakref.ref(model)
+        self.worker_idx = worker_idx
+
+    def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
+        """Find the arena, and bind the model to it. The weights are there when this returns."""
+        if self._invitation is None:
+            raise RuntimeError(
+                "this scheme was not initialised in the trainer before it was given to the worker. "
+                + _NOT_DISTRIBUTED.format("collector over Ray, RPC or torch.distributed")
+            )
+        address, names = self._invitation
+        worker = self._worker_idx if worker_idx is None else worker_idx
+        if worker is None and len(names) == 1:
+            worker = next(iter(names))
+        if worker not in names:
+            raise RuntimeError(f"worker_idx is {worker}, but the trainer expects workers {sorted(names)}")
+        model = self.model
+        receiver = Receiver(address, names[worker], worker, timeout=self.timeout, patience=WEIGHT_SYNC_TIMEOUT)
+        try:
+            if model is not None:
+                receiver.bind(model)
+        except BaseException:
+            receiver.close()
+            raise
+        self._receiver = receiver
+        receiver.follow(self.context, self._model_id or "policy")
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        """Apply newer weights now, if there are any, and return them, or None. A collector needs no such call.
+
+        Waits `timeout` seconds for newer ones; None: without limit. Raises RuntimeError before connect().
+        """
+        timeout = timeout_or_none(timeout)
+        if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:
+            raise RuntimeError("Must be initialized and synchronized on receiver before receiving weights")
+        try:
+            return self._receiver.weights if self._receiver.refresh(timeout) else None
+        except TimeoutError:
+            return None
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Give this worker's model weights of its own, until the next update. ValueError for inplace=False."""
+        if not inplace:
+            raise ValueError(
+                "inplace=False would put other tensors in the place of those that updates write to; leave it out, the "
+                "values are the model's own until the next update"
+            )
+        if not self.initialized_on_receiver:
+            raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
+        if self.model is None:
+            raise ValueError("No model registered")
+        if self._receiver is None:
+            WeightStrategy().apply_weights(self.model, weights)
+        else:
+            self._receiver.apply(weights)
+
+    @property
+    def model(self) -> Any:
+        """The model that is synchronised; setting it binds the new one."""
+        return _torchrl.WeightSyncScheme.model.fget(self)
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        if model is not None and self._receiver is not None:
+            self._receiver.bind(model)
+        _torchrl.WeightSyncScheme.model.fset(self, model)
+
+    @property
+    def context(self) -> Any:
+        """The collector, held weakly."""
+        return _torchrl.WeightSyncScheme.context.fget(self)
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        _torchrl.WeightSyncScheme.context.fset(self, context)
+        self._context_set = _native.fork_generation()
+        if self._receiver is not None:
+            self._receiver.follow(context, self._model_id or "policy")
+
+    # Both
+
+    @property
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict of views, read-only; they change with the next version."""
+        if self._receiver is not None:
+            return self._receiver.weights
+        if self._sender is not None and self.synchronized_on_sender:
+            return self._sender.groups.weights()
+        return _torchrl.WeightSyncScheme.weights.fget(self)
+
+    def create_transport(self, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: workers map the weights, so nothing has to carry them."""
+        raise NotImplementedError("ShmWeightSyncScheme has no transport: workers map the weights")
+
+    def shutdown(self) -> None:
+        """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""
+        sender, receiver = self._sender, self._receiver
+        self._sender = self._receiver = None
+        self._shut = self._shut or getattr(self, "_initialized_on_sender", False)  # unset: __init__ refused
+        if receiver is not None:
+            receiver.close()
+        if sender is not None:
+            sender.close()
+        super().shutdown()
+
+    def __enter__(self) -> ShmWeightSyncScheme:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def connect(self, **kwargs: Any) -> None:
+        """Meet the other side, as in TorchRL. ClosedError after shutdown()."""
+        self._check_open()
+        super().connect(**kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_sender", "_receiver", "_first", "_in_process", "_owner", "_shut"):  # stay here
+            state.pop(name, None)
+        return state

@@ -1,0 +1,238 @@
+"""The trainer's side of one model: publish, wake the workers, wait until they have applied it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .... import _native
+from ....engine.deadlines import check_worker, deadline_after
+from ....engine.outcome import Outcome, Wording, listed
+from ....engine.verify.local import Proof
+from ....errors import WorkerDied, WriterBusy
+from .groups import Assignment, Groups
+from .own_weights import OwnWeights, Wanted
+from .switchboard import Switchboard
+
+_SLICE = 5_000_000  # ns between two looks at deaths and failures
+WORDING = Wording(
+    "a worker applies between two forwards of its policy",
+    sent="is published",
+    died="ended",
+    after_death="The others have it, and later updates leave these out. To replace them, make a new collector",
+    after_lateness="A late worker uses it as soon as it can; give more time with timeout=",
+)
+
+
+class Sender:
+    """Sends the weights of one model to its workers.
+
+    Args:
+        model_id: for messages.
+        groups: its arenas, not open yet.
+        timeout: default of a send, in seconds.
+        process_of: gives a worker's Process by index, or None.
+
+    Thread-safe: one send at a time.
+    """
+
+    def __init__(self, model_id: str, groups: Groups, timeout: float, process_of: Callable[[int], Any]) -> None:
+        self._model_id = model_id
+        self.groups = groups
+        self._own = OwnWeights()
+        self._timeout = timeout
+        self.connections = Switchboard(groups.workers, process_of)
+        self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
+        self._lost: set[int] = set()  # dead workers that a WorkerDied has named
+        self._lock = _native.WriterLock()
+        self._sends: dict[int, object] = {}  # what each thread's send holds the lock by, or tried to
+
+    def send(
+        self,
+        wanted: Sequence[Wanted],
+        prepare: Callable[[Any], Any],
+        *,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> int:
+        """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
+
+        `prepare` makes what is published of weights.
+        The version grows by one with each send, to whichever workers.
+
+        Raises:
+            As Publisher.publish(): nothing was published. A worker's own exception, WorkerDied, AckTimeout: published,
+            but not applied by these workers; the others have it.
+        """
+        if not any(each.workers for each in wanted):
+            return self._version  # there is no worker to send to
+        deadline = deadline_after(timeout, self._timeout)
+        thread, holder = self._thread(), object()
+        try:
+            self._sends[thread] = holder
+            self._take_lock(holder, deadline)
+            earlier = dict(self.connections.look(deadline))  # also lets new workers in
+            if earlier:
+                outcome = Outcome(WORDING)
+                outcome.failed.update(earlier)
+                outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
+            self._lost &= self.connections.ended.keys()  # those that came back are not lost
+            living = [each._replace(workers=each.workers - self._lost) for each in wanted]
+            living = [each for each in living if each.workers]
+            if not living:
+                raise WorkerDied(
+                    f"no worker is left to send {self._model_id!r} to; make a new collector", missing=sorted(self._lost)
+                )
+            chosen = list(self._own.chosen(living, prepare))
+            posted = self.groups.publish(chosen, self._lost, deadline)
+            self._version += 1
+            for post in posted:
+                for worker in post.strangers:
+                    self.connections.move(worker, post.group.publisher.handle)
+                self.connections.ring(post.workers)
+            try:
+                self._own.sent(living, chosen)
+                if wait:
+                    _Wait(self, posted, deadline).finish()
+            finally:
+                self.groups.sweep()
+            return self._version
+        finally:
+            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+            self._sends.pop(thread, None)
+
+    def verify(self, workers: set[int], *, timeout: float | None = None) -> Proof:
+        """Let these workers prove what their policies hold. Raises as Publisher.verify() and send() do."""
+        deadline = deadline_after(timeout, self._timeout)
+        thread, holder = self._thread(), object()
+        try:
+            self._sends[thread] = holder
+            self._take_lock(holder, deadline)
+            self.connections.look(deadline)
+            proofs = []
+            for writer, chosen in self.groups.writers_of(workers - self._lost):
+                rung: list[None] = []
+
+                def ring(chosen: list[int] = chosen, rung: list[None] = rung) -> None:
+                    if not rung:
+                        rung.append(None)
+                        self.connections.ring(chosen)
+                    self.connections.ring_owed()
+
+                proofs.append(writer.ask(chosen, deadline, ring))
+            proved = sorted(worker for proof in proofs for worker in proof.workers if isinstance(worker, int))
+            return Proof(self._version, max((proof.leaves for proof in proofs), default=0), workers=tuple(proved))
+        finally:
+            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
+            self._sends.pop(thread, None)
+
+    def _thread(self) -> int:
+        """The calling thread. Raises WriterBusy when it is in the middle of a send."""
+        thread = threading.get_ident()
+        outer = self._sends.get(thread)
+        if outer is not None and self._lock.held_by(outer):
+            raise WriterBusy(
+                f"{self._model_id!r} is being sent by this same thread: a signal handler, or something that send() "
+                "calls, sends again; nothing was published now, let the first send return"
+            )
+        return thread
+
+    def _take_lock(self, holder: object, deadline: float) -> None:
+        while True:
+            try:
+                return self._lock.acquire(holder)
+            except WriterBusy:
+                if time.monotonic() >= deadline:
+                    raise WriterBusy(
+                        f"another thread is sending {self._model_id!r}; nothing was published, wait for it first"
+                    ) from None
+                time.sleep(0.001)
+
+    def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
+        """Worker indices from what users pass: None (all), an index, a device, or a list of these.
+
+        Raises ValueError for an unknown one.
+        """
+        everybody = self.groups.workers
+        if worker_ids is None:
+            return everybody
+        single = isinstance(worker_ids, (str, int)) or not hasattr(worker_ids, "__iter__")
+        chosen: set[int] = set()
+        for each in [worker_ids] if single else worker_ids:
+            if isinstance(each, int):
+                found = {check_worker(each)} & everybody
+            else:
+                found = {worker for worker, device in devices.items() if str(device) == str(each)}
+            if not found:
+                raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
+            chosen |= found
+        return chosen
+
+    def close(self) -> None:
+        """End the arenas and hang up. Idempotent."""
+        self.connections.close()
+        self.groups.close()
+
+
+class _Wait:
+    """Waits until each worker has applied its assignment, has failed or is dead; no longer than to the deadline."""
+
+    def __init__(self, sender: Sender, posted: Sequence[Assignment], deadline: float) -> None:
+        self._sender = sender
+        self._deadline = deadline
+        self._posted = posted
+        self._version = sender._version
+        self._waiting = {worker: post for post in posted for worker in post.workers}
+        self._outcome = Outcome(WORDING)
+
+    def finish(self) -> None:
+        while True:
+            self._sleep()
+            self._take_acks()
+            self._look()
+            if not self._waiting or time.monotonic() >= self._deadline:
+                break
+            self._sender.connections.ring_owed()
+        self._outcome.late = sorted(self._waiting)
+        self._outcome.check(f"version {self._version} of {self._sender._model_id!r}", self._version)
+
+    def _sleep(self) -> None:
+        """Sleep in the kernel until the workers of one arena have acked, at most a slice."""
+        post = next(iter(self._waiting.values()))
+        workers = [worker for worker, each in self._waiting.items() if each is post]
+        until = max(0.0, self._deadline - time.monotonic()) * 1e9
+        if not post.group.wait(post.version, workers, int(min(_SLICE, until))):
+            time.sleep(0.0005)  # a worker has not attached to this arena yet
+
+    def _take_acks(self) -> None:
+        for post in self._posted:
+            for worker in post.group.applied(post.version):
+                if self._waiting.get(worker) is post:
+                    del self._waiting[worker]
+
+    def _look(self) -> None:
+        """Take failures and deaths. Called after _take_acks(): a worker reports a failure before it acks."""
+        connections = self._sender.connections
+        for worker, failure in connections.look(self._deadline):
+            self._waiting.pop(worker, None)
+            self._outcome.failed[worker] = failure
+        if self._waiting.keys() & connections.ended.keys():
+            self._take_acks()  # a worker that acked before it ended is done
+            for worker in self._waiting.keys() & connections.ended.keys():
+                del self._waiting[worker]
+                self._outcome.dead[worker] = connections.ended[worker]
+            self._sender._lost |= self._outcome.dead.keys()
+
+
+def processes_of(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
+    """A function from worker to Process, or None: collectors start their processes after the scheme is made."""
+
+    def process_of(worker: int) -> Any:
+        collector = None if context is None else context()
+        processes = getattr(collector, "procs", None) or ()
+        return processes[worker] if worker < len(processes) else None
+
+    return process_of

@@ -1,0 +1,354 @@
+"""The worker's side of one model: a policy bound to an arena, which moves to new versions between two forwards."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.collectors import BaseCollector
+
+from ....engine.bind.binding import Binding, bind_module
+from ....engine.bind.module_check import ModuleCheck, bindable
+from ....engine.source import extra_state
+from ....engine.source.strategy import WeightStrategy
+from ....engine.subscriber import Subscriber
+from ....errors import ArenaNotFound, WriterDied
+from ....memory.arena import Arena
+from ....memory.control.segment import Handle
+from ....schemes.arenas.subscriptions import is_elsewhere
+from .clock import VersionClock
+from .listener import ConnectionListener
+from .model_lock import ModelLock
+from .safe_point import LoadPoint, SafePoint, StatePoint, make_private
+from .worker_connection import WorkerConnection
+
+
+class Receiver:
+    """Receives the weights of one model in a worker.
+
+    Args:
+        address: of the trainer's switchboard.
+        name: of the arena to start with.
+        worker: this worker's index.
+        timeout: for each wait on the trainer, in seconds.
+        patience: seconds to wait for the arena, which is made after all workers were started.
+    """
+
+    def __init__(self, address: str, name: str, worker: int, *, timeout: float, patience: float) -> None:
+        self._worker = worker
+        self._timeout = timeout
+        self._model_lock = ModelLock()
+        self.clock = VersionClock()
+        self.cascade: Callable[[Any], None] | None = None
+        self._server_lock: Any = None  # a server has it from a forward until its output is stamped
+        self._module: weakref.ref[nn.Module] | None = None
+        self._safe_point: SafePoint | None = None
+        self._proxies: list[LoadPoint | StatePoint] = []
+        self._next_arena: Handle | None = None
+        self._connection = WorkerConnection(address, worker)
+        try:
+            self._subscriber = self._attach(name, patience)
+        except BaseException:
+            self._connection.close()
+            raise
+        self._counted = 1  # the version that arenas start with; each later one is an update
+        self._seen = self._at  # the arena and the version at the last refresh()
+        self._finalizer = weakref.finalize(self, _leave, self._connection)
+        ConnectionListener.here().add(self)
+
+    @property
+    def fd(self) -> int:
+        """The line's descriptor."""
+        return self._connection.fd
+
+    @property
+    def version(self) -> int:
+        """The version that the policy uses, whichever thread has moved it there."""
+        return self._subscriber._version
+
+    @property
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict, zero-copy; they change with the next version."""
+        with self._model_lock:
+            weights = self._subscriber.weights
+            return weights.exclude(extra_state.LEAF) if self._has_extra else weights
+
+    def bind(self, module: nn.Module) -> None:
+        """Bind this module, in place of the one bound before.
+
+        Raises ManifestMismatch and ProtocolError as Subscriber.bind() does.
+        """
+        with self._model_lock:
+            if self._module is not None and self._module() is module:
+                return
+            binding = self._bound(self._subscriber, module)
+            self._forget_module()
+            self._module = weakref.ref(module)
+            self._safe_point = SafePoint(module, self._model_lock, self.clock)
+            self._safe_point.use(self._subscriber)
+            self._show(self._subscriber, binding)
+            self._seen = self._at
+            self._proxies = [LoadPoint(owner, self._safe_point) for owner in binding.owners()]
+            self._proxies.append(StatePoint(module, self._safe_point))
+
+    def follow(self, context: Any, model_id: str) -> None:
+        """Let the context know of new weights; None: nothing is to know of them.
+
+        A leaf collector has its policy_version kept right, a collector of collectors passes the weights on, and any
+        other, such as an InferenceServer, has its update_policy_weights_() called once for each version.
+        """
+        if getattr(context, "_weight_sync_schemes", None):
+            reference = weakref.ref(context)
+
+            def cascade(weights: Any) -> None:
+                collector = reference()
+                if collector is not None:
+                    collector.update_policy_weights_(model_id=model_id, policy_or_weights=extra_state.unpacked(weights))
+
+            self.cascade = cascade
+        elif not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_"):
+            self.serve(context, model_id)
+        elif context is not None and model_id == "policy":
+            self.clock.follow(context)
+
+    def refresh(self, timeout: float | None = 0.0) -> bool:
+        """Move to a newer version. Waits `timeout` seconds for one; None: without limit.
+
+        Is the version another one than at the last call, whichever thread has applied it?
+        """
+        if timeout != 0.0 and self._at == self._seen and self._subscriber.lag == 0:
+            newer = self._subscriber._version + 1  # than what the policy uses, whichever thread has moved it there
+            self._subscriber.wait_version(newer, float("inf") if timeout is None else timeout)
+        with self._model_lock:
+            self._advance()
+            seen, self._seen = self._seen, self._at
+            return seen != self._seen
+
+    @property
+    def _at(self) -> tuple[str, int]:
+        return self._subscriber.name, self._subscriber._version
+
+    def serve(self, server: Any, model_id: str) -> None:
+        """Let an InferenceServer, or what is like one, count each version that is applied.
+
+        It stamps what a forward returns after the forward, under its model lock.
+        """
+        reference = weakref.ref(server)
+
+        def tell() -> None:
+            served = reference()
+            if served is not None:
+                served.update_policy_weights_(model_id=model_id, policy_or_weights=self.weights)
+
+        with self._model_lock:
+            self._server_lock = getattr(server, "_model_lock", None)
+            self.clock.tell(tell)
+
+    def apply(self, weights: Any) -> None:
+        """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
+        module = None if self._module is None else self._module()
+        if module is not None:
+            strategy = WeightStrategy()
+            strategy.check_weights(module, weights)
+            with self._model_lock:
+                make_private(self._subscriber)
+                strategy.apply_weights(module, weights)
+
+    def ringing(self) -> bool:
+        """Called by the listener's thread: new weights, or another arena. False when the trainer is gone.
+
+        It does not wait for a forward that is running, since the thread serves other models too.
+        """
+        message = self._connection.take()
+        if message == b"":
+            return self._connection.call_again()
+        if isinstance(message, Handle):
+            self._next_arena = message
+        if not self._catch_up():
+            self._model_lock.rang = self._catch_up
+            self._catch_up()  # the turn may have ended just before it could see that
+        return True
+
+    def _catch_up(self) -> bool:
+        """Move to the trainer's arena and version; False when another thread has the turn."""
+        if not self._model_lock.try_enter():
+            return False
+        lock = self._server_lock
+        try:
+            if lock is not None and not lock.acquire(blocking=False):
+                self._model_lock.rang = None  # the server is serving, and calls refresh() when it has done so
+                return True
+            try:
+                self._advance()
+            except Exception as error:  # the trainer gets it
+                self._connection.report(error)
+            finally:
+                if lock is not None:
+                    lock.release()
+        finally:
+            self._model_lock.__exit__()
+        return True
+
+    def _advance(self) -> None:
+        """Move to the trainer's arena and version, in a turn."""
+        self._model_lock.rang = None
+        handle, self._next_arena = self._next_arena, None
+        if handle is not None:
+            self._move_to(handle)
+        self._subscriber.refresh()
+
+    def close(self) -> None:
+        """Leave: the module keeps the weights that it has, as its own. Idempotent."""
+        self._finalizer()
+        with self._model_lock:
+            if not self._subscriber._closed:
+                self._forget_module()
+                self._subscriber.close()
+
+    @property
+    def _has_extra(self) -> bool:
+        return extra_state.KEY in self._subscriber.arena.manifest.by_key
+
+    def _attach(self, name_or_handle: str | Handle, patience: float) -> Subscriber:
+        until = time.monotonic() + patience
+        while True:
+            try:
+                subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
+                # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
+                subscriber.timeout = math.inf
+                return subscriber
+            except ArenaNotFound:
+                message = self._connection.take()
+                if message == b"":
+                    raise WriterDied(
+                        f"the trainer of worker {self._worker} hung up before it had made arena {name_or_handle!r}; "
+                        "look at the trainer's own error"
+                    ) from None
+                if isinstance(message, Handle):
+                    name_or_handle = message
+                elif time.monotonic() >= until:
+                    raise
+                else:
+                    time.sleep(0.002)
+
+    def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
+        beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
+        copies = is_elsewhere(module, subscriber.arena.device)
+        return bind_module(
+            subscriber, bindable(module), ModuleCheck(subscriber.arena, subscriber.name, copies=copies, beside=beside)
+        )
+
+    def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:
+        """Let the module show this subscriber's weights, now and in later versions."""
+        after = _After(self, quiet)
+        with subscriber._exclusive():
+            subscriber.followers += [binding, after]
+            if subscriber._version == 0:
+                subscriber.refresh()  # the first version: it is acked when the module shows it
+            else:
+                with subscriber.read():
+                    binding.move(subscriber._held_slot)
+                    after.set_extra_state(subscriber._held_slot)
+        after.quiet = True
+
+    def _move_to(self, handle: Handle) -> None:
+        """Move to another arena, which started as a copy of this one and has had at least one update since."""
+        if handle.name == self._subscriber.name:
+            return
+        fresh = self._attach(handle, 0.0)
+        with self._model_lock:
+            earlier, module = self._subscriber, None if self._module is None else self._module()
+            try:
+                if module is not None:
+                    binding = self._bound(fresh, module)
+            except BaseException:
+                fresh.close()
+                raise
+            self._subscriber, self._counted = fresh, 1
+            if self._safe_point is not None and module is not None:
+                self._safe_point.use(fresh)
+                self._show(fresh, binding, quiet=True)
+            else:
+                fresh.refresh()
+            earlier.followers.clear()
+            earlier.close()
+
+    def _count(self, version: int | None = None) -> None:
+        version = self._subscriber._version if version is None else version
+        self.clock.moved(version - self._counted)
+        self._counted = version
+
+    def _forget_module(self) -> None:
+        for proxy in self._proxies:
+            proxy.remove()
+        self._proxies = []
+        if self._safe_point is not None:
+            self._safe_point.remove()
+            self._safe_point = None
+        make_private(self._subscriber)
+        self._subscriber.followers.clear()
+        self._module = None
+
+
+class _Unread(Subscriber):
+    """A subscriber that applies nothing, and so acks nothing, before a module shows the weights."""
+
+    def attached(self) -> None:
+        """Apply nothing yet."""
+
+
+class _After:
+    """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
+
+    def __init__(self, receiver: Receiver, quiet: bool) -> None:
+        self._receiver = weakref.ref(receiver)
+        self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
+
+    def owners(self) -> set[nn.Module]:
+        """No modules: it moves no tensors."""
+        return set()
+
+    def rebase(self, arena: Arena) -> None:
+        """Nothing to do: the arena is looked up in each move."""
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """None."""
+        return []
+
+    def prepare(self) -> None:
+        """Nothing can be in the way."""
+
+    def move(self, slot: int) -> bool:
+        """Do what goes with the tensors of this slot, which have moved already."""
+        receiver = self._receiver()
+        if receiver is None:
+            return False
+        try:
+            try:
+                self.set_extra_state(slot)
+                if receiver.cascade is not None:
+                    receiver.cascade(receiver._subscriber.arena.weights(slot))
+            finally:
+                receiver._count(receiver._subscriber._held_version)
+        except Exception as error:
+            if not self.quiet:
+                raise
+            receiver._connection.report(error)  # before the trainer sees the ack
+        return True
+
+    def set_extra_state(self, slot: int) -> None:
+        """Give the module, and the modules in it, their extra state of this slot."""
+        receiver = self._receiver()
+        module = None if receiver is None or receiver._module is None else receiver._module()
+        if receiver is not None and module is not None and receiver._has_extra:
+            extra_state.set_states(module, receiver._subscriber.arena.views(slot)[extra_state.KEY])
+
+
+def _leave(connection: WorkerConnection) -> None:
+    ConnectionListener.here().remove(connection.fd)
+    connection.close()

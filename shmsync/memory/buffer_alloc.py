@@ -1,0 +1,69 @@
+"""New private memory for the leaves of an arena, and a TensorDict of it.
+
+Each leaf has a storage of its own, so that one that is kept, pickled or shared takes no others along. What must be
+known of each leaf is worked out once for an arena, so that each snapshot only makes the tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from .manifest import Key, Manifest
+from .torch_modes import plainly
+
+Pieces: TypeAlias = list[tuple[int, int, int]]  # (address, place in a slot, bytes)
+
+_empty = torch.empty_strided
+_cpu = torch.device("cpu")
+
+
+class Fresh:
+    """Makes memory for the leaves of a manifest.
+
+    Args:
+        manifest: the leaves. Those that are one tensor in the arena get memory of their own each.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._leaves = [(leaf.shape, leaf.strides, leaf.dtype) for leaf in manifest.leaves]
+        self._places = [(leaf.offset, leaf.nbytes) for leaf in manifest.leaves]
+        self._tree: dict[str, Any] = {}  # of numbers of leaves
+        for number, leaf in enumerate(manifest.leaves):
+            _put(self._tree, leaf.key, number)
+
+    def make(self) -> tuple[Pieces, TensorDict]:
+        """What is to be copied where, and the tensors there, whose bytes are not set."""
+        with plainly():
+            tensors = [_empty(shape, strides, dtype=dtype, device=_cpu) for shape, strides, dtype in self._leaves]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+        pieces = [(to, *place) for to, place in zip(addresses, self._places, strict=True) if place[1]]
+        return pieces, _filled(self._tree, tensors)
+
+
+def _put(tree: dict[str, Any], key: Key, number: int) -> None:
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[key[-1]] = number
+
+
+def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:
+    return tensordict_of(
+        {key: tensors[below] if type(below) is int else _filled(below, tensors) for key, below in tree.items()}
+    )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, TensorDict)
+_NO_BATCH = torch.Size([])
+_unsafe: Any = getattr(TensorDict, "_new_unsafe", None)
+
+
+def tensordict_of(values: dict[str, Any]) -> TensorDict:
+    """TensorDict(values, batch_size=[]), whose constructor would take ten times as long to look at each value."""
+    if _unsafe is None or not all(type(value) in _PLAIN for value in values.values()):
+        return TensorDict(values, batch_size=[])
+    made: TensorDict = _unsafe(values, batch_size=_NO_BATCH)
+    return made

@@ -1,0 +1,5 @@
+"""The control segment: its header, its reader table, and what is left of those whose owner died.
+
+segment.py makes and finds one, reader_table.py names the processes in it.
+May be imported by memory, engine, schemes, integrations and cli.
+"""

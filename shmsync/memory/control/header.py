@@ -1,0 +1,162 @@
+"""A control segment as a file: found by its name, opened, and its header read.
+
+Names: arena "policy" is the POSIX shared-memory object /shmsync.policy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import posix_ipc
+
+from ... import _native
+from ...errors import ArenaNotFound
+from ..system.calls import close, patient
+
+PREFIX = "/shmsync."
+FOLDER = "/dev/shm"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
+
+
+class Header(NamedTuple):
+    """The header of a segment as it was read, not checked yet; see Identity in native/include/shmsync/layout.hpp."""
+
+    ready: bool
+    magic: int
+    abi: int
+    endian: int
+    segment_bytes: int
+    file_bytes: int  # size of the file; attach() wants it equal to segment_bytes
+    session: bytes
+    owner: int
+    boot_id: bytes
+    pid_namespace: int
+    slots: int
+    readers: int
+    slot_bytes: int
+    slab_kind: int
+    slab_fd: int
+    slab_inode: int
+    slab_handle: bytes  # by which the memory of a device is opened; else zeros
+    manifest_offset: int
+    manifest_bytes: int
+    fingerprint: int
+    crc: int
+    covered: bytes  # the bytes that the crc covers
+
+
+@contextmanager
+def opened(name: str) -> Iterator[int | None]:
+    """A descriptor of this arena's segment; None when there is none.
+
+    Raises ArenaNotFound if it may not be opened, or if it is no plain file: what is read later is read from what was
+    opened here. shm_open() follows no link.
+    """
+    try:
+        memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
+    except posix_ipc.ExistentialError:
+        yield None
+        return
+    except posix_ipc.PermissionsError as error:
+        raise ArenaNotFound(
+            f"it is another user's: uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its "
+            "publisher"
+        ) from error
+    except ValueError as error:  # so posix_ipc says EINVAL, which is what opening a folder gives
+        raise _squatted(name, "a directory, or a name that no segment has,") from error
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise _squatted(name, _NO_FILE[error.errno]) from error
+    try:
+        mode = os.fstat(memory.fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise _squatted(name, "a FIFO" if stat.S_ISFIFO(mode) else "a device")
+        yield memory.fd
+    finally:
+        close(memory.fd)
+
+
+_NO_FILE = {  # what shm_open() says of a name that stands for no plain file
+    errno.ELOOP: "a symbolic link",
+    errno.EISDIR: "a directory",
+    errno.ENXIO: "a socket, or a device that is not there",
+    errno.ENODEV: "a device that is not there",
+}
+
+
+def _squatted(name: str, what: str) -> ArenaNotFound:
+    return ArenaNotFound(
+        f"{FOLDER}{PREFIX}{name} is {what}, and no segment of shmsync; see who made it, and remove it by hand, or use "
+        "another name"
+    )
+
+
+def check_ours(name: str, fd: int) -> None:
+    """Is it this user's, and could no other user have written it? Raises ArenaNotFound.
+
+    A subscriber trusts its content, and so every user who could write it. That goes for root too.
+    """
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise ArenaNotFound(
+            f"arena {name!r} belongs to uid {status.st_uid} but this is uid {os.geteuid()}; run both sides as one user"
+        )
+    if status.st_mode & 0o022:
+        raise ArenaNotFound(
+            f"arena {name!r} has mode {stat.S_IMODE(status.st_mode):04o}, so that other users may have written it, but "
+            f"0600 is needed; close its publisher and start it again"
+        )
+
+
+def foreign(header: Header | None) -> bool:
+    """Is it another program's file that only has a name like a segment's?
+
+    A creator that dies leaves nothing, zeros, or what begins with the magic number.
+    """
+    return header is not None and header.magic not in (0, _native.MAGIC)
+
+
+def nobody_proven_dead(uid: int) -> str:
+    """Why a segment of another user's stays that is not ready: its header does not name an owner."""
+    return f"it belongs to uid {uid} and says not whose it is, so that nobody is proven dead"
+
+
+def read(fd: int) -> Header | None:
+    """The header; None when the file is too short to have one."""
+    fields: dict[str, Any] | None = _native.read_identity(fd)
+    return None if fields is None else Header(**fields)
+
+
+def stands_for(name: str, fd: int) -> bool:
+    """Does the name still stand for the segment behind this descriptor?"""
+    try:
+        named = os.lstat(FOLDER + PREFIX + name)
+    except FileNotFoundError:
+        return False
+    found = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (found.st_dev, found.st_ino)
+
+
+def unlink(name: str, fd: int) -> None:
+    """Remove the name if it still stands for this segment."""
+    if stands_for(name, fd):
+        with suppress(FileNotFoundError):
+            os.unlink(FOLDER + PREFIX + name)
+
+
+def locked(fd: int) -> bool:
+    """Is the segment's creator still at work? It holds the lock until the segment is ready, or it dies."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # somebody has it; or the system does not say, which does not mean that nobody has
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False

@@ -1,0 +1,151 @@
+"""What killed publishers leave in /dev/shm: their control segments. Who may remove them, when, and how.
+
+The creator of a segment holds an flock on it until it is ready. Who gets the lock of a segment that is not ready, or
+whose owner is dead, may sweep (remove) it, after looking that the name still stands for it. What could not be found
+out is never swept: an owner in another pid namespace, another user's, a machine without a free descriptor.
+
+Segments of made-up names would stay until the user calls `shmsync gc`, and a publisher that is killed and started again
+over and over would fill /dev/shm. So each new publisher sweeps for a moment, whatever their names.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import os
+import secrets
+import time
+
+from ... import _native
+from ...errors import ArenaNotFound, ShmSyncError
+from ..system.calls import refusals
+from ..system.process import Peer, exists, me, pid_of
+from . import header as _header
+from .header import FOLDER, NAME, PREFIX, Header, opened
+
+_log = logging.getLogger("shmsync")
+
+_MOMENT = 0.002  # seconds that a new publisher sweeps; a few dozen segments
+_LISTED = 4000  # entries of /dev/shm that a new publisher lists; of n times as many, every nth publisher lists all
+_ENTRY = 20  # bytes that tmpfs counts for an entry in the size of a folder
+
+
+def names() -> list[str]:
+    """Every arena name on this machine, dead ones included. Raises NoSpace when that cannot be found out."""
+    with refusals(f"listing {FOLDER}"):
+        return sorted(_listed())
+
+
+def _listed() -> list[str]:
+    prefix = PREFIX[1:]
+    try:
+        entries = [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
+    except FileNotFoundError:
+        return []
+    return [name for name in entries if NAME.fullmatch(name)]  # others are no arenas, and could fool a terminal
+
+
+def sweep(name: str) -> int | None:
+    """Remove the segment if its owner is dead.
+
+    Returns the pid of a live owner, 0 while another process has the segment's lock, None when the name is free.
+    Raises NoSpace and ArenaNotFound (another user's) when that cannot be found out; then nothing was removed.
+    """
+    with refusals(f"sweeping arena {name!r}"), opened(name) as fd:
+        if fd is None:
+            return None
+        header = _header.read(fd)
+        if header is not None and header.ready and may_live(header):
+            return pid_of(header.owner)
+        _check_removable(name, fd, header)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # its creator is at work, or a process that removes it
+            return pid_of(header.owner) if header is not None and may_live(header) else 0
+        header = _header.read(fd)
+        if header is not None and header.ready and may_live(header):
+            return pid_of(header.owner)
+        _check_removable(name, fd, header)
+        _header.unlink(name, fd)
+        _log.info("arena %r: its publisher is dead, and what it left was removed", name)
+        return None
+
+
+def _check_removable(name: str, fd: int, header: Header | None) -> None:
+    """Is it a segment, and this user's, or is this root? Raises ArenaNotFound, which says why it stays."""
+    if _header.foreign(header):
+        raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
+    uid = os.fstat(fd).st_uid
+    if os.geteuid() not in (uid, 0):
+        raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
+    if os.geteuid() != uid and (header is None or not header.ready):
+        raise ArenaNotFound(_header.nobody_proven_dead(uid))
+
+
+def sweep_some(seconds: float = _MOMENT) -> None:
+    """Remove segments of this user whose owners are proven dead, for so long. Never raises: it is a favour to others.
+
+    It starts anywhere, so that each segment has its turn in the end.
+    """
+    try:
+        if math.isfinite(seconds) and secrets.randbelow(_pages()):
+            return
+        found = _listed()
+        start = secrets.randbelow(len(found)) if found else 0
+    except (OSError, MemoryError):
+        return
+    deadline = time.monotonic() + seconds
+    for number in range(len(found)):
+        if time.monotonic() > deadline:
+            break
+        name = found[(start + number) % len(found)]
+        try:
+            if _is_left_over(name):
+                sweep(name)
+        except (ShmSyncError, OSError, MemoryError):
+            continue
+
+
+def _pages() -> int:
+    """How many times _LISTED entries /dev/shm has, at least 1. Listing it takes 0.5 µs for each, whosever they are."""
+    return 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
+
+
+def _is_left_over(name: str) -> bool:
+    """Is it of this user, and without doubt unused? sweep() looks again, under the lock."""
+    with opened(name) as fd:
+        if fd is None or os.fstat(fd).st_uid != os.geteuid():
+            return False
+        header = _header.read(fd)
+        if _header.foreign(header):
+            return False
+        if header is None or not header.ready:
+            return not _header.locked(fd)
+        return header.magic == _native.MAGIC and header.boot_id == me().boot_id and not may_live(header)
+
+
+def may_live(header: Header) -> bool:
+    """Could the owner be alive? True for one in another pid namespace, which cannot be looked at from here."""
+    here = me()
+    if header.magic != _native.MAGIC or header.boot_id != here.boot_id:
+        return False
+    if header.pid_namespace != here.pid_namespace:
+        return True
+    if header.abi != _native.ABI:  # of its owner word we know the pid only
+        return exists(pid_of(header.owner))
+    if header.owner == here.owner and _is_of_an_earlier_program(header):
+        return False
+    return not Peer(owner=header.owner).dead
+
+
+def _is_of_an_earlier_program(header: Header) -> bool:
+    """Did this process make it before it ran this program? Then its slab is gone from here.
+
+    Where addresses are fixed, an exec of the same program leaves the owner word as it was.
+    """
+    try:
+        return os.fstat(header.slab_fd).st_ino != header.slab_inode
+    except OSError as error:
+        return error.errno == errno.EBADF  # anything else tells nothing

@@ -1,0 +1,243 @@
+"""The control segment: a small named shared-memory object that tells where the slab is and which version is current.
+
+The creator holds an flock on the segment until it is ready; leftovers.py says what that is for.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import secrets
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import posix_ipc
+
+from ... import _native
+from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
+from ..system.calls import close, patient, take_lock
+from ..system.process import Peer, me, pid_of
+from .header import FOLDER, NAME, PREFIX, Header, check_ours, locked, opened, read, stands_for, unlink
+from .leftovers import sweep, sweep_some
+
+T = TypeVar("T")
+
+_LOCK_WAIT = 1.0  # seconds; a sweeper that is not stopped has the lock for microseconds
+
+
+class Handle(NamedTuple):
+    """What a worker needs to attach; pickles, so it goes into Process(args=...).
+
+    Attributes:
+        name: of the arena.
+        session: the random id of its publisher's life.
+    """
+
+    name: str
+    session: bytes
+
+
+class Created(NamedTuple):
+    """A segment whose creator still holds its lock; no process attaches until make_ready()."""
+
+    control: _native.Control
+    fd: int
+
+
+def new_name() -> str:
+    """A random name, to be unique."""
+    return f"{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def check_name(name: str) -> str:
+    """Return the name; raise ValueError when it cannot be part of a file name."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"arena names are 1 to 200 of A-Z a-z 0-9 . _ - and start with a letter or digit, not {name!r}"
+        )
+    return name
+
+
+def create(name: str, size: int, **header: Any) -> Created:
+    """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace."""
+    sweep_some()
+    for _ in range(100):
+        fd = _make(name)
+        if fd is None:
+            try:
+                owner = sweep(name)
+            except ArenaNotFound as error:
+                raise ArenaExists(f"the name of arena {name!r} is taken: {error}") from error
+            if owner is not None:
+                raise ArenaExists(f"arena {name!r} {_whose(name, owner)}, or use another name")
+            continue
+        try:
+            # A process that took it for a leftover has the lock for a moment.
+            ours = take_lock(fd, time.monotonic() + _LOCK_WAIT)
+            if ours and stands_for(name, fd):  # else a sweeper locked and removed it between our two calls
+                _allocate(fd, size)
+                return Created(_native.Control.create(fd=fd, **header), fd)
+        except BaseException:
+            withdraw(name, fd)
+            raise
+        close(fd)
+        if not ours:  # the name is left to the holder of the lock, and to later sweeps
+            raise ArenaExists(
+                f"arena {name!r} is being removed by another process, which has stood still for {_LOCK_WAIT:g} s; "
+                "use another name, or let that process go on or end it"
+            )
+    raise ArenaExists(f"arena {name!r} is created and swept over and over by other processes; use another name")
+
+
+def _whose(name: str, owner: int) -> str:
+    """Whose it is, and what to do about it; of a name that is taken."""
+    try:
+        with opened(name) as fd:
+            header = None if fd is None else read(fd)
+    except (ArenaNotFound, OSError):  # it is taken all the same
+        header = None
+    here = me()
+    if header is not None and (header.owner, header.boot_id, header.pid_namespace) == here:
+        return "belongs to a Publisher of this process; close() that one first"
+    if owner == 0:  # its header is not written yet
+        return "is being made or removed by another process; pass its handle to the workers, or try again"
+    return f"belongs to live process {owner}; close it there"
+
+
+def session_of(name: str) -> bytes | None:
+    """The session of the arena of this name; None when there is none that is ready."""
+    with opened(name) as fd:
+        header = None if fd is None else read(fd)
+    return header.session if header is not None and header.ready else None
+
+
+def _make(name: str) -> int | None:
+    """A descriptor of a new segment of this name; None when there is one."""
+    try:
+        return _with_room_for(
+            lambda: patient(lambda: int(posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600).fd))
+        )
+    except posix_ipc.ExistentialError:
+        return None
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(errno.EACCES, f"no segment may be made in {FOLDER}") from error
+
+
+def _allocate(fd: int, size: int) -> None:
+    try:
+        _with_room_for(lambda: os.posix_fallocate(fd, 0, size))  # ftruncate alone would leave a SIGBUS for later
+    except OSError as error:
+        raise NoSpace(
+            f"the control segment needs {size:,} bytes of {FOLDER} but got: {error.strerror}; make it larger, or "
+            "close other publishers. What killed ones left there was removed already"
+        ) from error
+
+
+def _with_room_for(call: Callable[[], T]) -> T:
+    """Call it, and once more when /dev/shm was full of what dead publishers left."""
+    try:
+        return call()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    sweep_some(math.inf)
+    return call()
+
+
+def make_ready(created: Created) -> None:
+    """Let subscribers attach, and release the creator's lock."""
+    created.control.make_ready(zlib.crc32(created.control.identity_bytes()))
+    with suppress(OSError):  # it is ready, so no process asks for the lock
+        fcntl.flock(created.fd, fcntl.LOCK_UN)
+
+
+def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
+    """Map the segment of a live arena, after checking all of its header. `session`: the handle's; None accepts any."""
+    check_name(name)
+    unlocked_since: float | None = None
+    while True:
+        with opened(name) as fd:
+            header = None if fd is None else read(fd)
+            if fd is None or (header is not None and header.ready):
+                if fd is None or header is None:
+                    raise ArenaNotFound(
+                        f"there is no arena {name!r} (any more); start its publisher first, or check the name"
+                    )
+                if session is not None and header.session != session:
+                    raise ArenaNotFound(
+                        f"arena {name!r} is session {header.session.hex()} but the handle is of session "
+                        f"{session.hex()}; the publisher was restarted, pass the new handle"
+                    )
+                check_ours(name, fd)
+                _check_header(name, header)
+                control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
+                return control, header
+            unlocked_since = None if locked(fd) else unlocked_since or time.monotonic()
+            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
+                raise WriterDied(
+                    f"the publisher of arena {name!r} died while it was creating the arena; start it again"
+                )
+        if time.monotonic() > deadline:
+            raise ArenaNotFound(f"arena {name!r} is not ready; its publisher is still creating it, or died doing so")
+        time.sleep(0.001)
+
+
+def withdraw(name: str, fd: int) -> None:
+    """Remove the name if it still stands for this segment, and close the descriptor."""
+    try:
+        try:
+            unlink(name, fd)
+        except OSError:
+            unlink(name, fd)  # the system had no memory for a moment, say
+    except OSError as error:
+        warnings.warn(
+            f"arena {name!r} is closed, but its control segment stays in {FOLDER}: {error}; `shmsync gc` removes it "
+            "when this process has ended",
+            ResourceWarning,
+            stacklevel=2,
+        )
+    finally:
+        close(fd)
+
+
+def _check_header(name: str, header: Header) -> None:
+    def need(what: str, found: object, expected: object, error: type[Exception] = ArenaCorrupt) -> None:
+        if found != expected:
+            raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")
+
+    here = me()
+    if header.magic != _native.MAGIC:
+        raise ArenaCorrupt(
+            f"{FOLDER}{PREFIX}{name} has magic {header.magic:#x} but {_native.MAGIC:#x} is needed: it is no segment of "
+            "shmsync; see who made it, and remove it by hand, or use another name"
+        )
+    need("abi", header.abi, _native.ABI)
+    need("endian tag", header.endian, _native.ENDIAN_TAG)
+    need("crc", header.crc, zlib.crc32(header.covered))
+    if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
+        raise ArenaCorrupt(f"arena {name!r} has {header.slots} slots and {header.readers} reader rows")
+    if header.manifest_bytes > header.file_bytes:  # before sums in which it could wrap around
+        raise ArenaCorrupt(
+            f"arena {name!r} has a manifest of {header.manifest_bytes:,} bytes in a segment of {header.file_bytes:,}; "
+            f"{_NEXT[ArenaCorrupt]}"
+        )
+    size = _native.segment_bytes(header.slots, header.readers, header.manifest_bytes)
+    need("segment size", header.segment_bytes, size)
+    need("file size", header.file_bytes, size)
+    need("manifest offset", header.manifest_offset, _native.manifest_offset(header.slots))
+    need("boot id", header.boot_id, here.boot_id, ArenaNotFound)
+    need("pid namespace", header.pid_namespace, here.pid_namespace, ArenaNotFound)
+    if Peer(owner=header.owner).dead:
+        raise WriterDied(f"the publisher of arena {name!r} (pid {pid_of(header.owner)}) is dead; start it again")
+
+
+_NEXT: dict[type[Exception], str] = {
+    ArenaCorrupt: "both sides must run the same shmsync version; otherwise remove it with `shmsync gc`",
+    ArenaNotFound: "run publisher and subscriber in the same container or virtual machine",
+}

@@ -1,0 +1,269 @@
+"""An arena as it is seen from outside: what its control segment says, and what the kernel says of its processes.
+
+Nothing is mapped, written or claimed, and no process of the arena has to do anything for it: they may run, stand still
+or be dead. What cannot be found out is said to be unknown, never to be dead or empty.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from .. import _native
+from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
+from .attaching import checked_manifest
+from .control import header as _header
+from .control.header import Header, locked, opened
+from .control.leftovers import may_live
+from .manifest import Manifest
+from .slab.slab import slab_bytes
+from .system.calls import refusals
+from .system.process import Peers, me, pid_of
+
+
+class Condition(str, Enum):
+    """What a process, or the publisher of an arena, is doing, as far as can be seen from here."""
+
+    ALIVE = "alive"
+    STOPPED = "stopped"
+    DEAD = "dead"
+    NOT_READY = "not ready"  # an arena that is just being made
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class SlotSeen:
+    """One slot: which version lies in it."""
+
+    version: int  # 0: never written
+    unfinished: bool  # that version is just being written, or was given up half way
+    current: bool
+
+
+@dataclass(frozen=True)
+class ReaderSeen:
+    """One claimed row of the reader table."""
+
+    row: int
+    worker: int | None
+    pid: int
+    condition: Condition
+    acked: int
+    lag: int
+    pinned: int | None
+    pin_age: float  # seconds
+    reads: int
+    torn: int
+    retries: int
+
+
+@dataclass(frozen=True)
+class ArenaSeen:
+    """One arena at one moment."""
+
+    name: str
+    owner: Condition
+    why: str  # what there is to say about the owner; "" for one that is well
+    pid: int | None  # of the owner; None when it is not known
+    age: float | None  # seconds since the segment was made
+    at: float  # time.monotonic() of the look
+    session: str = ""
+    bytes: int = 0  # of the weights' memory, all slots
+    slot_bytes: int = 0
+    version: int = 0
+    state: str = ""  # open, closed or poisoned
+    gated: bool = False  # slots = 1: the publisher keeps new sections out
+    max_readers: int = 0
+    slots: tuple[SlotSeen, ...] = ()
+    readers: tuple[ReaderSeen, ...] = ()
+
+    @property
+    def readable(self) -> bool:
+        """Is there more to see than a name and an owner?"""
+        return bool(self.slots)
+
+
+_STATES = {0: "open", 1: "closed", 2: "poisoned"}
+_CLEAN = "`shmsync gc` removes what it left"
+
+
+def look(name: str, peers: Peers) -> ArenaSeen | None:
+    """The arena of this name now; None when there is none. Whatever prevents a look becomes a sentence in `why`."""
+    try:
+        with refusals(f"looking at arena {name!r}"), opened(name) as fd:
+            return None if fd is None else _look(name, fd, peers)
+    except ArenaNotFound as error:
+        return _unseen(name, Condition.UNKNOWN, str(error), None)
+    except ShmSyncError as error:
+        return _unseen(name, Condition.UNKNOWN, str(error), None)
+
+
+def manifest_of(name: str) -> Manifest:
+    """The manifest of an arena. Raises ArenaNotFound, ArenaCorrupt, NoSpace."""
+    with refusals(f"looking at arena {name!r}"), opened(name) as fd:
+        header = None if fd is None else _header.read(fd)
+        if fd is None or header is None or not header.ready:
+            raise ArenaNotFound(f"there is no arena {name!r} that is ready; `shmsync list` shows those that there are")
+        _check(name, header)
+        text = _native.read_manifest(fd, header.slots, header.manifest_bytes)
+    if text is None:
+        raise ArenaCorrupt(f"the segment of arena {name!r} is shorter than its header says; look again")
+    return checked_manifest(name, text, header)
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; "" when it has none, or it may not be seen."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return " ".join(part for part in text.decode("utf-8", "backslashreplace").split("\0") if part)
+
+
+def ties(manifest: Manifest) -> dict[int, list[str]]:
+    """The names of the leaves that are one tensor, by their offset."""
+    shared = Counter(leaf.offset for leaf in manifest.leaves if leaf.nbytes)
+    found: dict[int, list[str]] = {}
+    for leaf in manifest.leaves:
+        if leaf.nbytes and shared[leaf.offset] > 1:
+            found.setdefault(leaf.offset, []).append(leaf.name)
+    return found
+
+
+def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
+    status = os.fstat(fd)
+    age = max(0.0, time.time() - status.st_mtime)  # stores into a mapping of it do not count as changes
+    if os.geteuid() not in (status.st_uid, 0):
+        return _unseen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
+    header = _header.read(fd)
+    if _header.foreign(header):
+        return _unseen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
+    if header is None or not header.ready:
+        if os.geteuid() != status.st_uid:
+            return _unseen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
+        return _being_made(name, fd, status, age)
+    try:
+        _check(name, header)
+    except ArenaCorrupt as error:
+        condition = Condition.UNKNOWN if may_live(header) else Condition.DEAD
+        return _unseen(name, condition, str(error), pid_of(header.owner), age)
+    seen = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
+    at, now = time.monotonic(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    if seen is None:
+        return _unseen(
+            name, Condition.UNKNOWN, "its segment is shorter than its header says", pid_of(header.owner), age
+        )
+    here = header.pid_namespace == me().pid_namespace
+    owner, why = _owner(header, peers, here)
+    version = int(seen["version"])
+    return ArenaSeen(
+        name=name,
+        owner=owner,
+        why=why,
+        pid=pid_of(header.owner),
+        age=age,
+        at=at,
+        session=header.session.hex(),
+        bytes=slab_bytes(header.slots, header.slot_bytes),
+        slot_bytes=header.slot_bytes,
+        version=version,
+        state=_STATES.get(seen["state"], f"state {seen['state']}"),
+        gated=bool(seen["gated"]),
+        max_readers=header.readers,
+        slots=tuple(
+            SlotSeen((seq + 1) // 2, bool(seq % 2), number == seen["slot"] and seq % 2 == 0)
+            for number, seq in enumerate(seen["seqs"])
+        ),
+        readers=tuple(_reader(row, version, now, peers, here, header) for row in seen["rows"]),
+    )
+
+
+def _reader(row: tuple[int, ...], version: int, now: int, peers: Peers, here: bool, header: Header) -> ReaderSeen:
+    number, owner, pinned, acked, worker, pinned_at, reads, torn, retries = row
+    return ReaderSeen(
+        row=number,
+        worker=None if worker < 0 else worker,
+        pid=pid_of(owner),
+        condition=_condition(owner, peers, here, header),
+        acked=acked,
+        lag=max(0, version - acked),
+        pinned=pinned or None,
+        pin_age=max(0.0, (now - pinned_at) / 1e9) if pinned else 0.0,
+        reads=reads,
+        torn=torn,
+        retries=retries,
+    )
+
+
+def _owner(header: Header, peers: Peers, here: bool) -> tuple[Condition, str]:
+    if not may_live(header):
+        return Condition.DEAD, f"its publisher is dead; {_CLEAN}"
+    condition = _condition(header.owner, peers, here, header)
+    why = {
+        Condition.UNKNOWN: "its publisher runs in another container (pid namespace); look from there",
+        Condition.STOPPED: "its publisher is stopped (SIGSTOP, or a debugger); `kill -CONT` lets it go on",
+    }
+    return condition, why.get(condition, "")
+
+
+def _condition(owner: int, peers: Peers, here: bool, header: Header) -> Condition:
+    if header.boot_id != me().boot_id:
+        return Condition.DEAD
+    if not here:
+        return Condition.UNKNOWN
+    state = peers.state(owner).value
+    return Condition.ALIVE if state == "live" else Condition(state)
+
+
+def _check(name: str, header: Header) -> None:
+    """Is it a segment that this version of shmsync can read? Raises ArenaCorrupt."""
+    wrong = ""
+    if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
+        wrong = "is no segment of shmsync"
+    elif header.abi != _native.ABI:
+        wrong = f"was made by a shmsync whose layout is number {header.abi}, but this one reads number {_native.ABI}"
+    elif header.crc != zlib.crc32(header.covered):
+        wrong = f"has a header of crc {zlib.crc32(header.covered):#x} that says {header.crc:#x}"
+    elif not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
+        wrong = f"has {header.slots} slots and {header.readers} reader rows"
+    if wrong:
+        raise ArenaCorrupt(f"arena {name!r} {wrong}; look at it with the shmsync that its publisher uses")
+
+
+def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> ArenaSeen:
+    """An arena that is not ready: who is at work on it, or was."""
+    pid = _holder_of_lock(status)
+    if pid is None and not locked(fd):
+        why = f"its publisher died before the first version was published; {_CLEAN}"
+        return _unseen(name, Condition.DEAD, why, None, age)
+    who = "another process" if pid is None else f"pid {pid}"
+    why = f"{who} is making it, and copies the first version; nobody can attach before that is done"
+    return _unseen(name, Condition.NOT_READY, why, pid, age)
+
+
+def _holder_of_lock(status: os.stat_result) -> int | None:
+    """Who holds the flock of a file, as /proc/locks shows it; None when no process does, or it cannot be seen."""
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for words in map(str.split, lines):
+        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == place and words[4].isdigit() and words[4] != "0":
+            return int(words[4])
+    return None
+
+
+def _unseen(name: str, owner: Condition, why: str, pid: int | None, age: float | None = None) -> ArenaSeen:
+    return ArenaSeen(name=name, owner=owner, why=why, pid=pid, age=age, at=time.monotonic())
+
+
+def look_at_all(names: Iterable[str], peers: Peers) -> list[ArenaSeen]:
+    """Every arena of these names that is still there."""
+    return [seen for name in names if (seen := look(name, peers)) is not None]

@@ -1,0 +1,84 @@
+"""Calls to the system that it may refuse, interrupt or half do: how shmsync makes them, and what it says of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from ...errors import NoSpace, ShmSyncError
+
+T = TypeVar("T")
+
+_CURES = {
+    errno.EMFILE: "raise the limit of open files with `ulimit -n`, or close some",
+    errno.ENFILE: "raise fs.file-max, or end processes that hold many files open",
+    errno.ENOMEM: "free some memory, or raise vm.max_map_count if this process has many mappings",
+    errno.ENOSPC: "make /dev/shm larger, or remove what killed publishers left there with `shmsync gc`",
+    errno.EACCES: "see who owns /dev/shm and what is in it",
+}
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Raise NoSpace where the system refuses what is needed: descriptors, memory, room or access. `what` was tried."""
+    try:
+        yield
+    except ShmSyncError:  # some of them are OSErrors too
+        raise
+    except (OSError, MemoryError) as error:
+        cure = _CURES.get(_number(error), "try again, and look into the kernel's log")
+        raise NoSpace(f"{what} failed, and changed nothing: {_reason(error)}; {cure}") from error
+
+
+def _number(error: BaseException) -> int:
+    number: int | None = getattr(error, "errno", None)
+    if number is None and isinstance(error, OSError):  # posix_ipc says these two in words alone
+        said = str(error)
+        number = errno.EMFILE if "files open" in said else errno.ENFILE if "open files" in said else None
+    return number or errno.ENOMEM
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or "no memory"
+
+
+def patient(call: Callable[[], T]) -> T:
+    """Repeat a call that a signal interrupted, for libraries that do not do so themselves."""
+    while True:
+        try:
+            return call()
+        except InterruptedError:
+            continue
+
+
+def close(fd: int) -> None:
+    """Give a descriptor back. Linux does so even where the call reports an error."""
+    with suppress(OSError):
+        os.close(fd)
+
+
+def poll(poller: select.poll, milliseconds: float) -> list[tuple[int, int]]:
+    """What poller.poll() finds; nothing where the system lacked memory for the wait, which proves nothing."""
+    try:
+        return poller.poll(milliseconds)
+    except OSError:
+        time.sleep(0.0005)
+        return []
+
+
+def take_lock(fd: int, deadline: float) -> bool:
+    """Lock a file. False: another process had it until then; a wait without limit may wait for a stopped process."""
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+        time.sleep(0.001)

@@ -1,0 +1,170 @@
+"""What goes over a pipe: messages and answers, as pairs that a plain recv() can read.
+
+    sender → worker   ((model_id, weights), "update_weights")            weights by value
+                      ((model_id, version), "update_weights")            they lie in an arena, at this version
+                      ((model_id, handle), "register_shared_weights")    where the arena is
+                      ((model_ids, (number, version, deadline)), "prepare_weights")
+                                                                         stay in receive() until all of these models are
+                                                                         there at this version,
+                      ((model_ids, (number, version, deadline)), "resume")
+                                                                         or until this says that they do not come; after
+                                                                         the deadline, a monotonic time, no send waits
+                      ((model_id, question), "verify_weights")           does the model hold what was sent? By a note of
+                                                                         each leaf, or by the session of its arena
+    worker → sender   (None, "updated") and (None, "registered")
+                      ((model_id, version), "updated")                   for a version in an arena
+                      (None, "prepared")
+                      (failure, "failed")
+                      ((model_id, model_ids), "no receiver")             no answer: that model has no receiver there so
+                                                                         far, only these have
+
+Those that have no room for a tag carry it as an attribute, so that an answer names the message that it answers.
+Untagged answers count for the oldest message without an answer.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any, NamedTuple
+
+from ...engine.outcome import Failure
+from ...memory.control.segment import Handle
+
+UPDATE = "update_weights"
+REGISTER = "register_shared_weights"
+PREPARE = "prepare_weights"
+RESUME = "resume"
+VERIFY = "verify_weights"
+UPDATED = "updated"
+REGISTERED = "registered"
+PREPARED = "prepared"
+FAILED = "failed"
+UNKNOWN = "no receiver"
+ANSWERS = (UPDATED, REGISTERED, PREPARED, FAILED)
+MESSAGES = (UPDATE, REGISTER, PREPARE, RESUME, VERIFY)
+
+
+class Tag(NamedTuple):
+    """Which message an answer is for. Version 0 is the registration of the model."""
+
+    model_id: str
+    version: int
+
+
+class Tagged(tuple[Any, ...]):
+    """A pair that also carries a tag, and who it is from or for."""
+
+    tag: Tag | None  # None: for the oldest message of its kind
+    who: int  # the owner word of the process that has sent it; in a registration the worker's index
+    reaches: bool  # in an answer: can its process open what the sender has?
+
+    def __new__(cls, pair: tuple[Any, str], tag: Tag | None, who: int = 0, reaches: bool = False) -> Tagged:
+        """A pair that means `tag`."""
+        self = super().__new__(cls, pair)
+        self.tag = tag
+        self.who = who
+        self.reaches = reaches
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tagged, (tuple(self), self.tag, self.who, *([True] if self.reaches else []))
+
+
+class Message(NamedTuple):
+    """A message as its worker understands it."""
+
+    kind: str
+    model_id: str  # of PREPARE and RESUME: ""
+    content: Any  # weights, a version, a handle; model ids and a number
+    tag: Tag | None  # None: from a sender that tags nothing
+    worker: int | None = None  # of REGISTER: the index that the sender has given this worker
+    sender: int = 0  # of UPDATE with weights: the owner word of the process that has sent them; 0: unknown
+
+    @classmethod
+    def of(cls, message: Any) -> Message:
+        """Of what was read from the pipe."""
+        (model_id, content), kind = message
+        if kind in (PREPARE, RESUME):
+            return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
+        if kind == REGISTER:
+            worker = message.who if isinstance(message, Tagged) else None
+            return cls(kind, model_id, content, Tag(model_id, 0), worker)
+        tag = message.tag if isinstance(message, Tagged) else None
+        if tag is None and isinstance(content, int):
+            tag = Tag(model_id, content)
+        return cls(kind, model_id, content, tag, sender=message.who if isinstance(message, Tagged) else 0)
+
+
+def given_message(content: Any, model_id: str, worker: int | None) -> Message:
+    """What a worker's own loop has read: a whole message, (model_id, content), or the content for this model alone.
+
+    Raises ValueError for a part of what send_together() sends first and last: only the word tells these two apart.
+    """
+    if is_message(content):
+        message = Message.of(content)
+        return message._replace(worker=worker if message.worker is None else message.worker)
+    meeting = content[1] if type(content) is tuple and len(content) == 2 else content
+    if type(meeting) is tuple and [type(each) for each in meeting] == [int, int, float]:
+        raise ValueError("this is a part of a message of send_together(); give apply_weights() the whole message")
+    if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):  # no Handle, which is a tuple too
+        model_id, content = content
+    if isinstance(content, Handle):
+        return Message(REGISTER, model_id, content, Tag(model_id, 0), worker)
+    number = isinstance(content, int) and not isinstance(content, bool)
+    return Message(UPDATE, model_id, content, Tag(model_id, content) if number else None)
+
+
+def is_message(message: object) -> bool:
+    """Is it one of ours, for a worker?"""
+    if not (is_answer_like(message) and isinstance(message, tuple) and message[1] in MESSAGES):
+        return False
+    content = message[0]
+    return isinstance(content, tuple) and len(content) == 2 and isinstance(content[0], (str, tuple))
+
+
+def wrong_with(message: Any) -> str | None:
+    """What makes a message that has the shape of one of ours, in either direction, none of them; None: nothing."""
+    content, word = message
+    if isinstance(message, Tagged):
+        if message.tag is not None and not is_tag(message.tag):
+            return f"{word!r} with the tag {reprlib.repr(message.tag)}, which is no (model id, version)"
+        if type(message.who) is not int and not (message.who is None and word == REGISTER):
+            return f"{word!r} from or for {reprlib.repr(message.who)}, which is nobody's number"
+        if word == UNKNOWN and not (_is_pair(content) and isinstance(content[1], tuple)):
+            return f"{word!r} about {reprlib.repr(content)}, which is no (model id, model ids)"
+    if isinstance(content, Failure) and not (content.tag is None or is_tag(content.tag)):
+        return f"{word!r} with the tag {reprlib.repr(content.tag)}, which is no (model id, version)"
+    if word in (PREPARE, RESUME):
+        ids, meeting = content
+        named = isinstance(ids, tuple) and all(isinstance(each, str) for each in ids)
+        if not (named and isinstance(meeting, tuple) and [type(each) for each in meeting] == [int, int, float]):
+            return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
+    if word == VERIFY and not (isinstance(content[0], str) and isinstance(content[1], (dict, bytes))):
+        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, question)"
+    if word == REGISTER and not (isinstance(content[0], str) and isinstance(content[1], Handle)):
+        return f"{word!r} with {reprlib.repr(content)}, which is no (model id, handle)"
+    return None
+
+
+def is_tag(tag: object) -> bool:
+    """Does it name a message?"""
+    return isinstance(tag, tuple) and len(tag) == 2 and (type(tag[0]), type(tag[1])) == (str, int)
+
+
+def _is_pair(content: object) -> bool:
+    return isinstance(content, tuple) and len(content) == 2
+
+
+def is_answer_from_us(message: object) -> bool:
+    """Does it claim to be an answer of this package's, as no message of a worker's own does by chance?"""
+    return is_answer_like(message) and (isinstance(message, Tagged) or isinstance(message[0], Failure))  # type: ignore[index]
+
+
+def is_version(content: Any) -> bool:
+    """Does it name a version of a model?"""
+    return isinstance(content, tuple) and len(content) == 2 and (type(content[0]), type(content[1])) == (str, int)
+
+
+def is_answer_like(message: object) -> bool:
+    """Does it have the shape of an answer, whatever it says?"""
+    return isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)

@@ -1,0 +1,212 @@
+"""The worker's end of a pipe: which messages are there, for which of its models, and the answers to them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ... import _native
+from ...engine.deadlines import slice_until
+from ...engine.outcome import Failure
+from ...engine.source.pickling import dumps, small
+from ...errors import AckTimeout, ProtocolError, WriterDied
+from ...memory.slab.sealed import reachable
+from ...memory.system.process import dead_parent, me
+from . import messages
+from .connection import Channel
+from .messages import Message, Tag
+
+
+class WorkerEnd:
+    """Shared by the receivers of all models that use the pipe."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.receivers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.lock = threading.RLock()  # receivers in several threads may share a pipe
+        self._messages: deque[Message] = deque()
+        self._given: Message | None = None  # by take(); ack() answers it
+        self._told: set[Tag] = set()  # of which messages the sender knows that no receiver here is for them
+        self._reached: dict[int, bool] = {}  # by owner word of a sender
+        self._together: dict[str, tuple[int, int]] = {}  # what a meeting brings of a model: (its number, version)
+        self._looked = 0.0  # when the sender's process was last looked for
+
+    @classmethod
+    def of(cls, channel: Channel) -> WorkerEnd:
+        """That of a channel; the same object each time."""
+        if not isinstance(channel.role, cls):
+            if channel.role is not None:
+                raise ValueError("this end of the pipe is a sender's; a receiver needs the other end")
+            channel.role = cls(channel)
+        return channel.role
+
+    def next(self, wanted: Callable[[Message], bool], deadline: float) -> Message | None:
+        """The oldest message that is wanted; None when the monotonic time `deadline` comes first.
+
+        Raises WriterDied when the sender is gone and nothing wanted is left.
+        """
+        self.channel.flush()  # an answer that the pipe had no room for
+        while True:
+            with self.lock:
+                for position, message in enumerate(self._messages):
+                    if wanted(message):
+                        del self._messages[position]
+                        return message
+                if self._read():
+                    continue
+                self._tell_of_unknown()
+            if self.channel.garbage:
+                raise ProtocolError(
+                    f"what came from the sender is no message: {self.channel.garbage}. Nothing that follows can be "
+                    "read, so this pipe is lost; make the receiver anew with a new pipe"
+                )
+            if self.channel.ended:
+                raise WriterDied(
+                    "the sender closed its end of the pipe or died, so no weights will come; leave the loop"
+                )
+            if time.monotonic() >= deadline:
+                self._look_for_sender()
+                return None
+            self.channel.wait(deadline)
+
+    def quick(self, deadline: float) -> Message | None:
+        """The next message, if it is all there and nothing else has to be looked at first."""
+        channel = self.channel
+        if self._messages or not channel.idle or channel.closed:
+            return None
+        if not _native.wait_readable(channel.fd, slice_until(deadline)):
+            return None
+        with self.lock:
+            return self._messages.pop() if not self._messages and self._read() and self._messages else None
+
+    def put_back(self, message: Message) -> None:
+        """Give back what next() or quick() gave."""
+        with self.lock:
+            self._messages.appendleft(message)
+
+    def _read(self) -> bool:
+        """Take in one message, if one is there. What is not about weights is kept for the worker's own loop."""
+        try:
+            found = self.channel.peek()
+        except EOFError:
+            return False
+        if found is None:
+            return False
+        ours, channel = messages.is_message(found[0]), self.channel
+        wrong = messages.wrong_with(found[0]) if ours else None
+        if wrong is not None:
+            del channel.arrived[0]
+            raise ProtocolError(f"what came from the sender is no message of shmsync: {wrong}. It was left out")
+        message = Message.of(found[0]) if ours else None
+        # No call from here on: see Channel.peek().
+        if message is not None:
+            self._messages += (message,)
+        else:
+            channel.pending += found
+        del channel.arrived[0]
+        return True
+
+    def _tell_of_unknown(self) -> None:
+        """Tell the sender of messages that no receiver here is for, once each: it names that if none comes in time.
+
+        A receiver may be made later, so the message is kept; of weights the newest.
+        """
+        for message in list(self._messages):
+            if message.tag is None or message.tag in self._told:
+                continue
+            if message.kind == messages.UPDATE:
+                known = message.model_id in self.receivers
+                ids: tuple[str, ...] = (message.model_id,)
+            elif message.kind == messages.PREPARE:
+                ids = tuple(sorted(message.content[0]))
+                known = any(model_id in self.receivers for model_id in ids)
+            else:
+                continue
+            if not known:
+                content = (", ".join(ids), tuple(sorted(self.receivers)))
+                self.channel.send(small(messages.Tagged((content, messages.UNKNOWN), message.tag, me().owner)))
+                self._told.add(message.tag)
+                older = [m for m in self._messages if (m.kind, m.model_id) == (messages.UPDATE, message.model_id)][:-1]
+                for each in older:
+                    self._messages.remove(each)
+        if self._told:
+            self._told &= {message.tag for message in self._messages if message.tag is not None}
+
+    def only_together(self, number: int, version: int, model_ids: Iterable[str]) -> None:
+        """From now on this version of these models is refused when it comes alone; until meeting_over()."""
+        with self.lock:
+            self._together.update(dict.fromkeys(model_ids, (number, version)))
+
+    def meeting_over(self, number: int) -> None:
+        """Nothing more comes for this meeting: the version may come again, as resend() brings it."""
+        with self.lock:
+            self._together = {each: meeting for each, meeting in self._together.items() if meeting[0] != number}
+
+    def check_not_alone(self, message: Message) -> None:
+        """Raise AckTimeout if this belongs to a meeting from which not everything came in time."""
+        if self._together and message.tag is not None and message.model_id in self._together:
+            number, version = self._together[message.model_id]
+            if message.tag.version == version:
+                others = [each for each, meeting in self._together.items() if meeting[0] == number]
+                raise AckTimeout(
+                    f"version {version} of {', '.join(map(repr, sorted(others)))} was sent together, and not all of it "
+                    "came in time: this worker keeps what it had of each. Send them together again",
+                    version=version,
+                )
+
+    def _look_for_sender(self) -> None:
+        # With fork the siblings hold the sender's end too, so that its death does not end the pipe.
+        now = time.monotonic()
+        if now - self._looked < 0.05:
+            return
+        self._looked = now
+        sender = dead_parent()
+        if sender is not None:
+            raise WriterDied(f"the sender (pid {sender}) died, so no weights will come; leave the loop")
+
+    def answer(self, message: Message, word: str) -> None:
+        """Say that it was applied, registered, or is awaited."""
+        tag = message.tag
+        if tag is None:
+            payload = small((None, word))
+        elif message.kind == messages.UPDATE and isinstance(message.content, int):
+            payload = small((tuple(tag), word))
+        else:
+            payload = small(messages.Tagged((None, word), tag, me().owner, self._reaches(message.sender)))
+        self.channel.send(payload)
+
+    def _reaches(self, sender: int) -> bool:
+        """Can weights be read from the sender's own memory? Asked once for each sender."""
+        if sender and sender not in self._reached:
+            self._reached[sender] = reachable(sender)
+        return self._reached.get(sender, False)
+
+    def answer_failure(self, message: Message, error: BaseException) -> None:
+        """Send an exception that was just caught to the sender."""
+        self.channel.send(dumps((Failure.of(error, message.tag), messages.FAILED)))
+
+    # For a loop of the worker's own, without a receiver.
+
+    def take(self, kinds: tuple[str, ...], deadline: float) -> Message | None:
+        """The next message of these kinds; ack() answers it."""
+        message = self.next(lambda message: message.kind in kinds, deadline)
+        if message is not None:
+            self._given = message
+        return message
+
+    def ack(self, word: str) -> None:
+        """Answer what take() gave, or what the worker has read from the pipe by itself."""
+        answered, self._given = self._given, None
+        if answered is None:  # for the oldest message without an answer, and no other word
+            self.channel.send(small(messages.Tagged((None, word), None, me().owner)))
+        else:
+            self.answer(answered, word)
+
+    def fail(self, message: Message, error: BaseException) -> None:
+        """Say that it could not be applied, in place of answer() or ack()."""
+        given, self._given = self._given, None
+        self.answer_failure(message if message.tag is not None else given or message, error)

@@ -1,0 +1,141 @@
+"""The one way of sending over pipes. A kind of scheme says what travels: it derives a PipeCarrier of five methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ...engine.outcome import Outcome
+from ...engine.source.pickling import dumps
+from ...engine.verify.local import Proof
+from ...errors import ProtocolError, WorkerDied
+from ...memory.system.process import me
+from ..arenas.publishers import Plan, write
+from ..link.exchange import gather
+from ..link.messages import VERIFY, Tag, Tagged
+from ..link.sender_end import Link
+from ..remote_verify import judged
+
+
+class Posted(NamedTuple):
+    """A version of one model on its way."""
+
+    model_id: str
+    version: int
+    links: dict[int, Link]
+    tags: dict[int, list[Tag]]  # which answers each of them owes
+
+
+class PipeCarrier(ABC):
+    """Brings weights to workers at the other ends of pipes."""
+
+    def __init__(self) -> None:
+        self.links: dict[int, Link] = {}  # the workers by index
+        self._asked = 0  # questions so far
+        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.tellers
+
+    # What the kinds do differently.
+
+    @abstractmethod
+    def version(self, model_id: str) -> int:
+        """The newest version of a model; 0: none yet."""
+
+    @abstractmethod
+    def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
+        """Check weights that are to be this version for these workers. Changes nothing; raises what speaks against."""
+
+    @abstractmethod
+    def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
+        """Tell these workers of the newest version; which answers each of them owes."""
+
+    def question(self, model_id: str, index: int) -> Any:
+        """What to ask a worker that is to prove what it holds. Raises ProtocolError when nothing was sent to it."""
+        raise ProtocolError(f"a {type(self).__name__} notes nothing of what it sends, so nothing can be verified")
+
+    def leaves(self, model_id: str, index: int) -> int:
+        """How many leaves that is about."""
+        return len(self.question(model_id, index))
+
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        """Reach this worker over this pipe from now on."""
+        self.links[index] = Link(pipe, process)
+
+    def done_before_leaving(self, model_id: str, index: int) -> bool:
+        """Did a worker that ended by itself use the newest version before, without an answer?"""
+        return False
+
+    # What they have in common.
+
+    def living(self) -> dict[int, Link]:
+        """The workers whose death no error has named."""
+        return {index: link for index, link in self.links.items() if not link.reported}
+
+    def reach(self, model_id: str, workers: Collection[int]) -> dict[int, Link]:
+        """Those of these workers whose death no error has named; a newly dead one is found while its answer is awaited.
+
+        Raises WorkerDied when none is left.
+        """
+        links = {index: self.links[index] for index in workers if not self.links[index].reported}
+        if workers and not links:
+            raise WorkerDied(
+                f"all workers that {model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start them again and register them anew",
+                missing=list(workers),
+            )
+        return links
+
+    def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
+        """One that no sender used for this model on these pipes: a late answer never counts for a newer message."""
+        used = max((link.end.highest(model_id) for link in links.values()), default=0)
+        return max(self.version(model_id), used) + 1
+
+    def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:
+        """Make weights the next version, and tell these workers."""
+        version = self.next_version(model_id, links)
+        write([self.plan(model_id, weights, links, version)], version, deadline)
+        return self.tell(model_id, version, links)
+
+    def tell(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
+        """Tell these workers of a version that is written."""
+        owed = self.announce(model_id, links)
+        told = max((tag.version for tags in owed.values() for tag in tags), default=version)
+        return Posted(model_id, told, links, owed)
+
+    def ask(self, model_id: str, links: dict[int, Link], deadline: float) -> Proof:
+        """Let these workers prove what they hold of this model; see WeightSender.verify()."""
+        questions = {index: self.question(model_id, index) for index in links}
+        self._asked += 1
+        tag = Tag(model_id, -self._asked)
+        payloads: dict[int, bytes] = {}
+        for index, link in links.items():
+            question = questions[index]
+            if id(question) not in payloads:
+                asked = ((model_id, question), VERIFY)
+                payloads[id(question)] = dumps(Tagged(asked, tag, me().owner))
+            link.end.send(payloads[id(question)], tag)
+        outcome = gather(links, {index: [tag] for index in links}, deadline)
+        for index in outcome.dead:
+            links[index].reported = True
+        leaves = max((self.leaves(model_id, index) for index in links), default=0)
+        return judged(outcome, model_id, self.version(model_id), leaves)
+
+    def collect(self, posted: Posted, deadline: float) -> None:
+        """Wait for all answers. Raises WorkerDied, AckTimeout, or a worker's own exception."""
+        outcome = gather(posted.links, posted.tags, deadline)
+        self.mark(posted, outcome)
+        outcome.check(f"version {posted.version} of {posted.model_id!r}", posted.version)
+
+    def concluded(self, posted: Posted, outcome: Outcome) -> None:  # noqa: B027  # most have nothing to do
+        """A wait for this version is over."""
+
+    def mark(self, posted: Posted, outcome: Outcome) -> None:
+        """Leave the dead out from now on; a worker that replaced one since is not affected."""
+        self.concluded(posted, outcome)
+        for index in list(outcome.dead):
+            link = posted.links[index]
+            if self.done_before_leaving(posted.model_id, index) and link.finished:
+                del outcome.dead[index]
+                outcome.done.append(index)
+            else:
+                link.reported = True

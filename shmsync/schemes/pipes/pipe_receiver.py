@@ -1,0 +1,295 @@
+"""The receiver of a scheme whose sender is reached over a pipe."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from ...engine.deadlines import deadline_after
+from ..link import messages
+from ..link.connection import Channel
+from ..link.messages import Message, given_message
+from ..link.worker_end import WorkerEnd
+from ..receiver import WeightReceiver
+
+_GRACE = 0.5  # seconds from the deadline of a send_together() to the moment when its workers go on without it
+_log = logging.getLogger("shmsync")
+
+
+class PipeReceiver(WeightReceiver):
+    """Applies messages at receive(), and answers them.
+
+    Several receivers may share a pipe. Each receive() serves all of them, so that no sender waits while the worker
+    receives another model; except those that another thread uses.
+    """
+
+    _end: WorkerEnd
+    _thread: int | None = None  # that called receive() last
+    _has_news = False  # another receiver's receive() has applied weights to this model
+
+    @override
+    def _register_worker_transport(self, pipe: Any) -> None:
+        self._transport = self._make_transport(getattr(pipe, "pipe", pipe))
+        self._end = WorkerEnd.of(Channel.of(self._transport.pipe))
+        self._end.receivers[self._model_id] = self
+
+    @override
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Apply what has arrived, within `timeout` seconds (None: the scheme's), and answer it. Was there news?
+
+        Weights that cannot be applied raise in the sender. Here they are logged, and the model keeps what it had.
+
+        A send_together() keeps the worker in here, beyond `timeout`, until all of its models are there: at most as long
+        as that call has time, and not beyond the death of its sender.
+
+        Raises ValueError when no model is registered, WriterDied when the sender is gone, ProtocolError when what comes
+        over the pipe is no message.
+        """
+        self._scheme.check_open("receive")
+        deadline = deadline_after(timeout, self._scheme.timeout)
+        if self._transport is None:
+            return False
+        end = self._end
+        with end.lock:  # from here on no other thread applies weights to this model
+            self._thread = threading.get_ident()
+            if end.receivers.get(self._model_id) is not self:
+                end.receivers[self._model_id] = self
+        if not self._has_news and (message := end.quick(deadline)) is not None:
+            if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
+                self._has_news = self._apply_one(message)
+                if not end.channel.readable:
+                    news, self._has_news = self._has_news, False
+                    return news
+            else:
+                end.put_back(message)
+        while not self._has_news:
+            message = end.next(self._concerns, deadline)
+            if message is None:
+                return False
+            self._handle(message)
+        while (message := end.next(self._concerns, 0.0)) is not None:
+            self._handle(message)
+        self._has_news = False
+        self._use_news()
+        return True
+
+    @override
+    def apply_weights(self, weights: Any) -> None:
+        """Apply what the worker's own loop has read from the pipe, and answer it.
+
+        Args:
+            weights: a whole message, its (model_id, content), or the content alone: weights, a version, a handle. What
+                is for another model goes to that one's receiver. An answer to less than the whole message may lack its
+                name, and is then for the oldest message of its kind.
+
+        Raises what applying raises, which the sender gets too; ValueError when no receiver has that model.
+        """
+        self._scheme.check_open("apply_weights")
+        if self._transport is None:
+            raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
+        message = given_message(weights, self._model_id, self._worker_idx)
+        if message.kind == messages.PREPARE:
+            self._receive_jointly(message)
+        elif message.kind == messages.RESUME:
+            self._end.meeting_over(message.content[1][0])
+        else:
+            with self._end.lock:
+                self._apply_given(message)
+
+    def _apply_given(self, message: Message) -> None:
+        end = self._end
+        try:
+            receiver: PipeReceiver | None = end.receivers.get(message.model_id)
+            if message.model_id == self._model_id:
+                receiver = self
+            if receiver is None:
+                raise ValueError(
+                    f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
+                    f"that model; make one for {message.model_id!r}"
+                )
+            if message.kind == messages.REGISTER:
+                receiver._attach(message)
+            elif message.kind == messages.VERIFY:
+                receiver.prove(message.content)
+            else:
+                end.check_not_alone(message)
+                receiver._use_given(message)
+        except Exception as error:
+            end.fail(message, error)
+            raise
+        if message.tag is not None:
+            end.answer(message, messages.REGISTERED if message.kind == messages.REGISTER else messages.UPDATED)
+        else:
+            end.ack(messages.UPDATED)
+
+    def _use_given(self, message: Message) -> None:
+        """Make the model use what the worker's own loop has read."""
+        self._check(message)
+        self._use(message)
+
+    def _serves(self, model_id: str) -> PipeReceiver | None:
+        """The receiver of this model, if this thread may apply to it at this moment."""
+        receiver: PipeReceiver | None = self._end.receivers.get(model_id)
+        if receiver is None or receiver._thread not in (None, self._thread) or not receiver._ready():
+            return None
+        return receiver
+
+    def _concerns(self, message: Message) -> bool:
+        if message.model_id:
+            return self._serves(message.model_id) is not None
+        return message.kind == messages.RESUME or any(self._serves(model_id) for model_id in message.content[0])
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == messages.PREPARE:
+            self._receive_jointly(message)
+        elif message.kind == messages.RESUME:
+            self._end.meeting_over(message.content[1][0])
+        else:
+            with self._end.lock:
+                receiver = self._serves(message.model_id)
+                if receiver is None:  # its own thread was quicker
+                    self._end.put_back(message)
+                elif message.kind == messages.REGISTER:
+                    receiver._join(message)
+                elif message.kind == messages.VERIFY:
+                    receiver._answer_question(message)
+                else:
+                    _apply_all({message.model_id: message}, {message.model_id: receiver})
+
+    def _receive_jointly(self, first: Message) -> None:
+        """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
+        end = self._end
+        ids, (number, version, deadline) = first.content
+        served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
+        end.only_together(number, version, served)  # an error or an interrupt may end the wait, too
+        end.answer(first, messages.PREPARED)
+
+        def belongs(message: Message) -> bool:
+            ends = message.kind == messages.PREPARE or (
+                message.kind == messages.RESUME and message.content[1][0] == number
+            )
+            return ends or message.model_id in served
+
+        arrived: dict[str, Message] = {}
+        superseded: list[Message] = []
+        over = False  # can no more messages of this meeting arrive?
+        while len(arrived) < len(served) and not over:
+            message = end.next(belongs, time.monotonic() + 0.05)
+            if message is None:
+                if time.monotonic() >= deadline + _GRACE:  # its sender was stopped, or does not write the rest
+                    break
+            elif message.kind == messages.PREPARE:  # the sender has given this meeting up
+                end.put_back(message)
+                over = True
+            elif message.kind == messages.RESUME:
+                over = True
+            elif message.kind == messages.UPDATE and message.tag is not None and message.tag.version >= version:
+                superseded += [arrived[message.model_id]] if message.model_id in arrived else []
+                arrived[message.model_id] = message
+            else:  # a registration, or an earlier send of this model alone
+                self._handle(message)
+        with end.lock:
+            if len(arrived) == len(served):
+                end.meeting_over(number)
+                _apply_all(arrived, served)
+            else:
+                for message in arrived.values():  # refused, unless they are newer than this meeting
+                    _apply_all({message.model_id: message}, served)
+                if over:
+                    end.meeting_over(number)
+        for message in superseded:
+            end.answer(message, messages.UPDATED)
+
+    def _apply_one(self, message: Message) -> bool:
+        """Apply the weights of this receiver's own model; were they applied? The quick form of _apply_all()."""
+        try:
+            self._end.check_not_alone(message)
+            self._check(message)
+            self._use(message)
+        except Exception as error:
+            self._refused(message, error)
+            self._resolve_model_ref()  # a receiver without a model raises here too
+            return False
+        self._end.answer(message, messages.UPDATED)
+        return True
+
+    def _refused(self, message: Message, error: Exception) -> None:
+        said = str(error)  # a kept log record keeps no weights alive
+        _log.warning("weights of %r were refused: %s", self._model_id, said)
+        self._end.answer_failure(message, error)
+
+    def _join(self, message: Message) -> None:
+        try:
+            self._attach(message)
+        except Exception as error:
+            self._refused(message, error)
+        else:
+            self._end.answer(message, messages.REGISTERED)
+
+    def _answer_question(self, message: Message) -> None:
+        try:
+            self.prove(message.content)
+        except Exception as error:
+            _log.warning("%r is not what was sent: %s", self._model_id, error)
+            self._end.answer_failure(message, error)
+        else:
+            self._end.answer(message, messages.UPDATED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread", "_checked")
+        }
+
+    def model(self) -> Any:
+        """The model that weights are applied to. Raises ValueError when there is none."""
+        return self._resolve_model_ref()
+
+    # What the schemes do differently.
+
+    def _make_transport(self, pipe: Any) -> Any:
+        """The transport over the worker's end."""
+        return self._scheme.create_transport(pipe)
+
+    def _ready(self) -> bool:
+        """Can weights be applied at this moment?"""
+        return True
+
+    def _attach(self, message: Message) -> None:
+        """Attach to the arena of the model."""
+        raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
+
+    def _check(self, message: Message) -> None:
+        """Raise if the model and the weights do not fit."""
+
+    def _use(self, message: Message) -> None:
+        """Make the model use the version of the message."""
+        raise NotImplementedError
+
+    def _use_news(self) -> None:
+        """receive() returns True: `version` is what was applied, in whatever thread."""
+
+
+def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
+    """Apply all of them, or none. A receiver without a model raises here too, since that is the worker's mistake."""
+    try:
+        for model_id, message in given.items():
+            served[model_id].model()
+            served[model_id]._end.check_not_alone(message)
+            served[model_id]._check(message)
+        for model_id, message in given.items():
+            served[model_id]._use(message)
+    except Exception as error:
+        for model_id, message in given.items():
+            served[model_id]._refused(message, error)
+        for model_id in given:
+            served[model_id].model()
+        return
+    for model_id, message in given.items():
+        receiver = served[model_id]
+        receiver._has_news = True
+        receiver._end.answer(message, messages.UPDATED)

@@ -1,0 +1,133 @@
+"""The sender of a scheme whose workers are reached over pipes: all at once, with one wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from ...engine.deadlines import deadline_after
+from ...engine.verify.local import Proof
+from ..context_args import chosen_workers
+from ..link.send_lock import SendLock, hold_all
+from ..link.sender_end import Link
+from ..sender import WeightSender
+from .pipe_carrier import PipeCarrier, Posted
+from .worker_transport import WorkerTransport
+
+
+class PipeSender(WeightSender):
+    """Sends one model to workers at the other ends of pipes."""
+
+    takes_process = True
+    _scheme: Any  # has .timeout and .create_carrier()
+
+    def __init__(self, scheme: Any, carrier: PipeCarrier) -> None:
+        super().__init__(scheme)
+        self.carrier = carrier
+        self.default_timeout: float = scheme.timeout
+
+    @property
+    @override
+    def version(self) -> int:
+        return self.carrier.version(self.model_id)
+
+    @property
+    @override
+    def worker_ids(self) -> list[int]:
+        return sorted(self.carrier.links)
+
+    @override
+    def _register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
+        pipe = getattr(pipe_or_context, "pipe", pipe_or_context)
+        self.carrier.add(worker_idx, pipe, self._processes.get(worker_idx))
+
+    @override
+    def _transport_of(self, index: int) -> WorkerTransport:
+        link = self.carrier.links[index]
+        known = self._transports.get(index)
+        if known is None or known.link is not link:
+            known = self._transports[index] = WorkerTransport(self.carrier, index, link, self.default_timeout)
+        return known
+
+    @override
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        return self._reached(super()._chosen(worker_ids))
+
+    @override
+    def _is_dead(self, index: int) -> bool:
+        return self.carrier.links[index].reported
+
+    def pending(self, worker_idx: int) -> list[Any]:
+        """Messages from a worker that are no answers, oldest first; each is given once.
+
+        A wait for answers reads the whole pipe, so a recv() of your own may miss what arrives meanwhile. Raises
+        ValueError for a worker that is not registered.
+        """
+        (index,) = chosen_workers([worker_idx], self.worker_ids)
+        return self.carrier.links[index].take_pending()
+
+    def resend(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> int:
+        """Bring workers that joined late to the newest version; nothing new is published.
+
+        Weights that went through the pipe and were refused by every worker that answered are brought to no other one:
+        the newest that one of them has applied are. What lies in an arena is brought again, and refused again.
+
+        Returns that version, 0 if nothing was sent yet. Raises as send() does, and ProtocolError when the workers have
+        applied nothing yet and refused what was sent.
+        """
+        deadline = self._deadline(timeout)
+        with hold_all(self.send_locks(), deadline, "resend"):
+            links = self.ready("resend", worker_ids) if self.version else {}
+            if not links:
+                return 0
+            posted = self.carrier.tell(self.model_id, self.version, links)
+            self.carrier.collect(posted, deadline)
+            return posted.version
+
+    @override
+    def send_locks(self) -> list[SendLock]:
+        # Two senders of one model over one pipe would give their weights the same number, or replace each other's.
+        shared = [link.end.send_locks(self.model_id) for link in list(self.carrier.links.values())]
+        return [*super().send_locks(), *shared]
+
+    def links(self, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
+        """The workers that are meant, the dead too. Raises ValueError for one that is not registered."""
+        return {index: self.carrier.links[index] for index in self._chosen(worker_ids)}
+
+    def ready(self, call: str, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
+        """The workers that a call goes to.
+
+        Raises what check_ready() raises, ValueError for an unknown worker, WorkerDied if all are dead.
+        """
+        self.check_ready(call)
+        return self.carrier.reach(self.model_id, self._chosen(worker_ids))
+
+    def sent_weights(self, weights: Any) -> Any:
+        """What the carrier gets for the weights that a user passed."""
+        return self._prepared(weights)
+
+    @override
+    def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
+        links = self.carrier.reach(self.model_id, workers)
+        return self.carrier.post(self.model_id, self.sent_weights(weights), links, deadline)
+
+    @override
+    def _verify(self, workers: list[int], deadline: float) -> Proof:
+        return self.carrier.ask(self.model_id, self.carrier.reach(self.model_id, workers), deadline)
+
+    @override
+    def _collect(self, workers: list[int], posted: Posted, deadline: float) -> None:
+        self.carrier.collect(posted, deadline)
+
+    @override
+    def _deadline(self, timeout: float | None) -> float:
+        return deadline_after(timeout, self.default_timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "carrier"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.carrier = self._scheme.create_carrier()

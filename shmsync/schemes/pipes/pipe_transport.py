@@ -1,0 +1,148 @@
+"""A pipe without a sender or receiver: the calls of one end in the trainer, those of the other in the worker."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.outcome import listed
+from ...errors import AckTimeout, ProtocolError, WorkerDied
+from ..link import messages
+from ..link.connection import Channel
+from ..link.exchange import gather
+from ..link.send_lock import SendLock, hold_all
+from ..link.sender_end import Link, unexpected
+from ..link.worker_end import WorkerEnd
+from .pipe_carrier import PipeCarrier, Posted
+
+
+class PipeTransport:
+    """Weights over a pipe.
+
+    In the trainer: send_weights(), send_weights_async(), wait_ack(), check_ack(). In the worker, with the other end:
+    receive_weights(), send_ack(). On both sides: pending(), check_connection().
+    """
+
+    def __init__(self, pipe: Any, timeout: float | None, carrier: PipeCarrier) -> None:
+        self.pipe = pipe
+        self.timeout = timeout_or_default(timeout)
+        self.carrier = carrier
+        self._posted: deque[Posted] = deque()  # by send_weights_async(), and not waited for
+
+    def _channel(self) -> Channel:
+        if self.pipe is None:
+            raise ValueError("this transport has no pipe; make it with one end of multiprocessing.Pipe()")
+        return Channel.of(self.pipe)
+
+    # In the trainer.
+
+    def _links(self) -> dict[int, Link]:
+        """The workers that a send goes to."""
+        if not self.carrier.links:
+            self._channel()  # or raise
+            self.carrier.add(0, self.pipe)
+        return self.carrier.links
+
+    def send_weights(self, model_id: str, weights: Any) -> None:
+        """Send, and wait until the workers have applied them.
+
+        Raises WorkerDied, AckTimeout, a worker's exception, or RuntimeError for an unexpected answer.
+        """
+        deadline = deadline_after(None, self.timeout)
+        with hold_all(self._send_locks(model_id), deadline, "send_weights"):
+            posted = self.carrier.post(model_id, weights, dict(self._links()), deadline)
+            self.carrier.collect(posted, deadline)
+
+    def _send_locks(self, model_id: str) -> list[SendLock]:
+        return [link.end.send_locks(model_id) for link in list(self._links().values())]
+
+    def send_weights_async(self, model_id: str, weights: Any) -> None:
+        """Send as far as the pipe takes it; wait_ack() sends the rest, and waits."""
+        deadline = deadline_after(None, self.timeout)
+        with hold_all(self._send_locks(model_id), deadline, "send_weights_async"):
+            self._posted.append(self.carrier.post(model_id, weights, dict(self._links()), deadline))
+
+    def wait_ack(self) -> None:
+        """Wait for the answers to the oldest send_weights_async() that was not waited for. Raises as send_weights()."""
+        if self._posted:
+            self.carrier.collect(self._posted.popleft(), deadline_after(None, self.timeout))
+        else:
+            self.check_ack(messages.UPDATED)
+
+    def forget_posted(self) -> None:
+        """Wait no more for what send_weights_async() has sent; the answers will be dropped."""
+        posted, self._posted = self._posted, deque()
+        for each in posted:
+            for index, link in each.links.items():
+                for tag in each.tags[index]:
+                    link.end.forget(tag)
+
+    def check_ack(self, message: str = "updated") -> None:
+        """Wait for the worker's next answer, which should be `message`.
+
+        Raises WorkerDied, AckTimeout, the worker's exception, or RuntimeError for another answer; pending() has that.
+        """
+        links = self._links()
+        if len(links) != 1:
+            raise ValueError(f"check_ack() listens to one worker, and this transport has {len(links)}; use wait_ack()")
+        ((index, link),) = links.items()
+        deadline = deadline_after(None, self.timeout)
+        tag = link.end.oldest()
+        if tag is None:
+            _wait_for_word(index, link, message, deadline)
+            return
+        self._posted.clear()
+        outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
+        if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
+            link.end.channel.pending.pop()
+            return
+        outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
+        if message != messages.UPDATED:
+            raise RuntimeError(f"expected the answer {message!r} but got {messages.UPDATED!r}")
+
+    # In the worker.
+
+    @property
+    def end(self) -> WorkerEnd:
+        """What the sender at the other end has sent."""
+        return WorkerEnd.of(self._channel())
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Answer the weights that receive_weights() gave, or that the worker's own loop has read."""
+        self.end.ack(message)
+
+    # On both sides.
+
+    def check_connection(self) -> bool:
+        """Are both ends open, as far as is known?"""
+        here = self.pipe is None or not (self._channel().closed or self._channel().ended)
+        return here and not any(link.dead for link in self.carrier.links.values())
+
+    def pending(self) -> list[Any]:
+        """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
+        found = [] if self.pipe is None else self._channel().take_pending()
+        for link in self.carrier.links.values():
+            found += link.take_pending()
+        return found
+
+
+def _wait_for_word(index: int, link: Link, word: str, deadline: float) -> None:
+    """Wait for an answer to a message that the trainer's own loop has sent."""
+    end = link.end
+    while (stray := end.stray()) is None:
+        end.pump()
+        if end.channel.pending:
+            raise RuntimeError(f"expected the answer {word!r} but got {end.channel.pending[-1]!r}")
+        if end.channel.garbage:
+            raise ProtocolError(f"worker {index} has sent {end.channel.garbage}; its pipe is lost", missing=[index])
+        if link.dead:
+            raise WorkerDied(f"{listed([index])} died before it answered {word!r} ({link})", missing=[index])
+        if time.monotonic() >= deadline:
+            raise AckTimeout(
+                f"{listed([index])} has not answered {word!r} in time; give more with timeout=", missing=[index]
+            )
+        end.channel.wait(min(deadline, time.monotonic() + 0.05))
+    if stray[1] != word:
+        raise RuntimeError(f"expected the answer {word!r} but got {stray[1]!r}")

@@ -1,0 +1,126 @@
+"""The weights of one send: workers fetch them from the weight server, or they travel by the network's own means."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from .fetch_ticket import FetchTicket
+from .location import Place
+from .packed_weights import PackedWeights
+from .remote_requests import Call, Destination
+from .weight_server import WeightServer
+
+APART = 1 << 16  # bytes from which on weights are fetched; fewer are in the call itself, or where the network puts them
+EACH = 2 << 20  # bytes; larger ones are not fetched by each worker of another node, where they can come there once
+_log = logging.getLogger("shmsync")
+
+
+class Delivery:
+    """What a carrier gives its transports and relays to send.
+
+    Args:
+        packed_weights: the weights. A call that may read them keeps this.
+        ticket: to fetch them with; None: they go by the network's own means.
+        own: makes a call that sends them by the network's own means; gets what starts it with a payload.
+        crowds: who is on which node, where the network's own means take weights to a node once for all who are there.
+    """
+
+    def __init__(
+        self,
+        packed_weights: PackedWeights,
+        ticket: FetchTicket | None,
+        own: Callable[[Callable[[Any], Call]], Call],
+        crowds: dict[str, set[int]] | None = None,
+    ) -> None:
+        self.packed_weights = packed_weights
+        self.ticket = ticket
+        self.own = own
+        self._crowds = {} if crowds is None else crowds
+
+    def in_a_crowd(self, who: int, node: str | None) -> bool:
+        """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
+        if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.weight_server.maker.node:
+            return False
+        if node is None:  # not known yet
+            return True
+        self._crowds.setdefault(node, set()).add(who)
+        return len(self._crowds[node]) > 1
+
+    def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
+        """Begin a call with the ticket, unless it was of no use to this destination before."""
+        if self.ticket is None or to.out_of_reach is not None:
+            return self.own(start)
+        call = start(self.ticket)
+        call.payload = (call.payload, self)
+        return call
+
+
+class Deliveries:
+    """Makes the deliveries of one carrier, and keeps the weight server.
+
+    Args:
+        host: gives the address at which workers reach this process.
+        where: gives the location of the calling process; it is called here and by workers.
+    """
+
+    def __init__(self, host: Callable[[], str], where: Callable[[], Place]) -> None:
+        self._host = host
+        self._where = where
+        self._server: WeightServer | None = None
+        self._failed = False
+        self._crowds: dict[str, set[int]] = {}
+
+    def ship(
+        self, packed_weights: PackedWeights, deadline: float, own: Callable[[Callable[[Any], Call]], Call]
+    ) -> Delivery:
+        """The delivery of packed weights, which has to arrive by the deadline."""
+        weight_server = self._find_server() if packed_weights.memory is not None else None
+        if weight_server is None:
+            return Delivery(packed_weights, None, own)
+        assert packed_weights.memory is not None
+        seconds = max(1.0, deadline - time.monotonic()) if math.isfinite(deadline) else math.inf
+        label = packed_weights.label._replace(starts=(0,))
+        size = packed_weights.whole.nbytes
+        ticket = FetchTicket(
+            weight_server.at,
+            weight_server.put(packed_weights),
+            label,
+            size,
+            packed_weights.memory.place,
+            self._where,
+            seconds,
+        )
+        return Delivery(packed_weights, ticket, own, self._crowds)
+
+    def _find_server(self) -> WeightServer | None:
+        if self._server is not None and self._server.pid != os.getpid():
+            self._server = None  # of the process that this one was forked from
+        if self._server is None and not self._failed:
+            try:
+                self._server = _server_address(self._host(), self._where())
+            except OSError as error:
+                self._failed = True
+                _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
+        return self._server
+
+    def close(self) -> None:
+        """Let the weight server end with its last user. Idempotent."""
+        self._server = None
+
+
+_servers: weakref.WeakValueDictionary[tuple[int, str, Place], WeightServer] = weakref.WeakValueDictionary()
+
+
+def _server_address(host: str, maker: Place) -> WeightServer:
+    """The one of this process for that address; all senders share it."""
+    key = os.getpid(), host, maker
+    found = _servers.get(key)
+    if found is None:
+        found = _servers.setdefault(key, WeightServer(host, maker))
+    return found

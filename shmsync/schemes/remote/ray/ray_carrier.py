@@ -1,0 +1,307 @@
+"""The carrier of Ray: weights in its object store, relays as actors that it starts where they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from ....engine.outcome import Failure
+from ....errors import AckTimeout, ProtocolError
+from ...link.serial_executor import GRACE, SerialExecutor, Task
+from ..delivery import APART, Deliveries, Delivery
+from ..location import Place, Site, here
+from ..packed_weights import PackedWeights, Stamp
+from ..relay import Relay, RelayOptions, Unpublished, close_here
+from ..remote_carrier import CLOSING, Carrier, LoneWorker
+from ..remote_requests import SLICE, Call, Destination, Failed, Gone
+from ..weight_client import fetched
+from .ray_requests import RayCall, look, require_ray, require_running
+
+TensorTransport = Literal["object_store", "nixl"]
+
+
+class ActorRelay(Destination):
+    """A relay in an actor of its own, on one node.
+
+    Args:
+        make: starts the actor. Ray's head has to take part in that, so it happens on the executor's thread.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.actor: Any = None
+
+    def started(self) -> Any:
+        """The actor, started if it was not before. On the executor's thread."""
+        if self.actor is None:
+            self.actor = self._make()
+        return self.actor
+
+
+class RayCarrier(Carrier):
+    """Ray.
+
+    Args:
+        tensor_transport: how Ray moves the weights.
+
+    Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
+    """
+
+    def __init__(self, tensor_transport: TensorTransport = "object_store") -> None:
+        require_ray("a scheme for actors of Ray")
+        check_tensor_transport(tensor_transport)
+        self._tensor_transport = tensor_transport
+        self._executor = SerialExecutor()  # asks Ray
+        self._deliveries = Deliveries(_host, place_to_fetch)
+        if tensor_transport == "object_store":
+            self.shared_from = APART
+
+    @override
+    def payload(self, packed_weights: PackedWeights) -> Delivery:
+        """Actors fetch them: Ray moves only a small call. Small ones, and nixl's, go into the object store."""
+        require_running()
+        if packed_weights.memory is None:
+            reference = self.stored(packed_weights)
+            return Delivery(packed_weights, None, lambda start: start(reference))
+        stored: list[Task] = []  # for those who cannot fetch them
+
+        def own(start: Callable[[Any], Call]) -> Call:
+            if not stored:
+                stored.append(self._executor.give(partial(_put, packed_weights, self._tensor_transport)))
+            return StartedCall(self._executor.give(lambda: start(_result(stored[0]))))
+
+        return self._deliveries.ship(packed_weights, self.deadline, own)
+
+    def stored(self, packed_weights: PackedWeights) -> Any:
+        """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
+        require_running()
+        # On the executor's thread: the object store is in a process of Ray's, which may be stopped, or full.
+        put = self._executor.give(partial(_put, packed_weights, self._tensor_transport))
+        if not put.done_by(self.deadline):
+            raise AckTimeout(
+                "Ray's object store did not take the weights in time, and nothing was sent; look after the raylet of "
+                "this node, or give more time with timeout="
+            )
+        return put.result()
+
+    @override
+    def wait(self, calls: Collection[Call], seconds: float) -> None:
+        unfinished = [call for call in calls if isinstance(call, RayCall) and not call.known_finished]
+        others = [call for call in calls if not isinstance(call, RayCall)]
+        if any(call.finished() for call in others) or len(unfinished) + len(others) < len(calls):
+            return
+        if others:
+            seconds = min(seconds, 0.01)
+        if unfinished:
+            look(unfinished, min(seconds, SLICE))
+        else:
+            time.sleep(seconds)
+
+    @override
+    def home(self) -> Place:
+        require_running()
+        return place_of_caller()
+
+    @override
+    def locate(self, worker: Any) -> Call:
+        if hasattr(worker.actor, "_actor_id"):
+            return FindActor(worker.actor, self._executor)
+        return RayCall(worker.actor.__ray_call__.remote(place_of_caller))  # ask actor wrappers for their node
+
+    @override
+    def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> ActorRelay:
+        return ActorRelay(partial(_start_relay, site.node, options))
+
+    @override
+    def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
+        def start(content: Any) -> Call:
+            content = fetched(content)
+            if relay.actor is not None:
+                return RayCall(relay.actor.publish.remote(content), content)
+            return StartedCall(self._executor.give(lambda: RayCall(relay.started().publish.remote(content), content)))
+
+        return payload.start(relay, start)
+
+    @override
+    def lone_relay(self, worker: Any) -> LoneWorker:
+        return LoneWorker(worker)
+
+    @override
+    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
+        call: Call = worker.start_delivery(payload, partial(Unpublished, stamp, options))
+        return call
+
+    @override
+    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, ended: bool) -> None:
+        until = min(self.deadline, time.monotonic() + CLOSING)
+        if isinstance(relay, LoneWorker):
+            close = partial(_close_lone, relay.host, session, ended, until if ended else 0.0)
+        else:
+            close = partial(_close_relay, relay, until if ended else 0.0)
+        closed = self._executor.give(close)
+        if ended and closed.done_by(until + GRACE):
+            closed.result()
+
+    @override
+    def close(self) -> None:
+        self._executor.close()
+        self._deliveries.close()
+
+
+def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> Any:
+    import ray
+
+    if tensor_transport == "object_store":
+        # As an array: Ray writes its bytes straight into the store, where a tensor would be pickled first.
+        return ray.put(PackedWeights(packed_weights.label, [packed_weights.buffer.numpy()]))
+    try:
+        # A tensor of its own: the other side may read it at any time.
+        return ray.put(
+            PackedWeights(packed_weights.label, [packed_weights.buffer.clone()]), _tensor_transport=tensor_transport
+        )
+    except Exception as error:
+        raise ProtocolError(
+            f"Ray {ray.__version__} did not take the weights with tensor_transport={tensor_transport!r}: {error}. It "
+            "needs a Ray whose put() knows that, and the package nixl in the trainer and in every actor; or use "
+            'tensor_transport="object_store". Nothing was sent'
+        ) from error
+
+
+def _result(stored: Task) -> Any:
+    """The reference. On the executor's thread, after it was stored; Failed says why it was not."""
+    try:
+        return stored.result()
+    except Exception as error:
+        raise Failed(Failure.of(error)) from error
+
+
+def _start_relay(node: str, options: RelayOptions) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(Relay).options(num_cpus=0, scheduling_strategy=there).remote(options)
+
+
+def _close_relay(relay: ActorRelay, until: float) -> None:
+    """End it; with a time until which to wait, kill it then."""
+    import ray
+
+    if relay.actor is not None and ray.is_initialized():
+        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+            closed = relay.actor.close.remote()  # a killed one would leave its segment
+            if until:
+                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+                ray.kill(relay.actor)
+            # Else Ray ends the actor after that, when the last handle is gone.
+
+
+def _close_lone(worker: Any, session: str, ended: bool, until: float) -> None:
+    """End what a worker has published for itself; with a time until which to wait."""
+    import ray
+
+    if ray.is_initialized() and not worker.dead:
+        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+            closed = worker.actor.__ray_call__.remote(_close_there, session, ended)
+            if until:
+                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+
+
+def _close_there(_actor: Any, session: str, ended: bool) -> None:
+    close_here(session, ended=ended)
+
+
+class StartedCall(Call):
+    """A call that the executor starts, since Ray's head may have to take part.
+
+    Args:
+        starting: gives the call.
+    """
+
+    def __init__(self, starting: Task) -> None:
+        self._starting = starting
+        self._call: Call | None = None
+
+    @override
+    def finished(self) -> bool:
+        if self._call is None:
+            if not self._starting.done():
+                return False
+            if self._starting.exception() is not None:
+                return True
+            self._call = self._starting.result()
+        return self._call.finished()
+
+    @override
+    def result(self) -> Any:
+        return self._starting.result() if self._call is None else self._call.result()
+
+
+def check_tensor_transport(tensor_transport: str) -> None:
+    """Raise ValueError for one that Ray does not have."""
+    if tensor_transport not in ("object_store", "nixl"):
+        raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
+
+
+def on_node(node: str) -> Place:
+    """What is known of a process under Ray: its node."""
+    return Place(node, "", 0, 0, 0)
+
+
+def place_to_fetch() -> Place:
+    """Where the calling process runs: who is on the same node of Ray, as the same user, shares memory with it."""
+    import ray
+
+    return here(ray.get_runtime_context().get_node_id())
+
+
+def _host() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def place_of_caller(_actor: Any = None) -> Place:
+    """Where the calling actor, or driver, runs."""
+    import ray
+
+    return on_node(ray.get_runtime_context().get_node_id())
+
+
+class FindActor(Call):
+    """Ray's own knowledge of where an actor runs: to ask the actor would be to wait for what it does."""
+
+    def __init__(self, actor: Any, executor: SerialExecutor) -> None:
+        self._executor = executor
+        self._id = actor._actor_id.hex()
+        self._answer: Place | str | None = None
+        self._asked: Task | None = None
+
+    @override
+    def finished(self) -> bool:
+        if self._answer is None:
+            from ray._private import state
+
+            if self._asked is None:  # on a thread: Ray's head may be slow, and this request has no time-out
+                self._asked = self._executor.give(partial(state.actors, self._id))
+                self._asked.done_by(time.monotonic() + 0.01)
+            if not self._asked.done():
+                return False
+            asked, self._asked = self._asked, None
+            found = asked.result() or {}
+            if found.get("State") == "ALIVE":
+                self._answer = on_node(found["Address"]["NodeID"])
+            elif found.get("State") == "DEAD":
+                self._answer = f"Ray: the actor is dead (pid {found.get('Pid')})"
+        return self._answer is not None
+
+    @override
+    def result(self) -> Any:
+        if isinstance(self._answer, str):
+            raise Gone(self._answer)
+        return self._answer

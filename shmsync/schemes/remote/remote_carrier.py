@@ -1,0 +1,94 @@
+"""A carrier: everything that the sender of a scheme has to know about one kind of network.
+
+How a worker is sent its weights is its transport's matter (RemoteTransport.start_call). The carrier packs them, waits
+for answers, and with fan_out="node" finds out where workers run and speaks to the relay of each node. A relay gets the
+weights once and publishes them into an arena there; by default it is one of the node's own workers.
+
+docs/add-a-transport.md goes through these methods with an example.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from .location import Place, Site, here
+from .packed_weights import PackedWeights, Stamp
+from .relay import RelayOptions
+from .remote_requests import Call, Destination, sleeping
+
+CLOSING = 2.0  # seconds that a sender waits at most, when it ends, for all of its relays together
+
+
+class HostedRelay(Destination):
+    """A relay in a worker's process, for networks on which that process takes several requests at a time."""
+
+    def __init__(self, host: Destination) -> None:
+        self._host = host
+
+    @override
+    @property
+    def host(self) -> Destination:
+        return self._host
+
+
+class LoneWorker(HostedRelay):
+    """Stands for the only worker of a node, where other nodes have relays of another kind."""
+
+
+class Carrier(ABC):
+    """One kind of network, for one sender or one transport."""
+
+    deadline = math.inf  # of the call under way, for a carrier that has to wait in one of these methods
+    piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
+    shared_from: int | None = None  # packed weights of so many bytes and more lie where other processes may map them
+
+    def payload(self, packed_weights: PackedWeights) -> Any:
+        """What is sent: made once for each send, and then given to every start_call() and relay_call()."""
+        return packed_weights
+
+    def wait(self, calls: Collection[Call], seconds: float) -> None:
+        """Return when one of these calls is finished, or after `seconds`. By default they are asked again and again."""
+        sleeping(calls, seconds)
+
+    def home(self) -> Place:
+        """Where the sender runs."""
+        return here()
+
+    @abstractmethod
+    def locate(self, worker: Any) -> Call:
+        """Ask a worker, which is known by its transport, where it runs; the answer is a Place."""
+
+    def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> Destination:
+        """A relay for a node; `members` are its workers that are not known to be dead."""
+        return HostedRelay(members[min(members)])
+
+    @abstractmethod
+    def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
+        """Let a relay publish weights; the answer is an Announcement. In a worker, publish_here() does it."""
+
+    def lone_relay(self, worker: Any) -> Destination | None:
+        """What stands for the only worker of a node, if it can be asked to publish and use weights in one call.
+
+        None: its node has a relay like any other.
+        """
+        return None
+
+    def lone_call(self, worker: Any, payload: Any, options: RelayOptions, stamp: Stamp) -> Call:
+        """Let the only worker of a node publish weights and use them (see Unpublished)."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
+        """End what a relay has published for the sender's session; in a worker, close_here() does it.
+
+        `ended`: the sender sends no more, and may wait a moment for it, until `deadline` at most; else this does not
+        wait.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most hold nothing
+        """Give back threads and connections. Idempotent."""

@@ -1,0 +1,174 @@
+"""The receiver of a scheme whose sender is on another machine, perhaps: weights come as an argument of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from ...engine.deadlines import deadline_after
+from ...engine.subscriber import Consistency
+from ...errors import ClosedError, ProtocolError
+from ..api import WeightSyncScheme
+from ..arenas.subscriptions import Subscriptions
+from ..context_args import Arguments, named_content
+from ..link.timed_queue import TimedQueue
+from ..receiver import WeightReceiver
+from ..remote_verify import Asked
+from .packed_weights import Announcement, Stamp, allow_views, stamp_of
+from .relay import Unpublished, leave_to
+from .weight_client import forget_ended
+
+_receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
+
+
+def _known() -> list[str]:
+    return sorted({receiver.model_id for receiver in list(_receivers)})
+
+
+class RemoteReceiver(WeightReceiver):
+    """Applies what a call brought: weights, which it copies, or news of this node's arena, to which it binds the model.
+
+    Thread-safe: calls may come on any thread, and out of order.
+
+    Args:
+        consistency, timeout: of its subscriber.
+    """
+
+    def __init__(self, scheme: WeightSyncScheme, *, consistency: Consistency, timeout: float) -> None:
+        super().__init__(scheme)
+        self._consistency: Consistency = consistency
+        self._timeout = timeout
+        self._stamp: Stamp | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._applying = threading.Lock()
+        self._news: TimedQueue[None] = TimedQueue()  # a Condition may stay locked after an interrupt
+        self._closed = False
+        self._handle: Any = None
+        self.subscriptions = Subscriptions(consistency=self._consistency, timeout=self._timeout)
+
+    @override
+    def set_up(self, arguments: Arguments) -> None:
+        self._take_worker(arguments)
+        model = arguments.model()
+        self._register_model(arguments.model_id if model is None else model)
+        allow_views(self)
+        _receivers.add(self)
+
+    def only_reads(self, model_id: str) -> bool:
+        """Does it only read this model's weights? apply_weights() copies them."""
+        return model_id == self._model_id
+
+    @property
+    def version(self) -> int:
+        """The version that the model uses now; 0: as it came.
+
+        Bound to an arena (fan_out="node"), each forward uses the newest. Then it is the version of the calling thread's
+        last forward or receive(), whichever came last; in a thread without one, the applied version.
+        """
+        subscriber = self.subscriptions.get(self._model_id)
+        return subscriber.version if subscriber else self._version
+
+    def apply_weights(self, weights: Any) -> None:
+        """Make the model use weights that came from a sender; returns when it does.
+
+        Weights older than what the model has are left out. With fan_out="node" the model is bound to shared memory,
+        and nothing is copied; else the weights are copied in place, so no forward may run meanwhile.
+
+        Raises ManifestMismatch, the errors of Subscriber; ProtocolError for weights of another model, and for plain
+        weights after the model was bound.
+        """
+        weights = named_content(weights, self._model_id)
+        stamp = stamp_of(weights)
+        if stamp is not None and stamp.model_id != self._model_id:
+            raise ProtocolError(
+                f"these weights are of {stamp.model_id!r}, but were given to the receiver of {self._model_id!r}; this "
+                f"process has receivers of {', '.join(map(repr, _known()))}. Give them to the right one, or make one "
+                f"with init_on_worker({stamp.model_id!r})"
+            )
+        if isinstance(weights, Asked):
+            with self._applying:
+                self.prove(weights)
+            return
+        with self._applying:
+            known = self._stamp
+            if stamp and known and stamp.session == known.session and stamp.version <= known.version:
+                return
+            model = self._resolve_model_ref()
+            if isinstance(weights, Unpublished):
+                weights = weights.publish()
+            if isinstance(weights, Announcement):
+                self._use_arena(weights, model)
+            else:
+                self._refuse_bound(model)
+                self._strategy.apply_weights(model, weights)
+            self._stamp = stamp or known
+            self._version = stamp.version if stamp else self._version + 1
+            if self._news.empty():
+                self._news.put(None)
+
+    def receive(self, timeout: float | None = 0.001) -> bool:
+        """Has a call brought weights since this was last asked? They are applied already.
+
+        Args:
+            timeout: seconds to wait for the next ones; 0 only looks, None is the scheme's.
+        """
+        self._scheme.check_open("receive")
+        deadline = deadline_after(timeout, self._timeout)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._news.get(min(deadline - time.monotonic(), 3600.0))
+                subscriber = self.subscriptions.get(self._model_id)
+                if subscriber is not None:
+                    subscriber._use_applied()
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def close(self) -> None:
+        """Leave the arena; a bound model raises ClosedError when it is called from now on."""
+        with self._applying:
+            self._closed = True  # a call that is still on its way would attach again
+            self.subscriptions.close()
+        forget_ended()
+
+    def _use_arena(self, announcement: Announcement, model: Any) -> None:
+        if self._closed:
+            raise ClosedError("this worker's scheme was shut down; make a new one")
+        if self._handle != announcement.handle:  # the first, or of a relay that took another's place
+            self.subscriptions.switch(self._model_id, announcement.handle, self._worker_idx, model)
+            self._handle = announcement.handle
+            leave_to(announcement)
+        self.subscriptions.use(self._model_id, announcement.stamp.version, model)
+
+    @override
+    def prove(self, question: Mapping[str, Any]) -> None:
+        subscriber = self.subscriptions.get(self._model_id)
+        with contextlib.nullcontext() if subscriber is None else subscriber.read():
+            super().prove(question)
+
+    def _refuse_bound(self, model: Any) -> None:
+        if self._handle is not None and isinstance(model, nn.Module):
+            raise ProtocolError(
+                f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier send "
+                'with fan_out="node"; keep sending so, or make the worker\'s model anew'
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_applying", "_news", "_handle", "subscriptions"):
+            state.pop(name)
+        return {**state, "_stamp": None, "_version": 0}  # a copy has not got them
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()

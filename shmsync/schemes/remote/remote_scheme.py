@@ -1,0 +1,314 @@
+"""What the schemes for several machines have in common, and their sender."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from typing_extensions import override
+
+from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
+from ...engine.source.dtypes import Dtypes
+from ...engine.source.strategy import Form
+from ...engine.subscriber import Consistency
+from ...engine.verify.local import Proof
+from ...errors import AckTimeout, WorkerDied
+from ..api import WeightSyncScheme
+from ..context_args import Arguments
+from ..remote_verify import judged
+from ..sender import WeightSender
+from ..unacked import Leaves, Unacked, private_leaves
+from .fan_out import FanOut
+from .packed_weights import Packer, Stamp
+from .relay import RelayOptions
+from .remote_carrier import Carrier
+from .remote_receiver import RemoteReceiver
+from .remote_requests import RemoteSend
+from .remote_transport import RemoteTransport
+
+_TIMEOUT = 60.0  # seconds
+_READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
+
+
+class Roster(NamedTuple):
+    """The workers of a sender, by their addresses: what the scheme's create_transport() takes for each.
+
+    read: gives the addresses; None: they are as they were.
+    name: of the argument that they come from.
+    live: True: they are read at each send, so workers join and leave by being in the user's list. False: they are read
+        once, and then register_worker() changes them.
+    key: addresses with the same key are the same worker, which keeps its transport.
+    """
+
+    read: Callable[[], Sequence[Any] | None]
+    name: str
+    live: bool
+    key: Callable[[Any], Any] = lambda address: address
+
+
+class RemoteScheme(WeightSyncScheme):
+    """What the schemes for several machines have in common.
+
+    Args:
+        strategy: the form in which weights travel, "state_dict" or "tensordict".
+        fan_out: None: each worker gets the weights by itself, and copies them into its model. "node": one copy goes to
+            each node; a relay publishes it into an arena there, to which all of the node's workers attach.
+        slots, consistency: of those arenas and of their subscribers; see Publisher and Subscriber.
+        timeout: default of every call, in seconds; math.inf waits without limit, None is 60.
+        partial, dtype, checksum: see WeightSyncScheme. With fan_out="node" everything ever sent goes to the other nodes
+            each time.
+    """
+
+    sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}
+    worker_takes = WeightSyncScheme.worker_takes - {"pipe"}
+
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = _TIMEOUT,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
+        if fan_out not in (None, "node"):
+            raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
+        self.fan_out = fan_out
+        self.slots = slots
+        self.consistency: Consistency = consistency
+        self.timeout = timeout_or_default(timeout, _TIMEOUT)
+
+    @abstractmethod
+    def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
+        """The transport to one worker, of which a Roster gives what this takes."""
+
+    @abstractmethod
+    def create_carrier(self) -> Carrier:
+        """The carrier of a sender."""
+
+    @abstractmethod
+    def roster(self, arguments: Arguments) -> Roster | None:
+        """The workers, from what init_on_sender() got; None: register_worker() brings them."""
+
+    @override
+    def create_sender(self) -> RemoteSender:
+        return RemoteSender(self)
+
+    @override
+    def create_receiver(self) -> RemoteReceiver:
+        return RemoteReceiver(self, consistency=self.consistency, timeout=self.timeout)
+
+    @override
+    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        """See WeightSyncScheme. Called again, it ends the relays, threads and connections of the earlier sender."""
+        earlier = self._sender
+        super().init_on_sender(model_id, context, **kwargs)
+        if isinstance(earlier, RemoteSender):
+            earlier.close()
+
+    @override
+    def shutdown(self) -> None:
+        super().shutdown()
+        for end in (self._sender, self._receiver):
+            if isinstance(end, (RemoteSender, RemoteReceiver)):
+                end.close()
+
+
+class RemoteSender(WeightSender):
+    """Sends to all workers at once, and waits for all of them with one deadline.
+
+    send() also takes in who joined and who left since the last one, where the scheme can see that.
+    """
+
+    _scheme: RemoteScheme
+    _transports: dict[int, RemoteTransport]
+
+    def __init__(self, scheme: RemoteScheme) -> None:
+        super().__init__(scheme)
+        self._start()
+
+    def _start(self) -> None:
+        scheme = self._scheme
+        self._carrier = scheme.create_carrier()
+        self._packer = Packer(self._carrier.piece_bytes, shared_from=self._carrier.shared_from)
+        self._roster: Roster | None = None
+        self._fan_out: FanOut | None = None
+        self._owed = Unacked()
+        self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
+        if scheme.fan_out == "node":
+            options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
+            self._fan_out = FanOut(self._carrier, options, self._packer.session)
+            weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
+
+    @override
+    def set_up(self, arguments: Arguments) -> None:
+        self._take_model(arguments, "model", "source_model")
+        counts = {name: arguments.count(name) for name in ("num_workers", "num_collectors")}
+        roster = self._scheme.roster(arguments)
+        if roster is not None:
+            workers = roster.read() or ()
+            for name, count in counts.items():
+                if count is not None and count != len(workers):
+                    raise ValueError(
+                        f"{name} is {count} but there are {len(workers)} {roster.name}; give one for each worker"
+                    )
+            self._roster = roster
+            if roster.live:
+                self._take_in(workers, roster)
+            else:
+                for index, address in enumerate(workers):
+                    self.register_worker(index, address)
+
+    @override
+    def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
+        worker_idx = check_worker(worker_idx)
+        if self._roster is not None and self._roster.live:
+            raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
+        super().register_worker(worker_idx, pipe_or_context, process)
+
+    def _update_workers(self) -> None:
+        """Take in who joined and who left."""
+        roster = self._roster
+        if roster is not None and roster.live and (workers := roster.read()) is not None:
+            self._take_in(workers, roster)
+
+    def _take_in(self, workers: Sequence[Any], roster: Roster) -> None:
+        """These are the workers now. Who stays keeps the transport, and so the request that is under way there."""
+        keys = [roster.key(address) for address in workers]
+        if keys == [transport.key for transport in self._transports.values()]:
+            return
+        known = {transport.key: transport for transport in self._transports.values()}
+        earlier, self._transports = self._transports, {}
+        try:
+            for index, (key, address) in enumerate(zip(keys, workers, strict=True)):
+                if key in known:
+                    self._transports[index] = known[key]
+                    continue
+                self._register_worker(index, address)
+                if index in self._transports:  # a subclass may leave one out
+                    self._transports[index].key = key
+        except BaseException:
+            self._transports = earlier
+            raise
+
+    @override
+    def _is_dead(self, index: int) -> bool:
+        return self._transports[index].reported
+
+    def close(self) -> None:
+        """End the relays and their arenas. Idempotent."""
+        if self._fan_out is not None:
+            self._fan_out.close()
+        for transport in self._transports.values():
+            transport.close()
+        self._carrier.close()
+        self._packer.forget()
+
+    @override
+    def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
+        self._update_workers()
+        return self._reached(super()._chosen(worker_ids))
+
+    @override
+    def _post(self, weights: Any, workers: list[int], deadline: float) -> RemoteSend:
+        try:
+            return self._deliver(weights, workers, deadline)
+        except AckTimeout as error:  # a carrier that could not pack them in time does not know whom they were for
+            error.missing = error.missing or [index for index in workers if not self._transports[index].reported]
+            raise
+
+    def _deliver(self, weights: Any, workers: list[int], deadline: float) -> RemoteSend:
+        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        if workers and not alive:
+            raise WorkerDied(
+                f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
+                "was sent. Start others in their place",
+                missing=workers,
+            )
+        prepared = self._prepared(weights)
+        given = private_leaves(prepared) if self._scheme.partial else None
+        self._carrier.deadline = deadline
+        sending = RemoteSend(self._carrier.wait)
+        if (fan_out := self._fan_out) is not None:
+            everybody = {index: each for index, each in self._transports.items() if not each.reported}
+            fan_out.find_places(sending, alive, everybody, deadline)
+            version = max(self._version, fan_out.version(self._model_id)) + 1
+            stamp = Stamp(self._packer.session, self._model_id, version)
+            accept = partial(self._accept, version, given, alive, prepared)
+            whole = prepared if given is None else {**self._owed.whole, **given}
+            fan_out.deliver(sending, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
+            return sending
+        packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
+        payload = self._carrier.payload(packed_weights) if alive else None
+        self._accept(self._version + 1, given, alive, prepared)
+        for index, transport in alive.items():
+            due = None if given is None else self._owed.due(transport, given)
+            if due is None:
+                start = partial(transport.post, payload)
+            else:  # it has missed some, or is new
+                more = self._packer.pack(due, self._model_id, self._version)
+                start = partial(transport.post, self._carrier.payload(more))
+            sending.ask(index, transport, start)
+        return sending
+
+    def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport], weights: Any) -> None:
+        """These weights are that version."""
+        self._version = version
+        if self._scheme.checksum:
+            self._sums.note(weights, workers.values())
+        if given is not None:
+            self._owed.add(given, workers.values())
+            self._given = given, dict(workers)
+
+    @override
+    def _verify(self, workers: list[int], deadline: float) -> Proof:
+        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
+        self._carrier.deadline = deadline
+        sending = RemoteSend(self._carrier.wait)
+        payloads: dict[int, Any] = {}
+        for index, transport in alive.items():
+            question = questions[index]
+            if id(question) not in payloads:
+                packed_weights = self._packer.ask(question, self._model_id, self._version)
+                payloads[id(question)] = self._carrier.payload(packed_weights)
+            sending.ask(index, transport, partial(transport.post, payloads[id(question)]))
+        sending.finish(deadline)
+        for index in sending.outcome.dead:
+            self._transports[index].reported |= self._transports[index].dead
+        leaves = max(map(len, questions.values()), default=0)
+        return judged(sending.outcome, self._model_id, self._version, leaves)
+
+    @override
+    def _collect(self, workers: list[int], posted: RemoteSend, deadline: float) -> None:
+        posted.finish(deadline)
+        if self._scheme.partial:
+            given, asked = self._given
+            done = [asked[i] for i in posted.outcome.done if isinstance(i, int) and i in asked]
+            failed: dict[Any, tuple[str, ...]] = {
+                asked[i] if isinstance(i, int) and i in asked else None: getattr(failure, "leaves", ())
+                for i, failure in posted.outcome.failed.items()
+            }
+            self._owed.settle(given, done, failed)
+        posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
+
+    @override
+    def _deadline(self, timeout: float | None) -> float:
+        return deadline_after(timeout, self._scheme.timeout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_carrier", "_packer", "_roster", "_fan_out", "_owed", "_given"):
+            state.pop(name)
+        return {**state, "_version": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()

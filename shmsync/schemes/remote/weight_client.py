@@ -1,0 +1,275 @@
+"""A worker's end of connections of our own: fetches the weights that a ticket is for.
+
+Who shares memory with the sender reads them where they lie; others receive them into a buffer that they keep. Both are
+read by views, which a receiver copies from. As long as one of them lives the sender does not write there, and the
+buffer takes no other weights. A process without a receiver gets a copy of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import PublishTimeout, ShmSyncError, WriterDied
+from ...memory.slab.reusable import map_reusable
+from ...memory.slab.sealed import SealedAt
+from ...memory.torch_modes import run_plainly
+from ..link.send_lock import TransportLock
+from .fetch_ticket import ABSENT, DONE, LEASE, NONCE, PROOF, TAKE, FetchTicket, Unreached, WeightServerAddress, proof
+from .location import Site
+from .packed_weights import unpack, views_will_do
+from .weight_server import ASK, REPLY
+
+_CONNECT = 2.0  # seconds: who does not answer by then cannot be reached
+_MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
+
+
+class _Cut(Exception):
+    """The other end is not there any more."""
+
+
+class _Connection:
+    """A connection to one weight server. One thread at a time fetches over it."""
+
+    def __init__(self, at: WeightServerAddress, deadline: float) -> None:
+        self.lock = TransportLock(f"the connection to {at.host}:{at.port}")
+        self.ended = False
+        self._leases: list[int] = []  # numbers of buffers that are read in place
+        self._socket = _connected(at, min(deadline, time.monotonic() + _CONNECT))
+        self._mapped: dict[SealedAt, torch.UntypedStorage] = {}
+        self._room: list[torch.Tensor] = []  # to receive into; of what was received last
+
+    def views(self, ticket: FetchTicket, deadline: float) -> torch.Tensor:
+        """The bytes, to read; what says that they are done with goes with the last view of them."""
+        storage = self._map(ticket)
+        if storage is not None:
+            self._ask(LEASE, ticket.number, deadline)
+            self._leases.append(ticket.number)
+            return _watched(storage.data_ptr(), ticket.size, storage, partial(self._done, ticket.number))
+        room = self._room.pop() if self._room else None
+        if room is None or room.nbytes != ticket.size:
+            room = torch.empty(ticket.size, dtype=torch.uint8, device="cpu")
+        self._receive(ticket, room, deadline)
+        return _watched(room.data_ptr(), ticket.size, room, partial(_make_room, self._room, room))
+
+    def copy(self, ticket: FetchTicket, deadline: float) -> torch.Tensor:
+        """The bytes, in memory of their own."""
+        room = torch.empty(ticket.size, dtype=torch.uint8, device="cpu")
+        self._receive(ticket, room, deadline)
+        return room
+
+    def _map(self, ticket: FetchTicket) -> torch.UntypedStorage | None:
+        """Where they lie; None for who does not share memory with the sender."""
+        if Site.of(ticket.where()) != Site.of(ticket.weight_server.maker):
+            return None
+        found = self._mapped.get(ticket.memory)
+        if found is None:
+            try:
+                found = map_reusable(ticket.memory)
+            except (ShmSyncError, OSError):  # another view of the processes, no descriptor: they come as bytes
+                return None
+            while len(self._mapped) >= _MAPPINGS:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[ticket.memory] = found
+        return found
+
+    def _ask(self, what: int, number: int, deadline: float) -> None:
+        self._wait_until(deadline)
+        self._socket.sendall(ASK.pack(what, number))
+        reply = bytearray(REPLY.size)
+        self._read(memoryview(reply), deadline)
+        if REPLY.unpack(reply)[0] == ABSENT:
+            raise WriterDied(
+                "the sender has given these weights up before they were read; they come again with its next send"
+            )
+
+    def _receive(self, ticket: FetchTicket, room: torch.Tensor, deadline: float) -> None:
+        self._ask(TAKE, ticket.number, deadline)
+        self._read(memoryview(room.numpy().data), deadline)
+        self._socket.sendall(ASK.pack(DONE, ticket.number))
+
+    def _read(self, into: memoryview, deadline: float) -> None:
+        while into.nbytes:
+            self._wait_until(deadline)
+            got = self._socket.recv_into(into)
+            if not got:
+                raise _Cut
+            into = into[got:]
+
+    def _wait_until(self, deadline: float) -> None:
+        rest = deadline - time.monotonic()
+        self._socket.settimeout(None if math.isinf(rest) else max(rest, 0.001))
+
+    def _done(self, number: int) -> None:
+        """On whatever thread the last view goes. A few bytes are sent whole, or the connection is broken anyway."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(ASK.pack(DONE, number))
+        with contextlib.suppress(ValueError):
+            self._leases.remove(number)
+        if self.ended:
+            self.close()
+
+    def look(self) -> bool:
+        """Has the other end ended it? Never waits, and reads nothing."""
+        if not self.ended:
+            poller = select.poll()
+            try:
+                poller.register(self._socket, select.POLLRDHUP)
+                self.ended = bool(poller.poll(0))
+            except (OSError, ValueError):  # it was closed meanwhile
+                self.ended = True
+        return self.ended
+
+    def close(self) -> None:
+        """Fetch no more over it. It stays while views exist: its end would give their memory away."""
+        self.ended = True
+        if not self._leases:
+            self._socket.close()
+
+
+def _connected(at: WeightServerAddress, deadline: float) -> socket.socket:
+    """A connection whose other end knows the key. Raises Unreached."""
+    connection = None
+    try:
+        connection = socket.create_connection((at.host, at.port), timeout=max(0.001, deadline - time.monotonic()))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        asked, ours = _exactly(connection, NONCE, deadline), secrets.token_bytes(NONCE)
+        connection.sendall(proof(at.key, b"worker", asked + ours) + ours)
+        if _exactly(connection, PROOF, deadline) != proof(at.key, b"sender", ours + asked):
+            raise ConnectionRefusedError("who answers there does not know this session")
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise Unreached(f"{at.host}:{at.port} cannot be reached: {error}") from error
+    return connection
+
+
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    got = b""
+    while len(got) < count:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        more = connection.recv(count - len(got))
+        if not more:
+            raise ConnectionResetError("the connection ended before the other end had proved who it is")
+        got += more
+    return got
+
+
+def _watched(address: int, size: int, kept: Any, done: Any) -> torch.Tensor:
+    """A tensor over memory; `done` is called when the last view of it is gone."""
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    memory.kept = kept  # type: ignore[attr-defined]
+    weakref.finalize(memory, done).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _make_room(rooms: list[torch.Tensor], room: torch.Tensor) -> None:
+    rooms[:] = [room]
+
+
+_lines: dict[WeightServerAddress, _Connection] = {}
+_lines_lock = threading.Lock()
+
+
+def _line_to(at: WeightServerAddress, deadline: float) -> _Connection:
+    with _lines_lock:
+        found = _lines.get(at)
+        if found is not None and not found.ended:
+            return found
+        forget_ended()
+        made = _lines[at] = _Connection(at, deadline)
+        return made
+
+
+def forget_ended() -> None:
+    """Give back the connections to senders that have ended them."""
+    for at, line in list(_lines.items()):
+        if line.look():
+            _lines.pop(at, None)
+            line.close()
+
+
+def _forget_all() -> None:
+    global _lines_lock
+    _lines_lock = threading.Lock()
+    for line in _lines.values():
+        line.close()
+    _lines.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # a child has no business on its parent's connections
+
+
+@run_plainly
+def fetch(ticket: FetchTicket) -> Any:
+    """The weights that a ticket is for.
+
+    Raises Unreached when there is no way to the sender, WriterDied when it is gone or has given them up, PublishTimeout
+    when they do not come while the send lasts.
+    """
+    deadline = time.monotonic() + ticket.seconds
+    for _ in range(2):  # a connection of before may have been cut since
+        line = _line_to(ticket.weight_server, deadline)
+        with line.lock.hold(deadline, refuse=False) as turn:
+            if not turn.taken:
+                raise _late(ticket)
+            try:
+                whole = line.views(ticket, deadline) if views_will_do(ticket.label) else line.copy(ticket, deadline)
+                return unpack(ticket.label, whole)
+            except TimeoutError as error:
+                line.close()
+                raise _late(ticket) from error
+            except (OSError, _Cut):
+                line.close()
+            except BaseException as error:  # an interrupt may have come between a question and its answer
+                if not isinstance(error, WriterDied):
+                    line.close()
+                raise
+    raise WriterDied("the sender is gone in the middle of a transfer; its weights come again with its next send")
+
+
+def _late(ticket: FetchTicket) -> PublishTimeout:
+    server = ticket.weight_server
+    return PublishTimeout(
+        f"the bytes of version {ticket.label.stamp.version} did not come from {server.host}:{server.port} "
+        f"within {ticket.seconds:.3g} s; the send is over, and its weights come again with the next one"
+    )
+
+
+def opened(weights: Any) -> Any:
+    """Weights as they came, or what a ticket or a reference of Ray's is for. Raises as fetch() does."""
+    if isinstance(weights, FetchTicket):
+        return fetch(weights)
+    if type(weights).__name__ == "ObjectRef":
+        import ray
+
+        return ray.get(weights)
+    return weights
+
+
+class Fetched:
+    """A ticket that unpickles as the weights, where nobody of ours is called with it."""
+
+    def __init__(self, ticket: FetchTicket) -> None:
+        self._ticket = ticket
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fetch, (self._ticket,)
+
+
+def fetched(content: Any) -> Any:
+    """What unpickles as the weights: a ticket does not by itself."""
+    return Fetched(content) if isinstance(content, FetchTicket) else content
