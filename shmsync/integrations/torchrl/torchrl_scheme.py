@@ -411,12 +411,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def shutdown(self) -> None:
         """End the arenas; in a worker, leave them: the model keeps its weights. Idempotent; runs when collected too."""
         sender, receiver = self._sender, self._receiver
-        self._sender = self._receiver = None
         self._shut = self._shut or getattr(self, "_initialized_on_sender", False)  # unset: __init__ refused
         if receiver is not None:
             receiver.close()
         if sender is not None:
             sender.close()
+        self._sender = self._receiver = None  # not before: a call that raised WriterBusy can be made again
         super().shutdown()
 
     def __enter__(self) -> ShmWeightSyncScheme:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -258,8 +259,8 @@ class Publishers:
         return matching_dtypes(collect(source, EVERYTHING).tensors, dtype)
 
     def close(self) -> None:
-        """End every arena. Idempotent."""
-        self._finalizer()
+        """End every arena. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""
+        _close_all(self._publishers)
 
 
 def _refuse_extra_state(model_id: str, source: Weights) -> None:
@@ -277,7 +278,8 @@ def _named(weights: Weights) -> dict[str, Any]:
 
 
 def _close_all(publishers: dict[str, dict[int, Publisher]]) -> None:
-    for of_model in publishers.values():
-        for publisher in of_model.values():
-            publisher.close()
+    with ExitStack() as stack:  # one that is busy keeps none of the others open, and is closed by the next call
+        for of_model in publishers.values():
+            for publisher in of_model.values():
+                stack.callback(publisher.close)
     publishers.clear()

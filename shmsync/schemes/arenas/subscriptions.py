@@ -136,9 +136,12 @@ class Subscriptions:
         return subscriber is not None and subscriber._mine
 
     def close(self) -> None:
-        """Leave every arena; bound modules raise ClosedError from now on. Idempotent."""
+        """Leave every arena; bound modules raise ClosedError from now on. Idempotent.
+
+        Raises WriterBusy for an arena that another thread reads; call it again then.
+        """
         self._bound.clear()
-        self._finalizer()
+        _close_unused(self._subscribers, self._bound)
 
 
 def is_elsewhere(model: nn.Module, device: torch.device = _CPU) -> bool:
@@ -154,8 +157,9 @@ def _bind(subscriber: Subscriber, model: nn.Module) -> None:
 
 
 def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:
-    for model_id, subscriber in subscribers.items():
-        module = bound.get(model_id)
-        if module is None or module() is None:  # else its guard keeps the subscriber, and needs it
-            subscriber.close()
+    with contextlib.ExitStack() as stack:  # one that is busy keeps none of the others, and is closed by the next call
+        for model_id, subscriber in subscribers.items():
+            module = bound.get(model_id)
+            if module is None or module() is None:  # else its guard keeps the subscriber, and needs it
+                stack.callback(subscriber.close)
     subscribers.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -241,8 +242,8 @@ class Groups:
             self._groups.remove(group)
 
     def close(self) -> None:
-        """End every arena. Idempotent."""
-        self._closing()
+        """End every arena. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""
+        _close(self._groups)
 
     def _after(self, fresh: Sequence[Membership]) -> tuple[Membership, ...]:
         """The memberships after the fresh ones have taken their workers out of the others."""
@@ -287,6 +288,7 @@ class Groups:
 
 
 def _close(groups: list[Group]) -> None:
-    for group in groups:
-        group.publisher.close()
+    with ExitStack() as stack:  # one that is busy keeps none of the others open, and is closed by the next call
+        for group in groups:
+            stack.callback(group.publisher.close)
     groups.clear()
