@@ -278,3 +278,13 @@ def test_a_deep_module_costs_an_update_no_more_calls(publisher):
         return len(seen)
 
     assert calls(300) <= calls(3) + 10
+
+
+def test_a_thread_that_began_to_use_the_weights_is_overtaken_by_another(publisher):
+    pub = publisher({"t": torch.zeros(4), "u": torch.zeros(4)})
+    with pub.update() as weights:
+        untouched = type(weights)  # a thread has looked its methods up here
+        weights["u"].fill_(1)  # and another thread's use comes first
+        untouched.__getitem__(weights, "t").fill_(2)
+        assert untouched.__getattribute__(weights, "batch_size") == torch.Size([])
+    assert pub.version == 2 and pub.weights["t"].eq(2).all()

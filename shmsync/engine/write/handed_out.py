@@ -72,12 +72,16 @@ class Untouched(TensorDict):
 
     def __getattribute__(self, name: str) -> Any:
         plain = object.__getattribute__
-        plain(self, "__dict__")[_ATTRIBUTE].hand_out()
+        watch = plain(self, "__dict__").get(_ATTRIBUTE)
+        if watch is not None:  # else another thread's use of it came first
+            watch.hand_out()
         return plain(self, name)
 
     def __getitem__(self, key: Any) -> Any:
         """As a TensorDict's; a key that is not there hands nothing out."""
-        watch = object.__getattribute__(self, "__dict__")[_ATTRIBUTE]
+        watch = object.__getattribute__(self, "__dict__").get(_ATTRIBUTE)
+        if watch is None:  # another thread's use came first, and left a plain TensorDict
+            return self[key]
         if watch.lacks(key):  # this frame refers to no level: the traceback keeps it
             raise KeyError(f"the weights have no key {key!r}")
         watch.hand_out()
