@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from contextlib import nullcontext
 
@@ -100,6 +101,7 @@ SHARED = {
     "jit.trace of a function": lambda module: torch.jit.trace(lambda x: module(x), X),
     "jit.trace of a part": lambda module: torch.jit.trace(module.head, X),
     "jit.trace of a whole": lambda module: torch.jit.trace(Around(module), X),
+    "onnx.export": lambda module: torch.onnx.export(module, (X,), io.BytesIO(), dynamo=False),
     "jit.trace_module": lambda module: torch.jit.trace_module(module, {"act": X}),
     "jit.script": torch.jit.script,
     "jit.script of a whole": lambda module: torch.jit.script(Around(module)),
