@@ -18,13 +18,15 @@ from tensordict import TensorDict
 from torch import nn
 
 from ..engine.deadlines import timeout_or_default, timeout_or_none
+from ..engine.outcome import Outcome
 from ..engine.source.strategy import WeightStrategy
 from ..engine.source.wrappers import state_of
 from ..engine.verify.local import Proof
-from ..errors import AckTimeout, ClosedError, WorkerDied
+from ..errors import ClosedError, WorkerDied
 from ..memory.system.exiting import watch_exit
 from ..schemes import SharedMemWeightSyncScheme, WeightSyncScheme
 from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
+from ..schemes.link.exchange import WORDING
 from . import buffers
 from .buffers import RESULTS
 from .policy_packing import pack
@@ -231,11 +233,9 @@ class MultiprocessCollector:
                 if index not in late:
                     self._setup.restart(index)
             if late:
-                raise AckTimeout(
-                    f"collector workers {late} did not apply version {error.version} in time; the dead run again",
-                    version=error.version,
-                    missing=late,
-                ) from error
+                outcome = Outcome(WORDING)
+                outcome.late, outcome.notes = late, ["the dead workers were restarted"]
+                raise outcome.lateness(f"version {error.version} of the policy", error.version) from error
             return self._setup.sender.version if error.version is None else error.version
 
     def verify(self, *, timeout: float | None = None) -> Proof:

@@ -67,6 +67,8 @@ class Wording(NamedTuple):
     late_hint: str  # when a worker applies, or what may keep it
     sent: str = "was sent"
     died: str = "died"
+    apply: str = "apply it"
+    applying: str = "applying it"
     after_death: str = "The next send goes on without the dead; start others in their place"
     after_lateness: str = "Late answers are ignored: send again, or give more time with timeout="
 
@@ -96,7 +98,7 @@ class Outcome:
         words = self._wording
         late = f"; late: {listed(self.late)}" if self.late else ""
         return WorkerDied(
-            f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before applying it{late}. "
+            f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before {words.applying}{late}. "
             f"{words.after_death}",
             version=version,
             missing=[*self.dead, *self.late],
@@ -107,7 +109,7 @@ class Outcome:
         words = self._wording
         dead = [f"dead: {_with_cause(self.dead)}"] if self.dead else []
         return AckTimeout(
-            f"{what} {words.sent}, but {listed(self.late)} did not apply it in time; "
+            f"{what} {words.sent}, but {listed(self.late)} did not {words.apply} in time; "
             + "; ".join([*self.notes, *dead, words.late_hint])
             + f". {words.after_lateness}",
             version=version,

@@ -77,7 +77,7 @@ def test_frames_that_are_too_old_warn(collector):
     next(batches)
 
     def both_buffers_are_full():
-        batches._pool.listen(batches._pool.members[0])
+        batches._pool.read(batches._pool.members[0])
         return len(batches._batches._jobs.ready()) == 2
 
     until(both_buffers_are_full)

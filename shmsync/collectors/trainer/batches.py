@@ -25,7 +25,7 @@ class Batches:
         self,
         pool: WorkerPool,
         jobs: Jobs,
-        crew: WorkerSetup,
+        setup: WorkerSetup,
         *,
         sync: bool,
         timeout: float,
@@ -35,7 +35,7 @@ class Batches:
     ) -> None:
         self._pool = pool
         self._jobs = jobs
-        self._setup = crew
+        self._setup = setup
         self._sync = sync
         self._timeout = timeout
         self._restart_workers = restart_workers

@@ -31,22 +31,22 @@ class Jobs:
         self.open: dict[int, dict[int, Job]] = {index: {} for index in range(workers)}
         self.serial = 0  # of the newest job
         self._arrivals = 0
-        pool.hear(BATCH, self._arrived)
+        pool.on(BATCH, self._arrived)
 
     def give(self, index: int, buffer: int, version: int) -> None:
         """Let the worker fill this buffer, whatever its job there was before."""
         self.serial += 1
         self.open[index][buffer] = Job(self.serial, version)
-        self.tell(index)
+        self.send(index)
 
-    def tell(self, index: int) -> None:
+    def send(self, index: int) -> None:
         """Send the worker the jobs that it has not received yet."""
         member = self._pool.members[index]
         waiting = [(job.serial, buffer) for buffer, job in self.open[index].items() if not job.arrived]
         for serial, buffer in sorted(waiting):
-            if serial > member.told:
-                member.tell(COLLECT, (buffer, serial))
-                member.told = serial
+            if serial > member.newest_job:
+                member.send(COLLECT, (buffer, serial))
+                member.newest_job = serial
 
     def filled(self, buffer: int) -> bool:
         """Have all workers done their last job of this buffer?"""

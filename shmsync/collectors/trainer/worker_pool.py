@@ -1,25 +1,32 @@
-"""The collector's processes, as the trainer sees them: started, listened to, restarted, stopped."""
+"""The collector's processes, as the trainer sees them: started, read from, restarted, stopped."""
 
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ...engine.outcome import Failure
-from ...errors import AckTimeout, WorkerDied
+from ...engine.outcome import Failure, Outcome, Wording
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peer
+from ...schemes.link.connection import Channel
+from ...schemes.link.exchange import LinkPoll
 from ..worker.worker_process import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
-from .control_pipe import ControlPipe
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
-_SLICE = 0.05  # seconds between two looks whether a full pipe takes more
+_AWAITED = "the next message of a collector's workers"
+_WORDING = Wording(
+    "an environment may be slow or stuck",
+    sent="was awaited",
+    apply="send it",
+    applying="sending it",
+    after_death="Its unfinished frames are lost; restart_workers=True restarts such a worker",
+    after_lateness="Give more time with timeout=",
+)
 
 _log = logging.getLogger("shmsync")
 Handler = Callable[["WorkerProcess", Any], None]
@@ -31,21 +38,27 @@ class WorkerProcess:
     def __init__(self, context: Any, spec: WorkerSpec) -> None:
         self.index = spec.index
         self.weights, weights_there = context.Pipe()
-        control, control_there = context.Pipe()
-        self.control = ControlPipe(control)
+        self._control, control_there = context.Pipe()
+        self.channel = Channel.of(self._control)
         name = f"shmsync-collector-{spec.index}"
         self.process = context.Process(target=run, args=(spec, weights_there, control_there), name=name, daemon=True)
         self.process.start()
+        self.peer = Peer(process=self.process)
         weights_there.close()
         control_there.close()
         self.joined = False  # it has its weights and knows its buffers
         self.delivered = False  # a batch since it was started
-        self.told = 0  # the serial of the newest job that it knows
-        self.answers: dict[str, tuple[int, Any]] = {}  # by word: the number of the question, and what it said
+        self.newest_job = 0  # the serial of the newest job that was sent to it
+        self.answers: dict[str, tuple[int, Any]] = {}  # by word: the number of the question, and the answer
         self.failure: Failure | None = None
         self.closing: Failure | None = None  # what a close() of an environment raised
         self.over = False  # it is dead, and its messages were all read
         self._raised = False  # its failure was
+
+    @property
+    def dead(self) -> bool:
+        """Has the process ended? What it sent before can still be read."""
+        return self.peer.dead or self.process.exitcode is not None  # the second also where there are no pidfds
 
     @property
     def lost(self) -> bool:
@@ -53,9 +66,12 @@ class WorkerProcess:
         return self.over or self.failure is not None
 
     def raise_loss(self) -> None:
-        """Raise what it failed with, or how it died."""
+        """Raise what it failed with, or WorkerDied."""
         if self.failure is None:
-            raise self.died()
+            self.process.join(1)  # a fork server reports the exit code a moment after the death
+            outcome = Outcome(_WORDING)
+            outcome.dead[self.index] = str(self.peer)
+            raise outcome.death(_AWAITED, None)
         self._raised = True
         raise exception_of(self.failure) from _trace(self.index, self.failure)
 
@@ -65,18 +81,10 @@ class WorkerProcess:
             self._raised = True
             _log.warning("collector worker %d failed:\n%s", self.index, self.failure.trace)
 
-    def died(self) -> WorkerDied:
-        """The error that says how this worker died."""
-        self.process.join(1)
-        return WorkerDied(
-            f"collector worker {self.index} died ({Peer(process=self.process)}); its unfinished frames are lost. With "
-            "restart_workers=True it is started again",
-            missing=[self.index],
-        )
-
-    def tell(self, word: str, content: Any = None) -> None:
-        """Send a command. Does nothing for a dead worker; its death is noticed by the call that waits for it."""
-        self.control.send(word, content)
+    def send(self, word: str, content: Any = None) -> None:
+        """Send a command, as far as the pipe takes it. A no-op for a dead worker: the call that waits for it raises."""
+        if not self.channel.closed:
+            self.channel.send(pickle.dumps((word, content)))
 
     def end(self, deadline: float) -> None:
         """Wait until the deadline for the process to stop, then kill it. Idempotent."""
@@ -85,7 +93,7 @@ class WorkerProcess:
             self.process.kill()
             self.process.join()
         self.weights.close()
-        self.control.connection.close()
+        self._control.close()
 
 
 class WorkerPool:
@@ -101,7 +109,7 @@ class WorkerPool:
         self._handlers: dict[str, Handler] = {}
         self._questions = 0
 
-    def hear(self, word: str, handler: Handler) -> None:
+    def on(self, word: str, handler: Handler) -> None:
         """Call this with (worker, content) for messages of a word. The handler must be idempotent."""
         self._handlers[word] = handler
 
@@ -114,58 +122,51 @@ class WorkerPool:
         member = self.members[spec.index] = WorkerProcess(self._context, spec)
         return member
 
-    def tell_all(self, word: str, content: Any = None) -> None:
-        """Send a command to every worker."""
-        for member in self.members.values():
-            member.tell(word, content)
-
-    def listen(self, member: WorkerProcess) -> None:
-        """Take in what has come from a worker."""
-        if member.over or member.control.connection.closed:
+    def read(self, member: WorkerProcess) -> None:
+        """Handle what a worker has sent, and write what its pipe takes now."""
+        channel = member.channel
+        if member.over or channel.closed:
             return
-        gone = member.process.exitcode is not None  # before it is read: what comes after the end is nothing
-        while (message := member.control.peek()) is not None:
-            word, content = message
-            if word == ERROR:
-                member.failure = content
-            elif word == CLOSED:
-                member.closing = content
-            elif word in self._handlers:
-                self._handlers[word](member, content)
-            else:
-                member.answers[word] = content
-            member.control.drop()
-        member.over = gone or member.control.ended
+        gone = member.dead  # before the last look: what it sent, it sent before it died
+        channel.flush()
+        try:
+            while (found := channel.peek()) is not None:
+                word, content = found[0]
+                if word == ERROR:
+                    member.failure = content
+                elif word == CLOSED:
+                    member.closing = content
+                elif word in self._handlers:
+                    self._handlers[word](member, content)
+                else:
+                    member.answers[word] = content
+                del channel.arrived[0]  # last: an interrupted read() handles the message again
+        except EOFError:
+            gone = True
+        member.over = gone
 
     def wait(self, done: Callable[[], Any], deadline: float, workers: Iterable[int]) -> WorkerProcess | None:
         """Until done(), or one of these workers has failed or died: it is returned.
 
         Raises AckTimeout when neither is so at the deadline.
         """
-        members = [self.members[index] for index in workers]
-        for member in members:
-            self.listen(member)
+        waiting = {index: self.members[index] for index in workers}
+        for member in waiting.values():
+            self.read(member)
         while not done():
-            lost = next((member for member in members if member.lost), None)
+            lost = next((member for member in waiting.values() if member.lost), None)
             if lost is not None:
                 return lost
-            left = deadline - time.monotonic()
-            if left <= 0:
-                silent = [member.index for member in members]
-                raise AckTimeout(
-                    f"collector workers {silent} have not answered in time; is an environment slow or stuck? Give them "
-                    "more with timeout=",
-                    missing=silent,
-                )
-            sources: dict[Any, WorkerProcess] = {member.control.connection: member for member in members}
-            sources |= {member.process.sentinel: member for member in members}
-            # Of all: one that only orders and never waits for this worker may have left something in a full pipe.
-            unsent = [member.control.flush() for member in self.members.values() if not member.lost]
-            left = min(left, _SLICE) if any(unsent) else left
-            ready = wait(list(sources), None if math.isinf(left) else left)
-            stay_if_exiting()  # what has come is the end of the workers
-            for member in {id(sources[source]): sources[source] for source in ready}.values():
-                self.listen(member)
+            if time.monotonic() >= deadline:
+                outcome = Outcome(_WORDING)
+                outcome.late = list(waiting)
+                raise outcome.lateness(_AWAITED, None)
+            for member in self.members.values():  # also those that are not waited for
+                if not member.lost:
+                    member.channel.flush()
+            for index, _ in LinkPoll(waiting).wait(waiting, deadline):
+                stay_if_exiting()  # this process exits, and so its workers end
+                self.read(waiting[index])
         return None
 
     def answers(self, word: str, number: int, deadline: float, workers: Iterable[int]) -> dict[int, Any]:
@@ -183,7 +184,7 @@ class WorkerPool:
             lost.raise_loss()
         return {index: self.members[index].answers[word][1] for index in asked}
 
-    def greet(self, deadline: float, workers: Iterable[int] | None = None) -> None:
+    def wait_started(self, deadline: float, workers: Iterable[int] | None = None) -> None:
         """Wait until these workers have started. Raises as answers() does."""
         self.answers(HELLO, 0, deadline, self.members if workers is None else workers)
 
@@ -192,25 +193,22 @@ class WorkerPool:
         self._questions += 1  # so that the answer to a question that was interrupted counts for no later one
         number = self._questions
         for index, member in self.members.items():
-            member.tell(word, (number, None if contents is None else contents[index]))
+            member.send(word, (number, None if contents is None else contents[index]))
         return self.answers(word, number, deadline, self.members)
 
     def stop(self) -> list[tuple[int, Failure]]:
         """End every worker. Idempotent. Returns what closing their environments raised."""
-        self.tell_all(STOP)
+        for member in self.members.values():
+            member.send(STOP)
         deadline = time.monotonic() + (0.0 if self.hurry else 5.0)
-        while (living := [member for member in self.members.values() if member.process.exitcode is None]) and (
-            left := deadline - time.monotonic()
-        ) > 0:
-            sources: dict[Any, WorkerProcess] = {member.process.sentinel: member for member in living}
-            sources |= {member.control.connection: member for member in living if not member.control.ended}
-            unsent = [member.control.flush() for member in living]
-            for source in wait(list(sources), min(left, _SLICE) if any(unsent) else left):
-                if isinstance(source, Connection):
-                    self.listen(sources[source])
+        while (living := {i: each for i, each in self.members.items() if not each.dead}) and (
+            time.monotonic() < deadline
+        ):
+            for index, _ in LinkPoll(living).wait(living, deadline):
+                self.read(living[index])
         failures = []
         for member in self.members.values():
-            self.listen(member)
+            self.read(member)
             member.end(deadline)
             member.log_loss()
             if member.closing is not None:

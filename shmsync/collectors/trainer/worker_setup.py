@@ -51,7 +51,7 @@ class WorkerSetup:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
         deadline = time.monotonic() + self._start_timeout
         members = [self._pool.start(spec) for spec in self.specs]
-        self._pool.greet(deadline)
+        self._pool.wait_started(deadline)
         with self.reasons():
             self._scheme.init_on_sender(
                 "policy",
@@ -84,18 +84,18 @@ class WorkerSetup:
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
         member = self._pool.start(spec)
-        self._pool.greet(deadline, [index])
+        self._pool.wait_started(deadline, [index])
         with self.reasons():
             self.sender.register_worker(index, member.weights, member.process)
             resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
             if resend is not None:
                 resend(index, timeout=self._start_timeout)
         self._join(spec)
-        self._jobs.tell(index)
+        self._jobs.send(index)
 
     def _join(self, spec: WorkerSpec) -> None:
         member = self._pool.members[spec.index]
-        member.tell(START, (self.memory.spec, spec.rows, spec.seed))
+        member.send(START, (self.memory.spec, spec.rows, spec.seed))
         member.joined = True
 
     def finish_restarts(self) -> None:
@@ -103,7 +103,7 @@ class WorkerSetup:
         for index, member in self._pool.members.items():
             if not member.joined:
                 self.restart(index)
-            self._jobs.tell(index)
+            self._jobs.send(index)
 
     def rows(self, index: int) -> slice:
         """A worker's rows of a batch."""
@@ -119,7 +119,7 @@ class WorkerSetup:
                 member: Any = self._pool.members.get(index) if isinstance(index, int) else None
                 if member is None:
                     continue
-                self._pool.listen(member)
+                self._pool.read(member)
                 if member.failure is not None and not (restarts and member.delivered):
                     member.raise_loss()
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import ProtocolError
 from ...memory.system.calls import poll
-from .connection import milliseconds
+from ...memory.system.process import Peer
+from .connection import Channel, milliseconds
 from .messages import Tag
 from .sender_end import Link, Result
 
@@ -32,9 +34,9 @@ def gather(
     try:
         _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
         _settle_garbage(outcome, waiting)
-        watch = _Poll(waiting)
+        watch = LinkPoll(waiting)
         while waiting:
-            for index, readable in watch.news(waiting, deadline):
+            for index, readable in watch.wait(waiting, deadline):
                 if index not in waiting:
                     continue  # its pipe and its process had news
                 link = waiting[index]
@@ -81,47 +83,58 @@ def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:
         waiting = {index: link for index, link in links.items() if not link.dead and link.end.channel.unsent}
         if not waiting or time.monotonic() >= deadline:
             return sorted(waiting)
-        _Poll(waiting).news(waiting, deadline)
+        LinkPoll(waiting).wait(waiting, deadline)
         for link in waiting.values():
             link.end.pump()
 
 
-class _Poll:
-    """The one poll() over the pipes and the processes of all workers."""
+class Watched(Protocol):
+    """A worker that a LinkPoll can watch: a Link, or the process of a collector."""
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    @property
+    def channel(self) -> Channel:
+        """The trainer's end of its pipe."""
+
+    @property
+    def peer(self) -> Peer | None:
+        """Its process, once that is known."""
+
+
+class LinkPoll:
+    """One poll() over the pipes and the processes of several workers."""
+
+    def __init__(self, links: Mapping[int, Watched]) -> None:
         self._poll = select.poll()
         self._pipes: dict[int, int] = {}
         self._processes: dict[int, int] = {}
         for index, link in links.items():
             self.renew(index, link)
 
-    def renew(self, index: int, link: Link) -> None:
-        """Watch for what this worker is waited for now."""
-        channel = link.end.channel
-        if not channel.closed:
+    def renew(self, index: int, link: Watched) -> None:
+        """Watch for whatever this worker may do next: its pipe may have bytes to send now, or its process be known."""
+        channel, peer = link.channel, link.peer
+        if not (channel.closed or channel.ended):
             self._pipes[channel.fd] = index
             self._poll.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
-        peer = link.peer
         if peer is not None and peer.fd is not None and peer.fd not in self._processes:
             self._processes[peer.fd] = index
             self._poll.register(peer.fd, select.POLLIN)
 
-    def drop(self, link: Link) -> None:
-        """Watch it no more."""
+    def drop(self, link: Watched) -> None:
+        """Stop watching this worker."""
         peer = link.peer
-        for table, fd in ((self._pipes, link.end.channel.fd), (self._processes, None if peer is None else peer.fd)):
+        for table, fd in ((self._pipes, link.channel.fd), (self._processes, None if peer is None else peer.fd)):
             if fd is not None and table.pop(fd, None) is not None:
                 self._poll.unregister(fd)
 
-    def news(self, waiting: Mapping[int, Link], deadline: float) -> list[tuple[int, bool]]:
-        """(worker, is there something to read?) for each with news; every worker after a slice without any.
+    def wait(self, waiting: Iterable[int], deadline: float) -> list[tuple[int, bool]]:
+        """(worker, is its pipe readable?) for each event; after a slice without one, every worker of `waiting`.
 
         Meanwhile another thread may have read an answer, or a process that was unknown at first may have died.
         """
         found = poll(self._poll, milliseconds(deadline))
         if not found:
-            return [(index, False) for index in list(waiting)]
+            return [(index, False) for index in waiting]
         return [
             (self._pipes[fd], bool(event & select.POLLIN)) if fd in self._pipes else (self._processes[fd], False)
             for fd, event in found

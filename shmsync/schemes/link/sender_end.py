@@ -271,7 +271,8 @@ class Link:
 
     def __init__(self, pipe: Any, process: Any = None) -> None:
         self.pipe = pipe
-        self.end = SenderEnd.of(Channel.of(pipe))
+        self.channel = Channel.of(pipe)
+        self.end = SenderEnd.of(self.channel)
         self.reported = False  # WorkerDied has named it
         self._process = process
         if process is not None:
