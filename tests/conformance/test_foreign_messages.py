@@ -42,7 +42,7 @@ def rig(request):
 def test_foreign_answer_is_an_error_that_names_the_worker(rig, answer):
     rig.sender.send_async(Stamped(2))
     rig.pipes[3].send(ANSWERS[answer])  # worker 1
-    with pytest.raises(ProtocolError, match="worker 1 has answered what is no answer of shmsync") as raised:
+    with pytest.raises(ProtocolError, match="worker 1 has sent an answer that shmsync cannot read") as raised:
         rig.sender.wait_async(timeout=0.2)
     assert raised.value.missing == [1]
     rig.receive()

@@ -220,7 +220,7 @@ def test_a_receiver_that_is_made_while_its_model_is_sent_serves_it(fleet):
     fleet.init_sender(scheme, "value")
     sending = Call(scheme.get_sender().send, Stamped(5))
     link = scheme.get_sender().carrier.links[2]
-    while link.end._notes == {} and sending.is_alive():  # the worker has said that it does not know it
+    while link.end._reasons == {} and sending.is_alive():  # the worker has said that it does not know it
         time.sleep(0.001)
     for index in range(3):
         fleet.join(index, scheme, "value")

@@ -14,7 +14,7 @@ from ...memory.system.calls import poll
 from ...memory.system.process import Peer
 from .connection import Channel, milliseconds
 from .messages import Tag
-from .sender_end import Link, Result
+from .sender_end import Link
 
 WORDING = Wording("a worker applies at its next receive()")
 
@@ -32,42 +32,75 @@ def gather(
     outcome = Outcome(WORDING)
     waiting = dict(links)
     try:
-        _settle_answered(outcome, waiting, tags)  # a wait for another model may have read them
-        _settle_garbage(outcome, waiting)
+        for index, link in links.items():
+            if _settled(outcome, index, link, tags[index]):  # a wait for another model may have read the answers
+                del waiting[index]
         watch = LinkPoll(waiting)
         while waiting:
             for index, readable in watch.wait(waiting, deadline):
                 if index not in waiting:
-                    continue  # its pipe and its process had news
+                    continue  # both its pipe and its process had an event
                 link = waiting[index]
-                end = link.end
                 gone = not readable and link.dead  # before the last look: what it sent, it sent before it died
-                if not end.channel.closed:
-                    end.pump()
-                if all(end.answered(tag) for tag in tags[index]):
-                    _settle(outcome, index, [end.take(tag) for tag in tags[index]])
-                elif any_word and (said := _suspected(link, tags[index])) is not None:
-                    outcome.failed[index] = said
-                elif end.channel.garbage:
-                    outcome.failed[index] = _garbled(index, end.channel.garbage)
-                elif (said := end.foreign()) is not None:
-                    outcome.failed[index] = _foreign(index, said)
-                elif gone or end.channel.ended:
-                    outcome.dead[index] = str(link)
-                else:
-                    watch.renew(index, link)
-                    continue
+                if not link.channel.closed:
+                    link.end.pump()
+                if not _settled(outcome, index, link, tags[index], any_word=any_word):
+                    if (said := link.end.foreign()) is not None:
+                        outcome.failed[index] = _protocol_failure(
+                            index,
+                            f"worker {index} has sent an answer that shmsync cannot read: {said}. It was dropped, and "
+                            "the pipe stays usable; run the same version of shmsync on both sides, and let no other "
+                            "code write into this pipe",
+                        )
+                    elif gone or link.channel.ended:
+                        outcome.dead[index] = str(link)
+                    else:
+                        watch.renew(index, link)
+                        continue
                 del waiting[index]
                 watch.drop(link)
             if waiting and time.monotonic() >= deadline:
-                _settle_answered(outcome, waiting, tags)  # another thread may have read them in the last moment
-                _settle_suspects(outcome, waiting, tags)
-                _note_reasons(outcome, waiting, tags)
+                for index, link in list(waiting.items()):
+                    # Another thread may have read the answer, and a pair that may be one counts as one now.
+                    if _settled(outcome, index, link, tags[index], any_word=True):
+                        del waiting[index]
+                    else:
+                        outcome.notes += [f"worker {index}: {reason}" for reason in link.end.reasons(tags[index])]
+                        if link.channel.partial:
+                            outcome.notes.append(f"worker {index} has sent {link.channel.partial}, and then stopped")
                 break
     finally:  # an interrupt may land anywhere
         forget(links, tags)
     outcome.late = sorted(waiting)
     return outcome
+
+
+def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag], *, any_word: bool = False) -> bool:
+    """Put into `outcome` what is known of this worker; False: it may still answer."""
+    end = link.end
+    if all(end.answered(tag) for tag in tags):
+        failed = [result for tag in tags if (result := end.take(tag)) is not None]
+        if failed:
+            outcome.failed[index] = failed[0]
+        else:
+            outcome.done.append(index)
+    elif any_word and (said := end.ambiguous(tags)) is not None:
+        outcome.failed[index] = said
+    elif link.channel.garbage:
+        outcome.failed[index] = _protocol_failure(
+            index,
+            f"worker {index} has sent bytes that are no message: {link.channel.garbage}. Nothing that follows can be "
+            "read, so its pipe is lost; register it again with a new pipe",
+        )
+    else:
+        return False
+    return True
+
+
+def _protocol_failure(index: int, said: str) -> Failure:
+    """A failure that was found on this side of the pipe, and so has no traceback of the worker's."""
+    error = ProtocolError(said, missing=[index])
+    return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
 
 
 def forget(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
@@ -78,7 +111,7 @@ def forget(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None
 
 
 def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:
-    """Write what has been sent to these workers into their pipes; who has no room for all of it by the deadline."""
+    """Write what was sent to these workers into their pipes. Returns the workers whose pipes did not take all of it."""
     while True:
         waiting = {index: link for index, link in links.items() if not link.dead and link.end.channel.unsent}
         if not waiting or time.monotonic() >= deadline:
@@ -139,68 +172,3 @@ class LinkPoll:
             (self._pipes[fd], bool(event & select.POLLIN)) if fd in self._pipes else (self._processes[fd], False)
             for fd, event in found
         ]
-
-
-def _settle_answered(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
-    for index, link in list(waiting.items()):
-        if all(link.end.answered(tag) for tag in tags[index]):
-            _settle(outcome, index, [link.end.take(tag) for tag in tags[index]])
-            del waiting[index]
-
-
-def _settle_garbage(outcome: Outcome, waiting: dict[int, Link]) -> None:
-    """Those of whom nothing can be read any more."""
-    for index, link in list(waiting.items()):
-        if link.end.channel.garbage:
-            outcome.failed[index] = _garbled(index, link.end.channel.garbage)
-            del waiting[index]
-
-
-def _garbled(index: int, what: str) -> Failure:
-    return _protocol_failure(
-        index,
-        f"worker {index} has sent bytes that are no message: {what}. Nothing that follows can be read, so its pipe is "
-        "lost; register it anew with a new pipe",
-    )
-
-
-def _foreign(index: int, what: str) -> Failure:
-    return _protocol_failure(
-        index,
-        f"worker {index} has answered what is no answer of shmsync: {what}. It was left out, and its pipe goes on; run "
-        "the same version of shmsync on both sides, and let nobody else write there",
-    )
-
-
-def _protocol_failure(index: int, said: str) -> Failure:
-    """A failure that was found on this side of the pipe, and so has no traceback of the worker's."""
-    error = ProtocolError(said, missing=[index])
-    return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
-
-
-def _settle_suspects(outcome: Outcome, waiting: dict[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
-    """The time is over: what looked like a wrong answer of a loop that tags nothing was one."""
-    for index, link in list(waiting.items()):
-        if (said := _suspected(link, tags[index])) is not None:
-            outcome.failed[index] = said
-            del waiting[index]
-
-
-def _suspected(link: Link, tags: Sequence[Tag]) -> str | None:
-    return next((said for tag in tags if (said := link.end.suspect(tag)) is not None), None)
-
-
-def _note_reasons(outcome: Outcome, waiting: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None:
-    for index, link in waiting.items():
-        for remark in {remark for tag in tags[index] if (remark := link.end.remark(tag)) is not None}:
-            outcome.notes.append(f"worker {index}: {remark}")
-        if link.end.channel.partial:
-            outcome.notes.append(f"worker {index} has sent {link.end.channel.partial}, and then nothing more")
-
-
-def _settle(outcome: Outcome, index: int, results: Sequence[Result]) -> None:
-    failure = next((result for result in results if result is not None), None)
-    if failure is None:
-        outcome.done.append(index)
-    else:
-        outcome.failed[index] = failure

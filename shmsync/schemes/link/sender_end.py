@@ -8,7 +8,7 @@ answer to a message that no send waits for is dropped, so it never counts for a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ... import _native
@@ -35,17 +35,17 @@ class SenderEnd:
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
         self._highest: dict[str, int] = {}
-        self._stray: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
+        self._unmatched: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
         self.reaches = False  # and that it can open what this process has?
         self._in_arenas: dict[str, int] = {}  # the newest version of a model that is answered by (model, version)
-        self._suspects: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
-        self._notes: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
+        self._ambiguous: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
+        self._reasons: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
         self._foreign: str | None = None  # what came that looks like an answer, and is none
         self._remembered: set[Tag] = set()  # messages of which late answers are kept
         self._late: dict[Tag, Result] = {}
         self._send_locks: dict[str, SendLock] = {}
-        self.tellers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
+        self.announcers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
 
     @classmethod
     def of(cls, channel: Channel) -> SenderEnd:
@@ -96,11 +96,11 @@ class SenderEnd:
         """Stop waiting for an answer; it is dropped when it comes."""
         with self.lock:
             self._results.pop(tag, None)
-            self._suspects.pop(tag, None)
-            note = self._notes.pop(tag, None)
+            self._ambiguous.pop(tag, None)
+            reason = self._reasons.pop(tag, None)
             if tag in self._awaited:
                 self._awaited[tag] = False
-                if note is not None:
+                if reason is not None:
                     del self._awaited[tag]  # the worker cannot answer it any more
 
     def foreign(self) -> str | None:
@@ -119,14 +119,14 @@ class SenderEnd:
                 self._remembered.discard(tag)
             return (self._late.pop(tag),) if tag in self._late else None
 
-    def owes_none(self, model_id: str) -> bool:
+    def all_answered(self, model_id: str) -> bool:
         """Is every message of this model answered?"""
         with self.lock:
             if not self.channel.closed:
                 self.pump()
             return all(tag.model_id != model_id for tag in self._awaited)
 
-    def owes(self, tag: Tag) -> bool:
+    def expects(self, tag: Tag) -> bool:
         """Has a message of this tag an answer, or will it have one?"""
         return tag in self._awaited or tag in self._results
 
@@ -138,28 +138,28 @@ class SenderEnd:
         if tag in self._results:
             return True
         with self.lock:
-            return not self.owes(tag) and all(other.model_id != tag.model_id for other in self._awaited)
+            return not self.expects(tag) and all(other.model_id != tag.model_id for other in self._awaited)
 
     def take(self, tag: Tag) -> Result:
         """The answer, once."""
         return self._results.pop(tag, None)
 
-    def suspect(self, tag: Tag) -> str | None:
-        """What came while this message's answer was awaited, and may have been meant as one; None: nothing."""
-        return self._suspects.get(tag)
+    def ambiguous(self, tags: Iterable[Tag]) -> str | None:
+        """A pair that arrived while an answer to these messages was awaited, and may be one; None: there is none."""
+        return next((self._ambiguous[tag] for tag in tags if tag in self._ambiguous), None)
 
-    def remark(self, tag: Tag) -> str | None:
-        """The worker's reason not to answer this message; None if it gave none."""
-        return self._notes.get(tag)
+    def reasons(self, tags: Iterable[Tag]) -> set[str]:
+        """The worker's reasons not to answer these messages."""
+        return {self._reasons[tag] for tag in tags if tag in self._reasons}
 
     def oldest(self) -> Tag | None:
         """Of the messages whose answers are awaited."""
         with self.lock:
             return next((tag for tag, wanted in self._awaited.items() if wanted), None)
 
-    def stray(self) -> tuple[Any, str] | None:
+    def unmatched(self) -> tuple[Any, str] | None:
         """The next answer to a message that was not sent from here."""
-        return self._stray.pop(0) if self._stray else None
+        return self._unmatched.pop(0) if self._unmatched else None
 
     def pump(self) -> None:
         """Write what can be written, read what is there."""
@@ -181,8 +181,8 @@ class SenderEnd:
         data: Any = None
         word, tag = "", None
         result: Result = None
-        suspect: Tag | None = None
-        note: str | None = None
+        ambiguous: Tag | None = None
+        reason: str | None = None
         foreign = messages.wrong_with(message) if messages.is_answer_from_us(message) else None
         if foreign is not None:
             strange = False
@@ -191,9 +191,10 @@ class SenderEnd:
             if isinstance(message, messages.Tagged):
                 tag, tags, strange, reaches = message.tag, True, False, reaches or message.reaches
                 if message.who:
-                    self._meet(message.who)
+                    self._introduce(message.who)
                 if word == messages.UNKNOWN:
-                    note = f"it has no receiver for {data[0]!r}, only for {', '.join(map(repr, data[1])) or 'no model'}"
+                    known = ", ".join(map(repr, data[1])) or "no model"
+                    reason = f"it has no receiver for {data[0]!r}, only for {known}"
                 elif word not in messages.ANSWERS:
                     strange, result = True, unexpected(word)  # its own, and the answer to this message
                 tag = self._oldest_of(word) if tag is None else tag
@@ -206,25 +207,25 @@ class SenderEnd:
             elif data is None and word in messages.ANSWERS and not tags:
                 tag, strange = self._oldest_of(word), False
             elif not tags:
-                suspect = self.oldest()
+                ambiguous = self.oldest()
         wanted = tag is not None and awaited.get(tag, False)
         said = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
         # No call from here on: see Channel.peek().
         self._tags = tags
         self.reaches = reaches
-        if tags and self._suspects:
-            self._suspects = {}  # they were messages of its own
-        if suspect is not None and suspect not in self._suspects:
-            self._suspects[suspect] = said
+        if tags and self._ambiguous:
+            self._ambiguous = {}  # they were messages of its own
+        if ambiguous is not None and ambiguous not in self._ambiguous:
+            self._ambiguous[ambiguous] = said
         if foreign is not None:
             self._foreign = foreign
         elif strange:
             channel.pending += (message,)
-        elif tag is None and result is None and note is None:
-            self._stray += (message,)
+        elif tag is None and result is None and reason is None:
+            self._unmatched += (message,)
         if tag is not None and tag in awaited:
-            if note is not None and wanted:
-                self._notes[tag] = note
+            if reason is not None and wanted:
+                self._reasons[tag] = reason
             else:
                 del awaited[tag]
                 if wanted:
@@ -241,7 +242,7 @@ class SenderEnd:
         """Another process may answer from now on, and in another way."""
         self._tags = self.reaches = False
 
-    def _meet(self, owner: int) -> None:
+    def _introduce(self, owner: int) -> None:
         """The worker has said who it is."""
         if self.peer is None:
             self.peer = Peer(owner=owner)

@@ -115,7 +115,7 @@ class MultiProcessCarrier(PipeCarrier):
         # The parts of several senders are different leaves: none of them takes the place of another's.
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
-            link.end.tellers[model_id] = self.sign
+            link.end.announcers[model_id] = self.sign
             load = self._message_for(model_id, link, version, message)
             payload = self._payload(load, link, tag)
             if self._partial:
@@ -125,14 +125,14 @@ class MultiProcessCarrier(PipeCarrier):
 
     def _payload(self, load: Load, link: Link, tag: Tag) -> bytes:
         """The message itself, or one that leads to it: never two of these at once, so a late worker holds up one."""
-        if not (load.is_apart and link.end.reaches and link.end.owes_none(tag.model_id)):
+        if not (load.is_apart and link.end.reaches and link.end.all_answered(tag.model_id)):
             return load.by_value()
         self._lent.append((link, tag, load))  # before it is sent: an interrupt may come
         return load.reference()
 
     def _give_back(self) -> None:
         """Drop weights that no worker can still ask for."""
-        self._lent = [each for each in self._lent if each[0].end.owes(each[1]) and not each[0].reported]
+        self._lent = [each for each in self._lent if each[0].end.expects(each[1]) and not each[0].reported]
 
     def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
@@ -164,7 +164,7 @@ class MultiProcessCarrier(PipeCarrier):
             answer = end.late_answer(each.tag)
             if answer is not None:
                 self._settle(model_id, each, *answer)
-            elif end.owes(each.tag) and not each.link.reported:
+            elif end.expects(each.tag) and not each.link.reported:
                 still.append(each)
             else:  # newer leaves have taken its place before it left, or the worker is gone
                 self._owed[model_id].settle(each.given, [], [], [each.link])

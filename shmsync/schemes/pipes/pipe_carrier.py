@@ -33,7 +33,7 @@ class PipeCarrier(ABC):
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
         self._asked = 0  # questions so far
-        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.tellers
+        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.announcers
 
     # What the kinds do differently.
 

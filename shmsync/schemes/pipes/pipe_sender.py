@@ -14,7 +14,7 @@ from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link
 from ..sender import WeightSender
 from .pipe_carrier import PipeCarrier, Posted
-from .worker_transport import WorkerTransport
+from .pipe_transport import WorkerTransport
 
 
 class PipeSender(WeightSender):

@@ -6,16 +6,27 @@ import time
 from collections import deque
 from typing import Any
 
+from typing_extensions import override
+
 from ...engine.deadlines import deadline_after, timeout_or_default
-from ...engine.outcome import listed
-from ...errors import AckTimeout, ProtocolError, WorkerDied
+from ...engine.outcome import Outcome, Wording
+from ...errors import ProtocolError
 from ..link import messages
 from ..link.connection import Channel
-from ..link.exchange import gather
+from ..link.exchange import LinkPoll, forget, gather
 from ..link.send_lock import SendLock, hold_all
 from ..link.sender_end import Link, unexpected
 from ..link.worker_end import WorkerEnd
 from .pipe_carrier import PipeCarrier, Posted
+
+_WORDING = Wording(
+    "its own loop sends it",
+    sent="was awaited",
+    apply="send it",
+    applying="sending it",
+    after_death="Start another worker in its place",
+    after_lateness="Give more time with timeout=",
+)
 
 
 class PipeTransport:
@@ -75,9 +86,7 @@ class PipeTransport:
         """Wait no more for what send_weights_async() has sent; the answers will be dropped."""
         posted, self._posted = self._posted, deque()
         for each in posted:
-            for index, link in each.links.items():
-                for tag in each.tags[index]:
-                    link.end.forget(tag)
+            forget(each.links, each.tags)
 
     def check_ack(self, message: str = "updated") -> None:
         """Wait for the worker's next answer, which should be `message`.
@@ -91,7 +100,7 @@ class PipeTransport:
         deadline = deadline_after(None, self.timeout)
         tag = link.end.oldest()
         if tag is None:
-            _wait_for_word(index, link, message, deadline)
+            _check_word(index, link, message, deadline)
             return
         self._posted.clear()
         outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
@@ -128,21 +137,47 @@ class PipeTransport:
         return found
 
 
-def _wait_for_word(index: int, link: Link, word: str, deadline: float) -> None:
-    """Wait for an answer to a message that the trainer's own loop has sent."""
-    end = link.end
-    while (stray := end.stray()) is None:
-        end.pump()
-        if end.channel.pending:
-            raise RuntimeError(f"expected the answer {word!r} but got {end.channel.pending[-1]!r}")
+def _check_word(index: int, link: Link, word: str, deadline: float) -> None:
+    """Wait for the answer to a message that the trainer's own loop has sent."""
+    outcome, end = Outcome(_WORDING), link.end
+    watch = LinkPoll({index: link})
+    while True:
+        gone, over = link.dead, time.monotonic() >= deadline  # before the last look
+        if not link.channel.closed:
+            end.pump()
+        if (answer := end.unmatched()) is not None or end.channel.pending:
+            found = repr(end.channel.pending[-1]) if answer is None else repr(answer[1])
+            if answer is None or answer[1] != word:
+                raise RuntimeError(f"expected the answer {word!r} but got {found}")
+            return
         if end.channel.garbage:
             raise ProtocolError(f"worker {index} has sent {end.channel.garbage}; its pipe is lost", missing=[index])
-        if link.dead:
-            raise WorkerDied(f"{listed([index])} died before it answered {word!r} ({link})", missing=[index])
-        if time.monotonic() >= deadline:
-            raise AckTimeout(
-                f"{listed([index])} has not answered {word!r} in time; give more with timeout=", missing=[index]
-            )
-        end.channel.wait(min(deadline, time.monotonic() + 0.05))
-    if stray[1] != word:
-        raise RuntimeError(f"expected the answer {word!r} but got {stray[1]!r}")
+        if gone:
+            outcome.dead[index] = str(link)
+        elif over:
+            outcome.late = [index]
+        outcome.check(f"the answer {word!r}", None)
+        watch.renew(index, link)
+        watch.wait([index], deadline)
+
+
+class WorkerTransport(PipeTransport):
+    """Sends to one of the workers that a sender has, with what that sender sends with."""
+
+    def __init__(self, carrier: PipeCarrier, index: int, link: Link, timeout: float) -> None:
+        super().__init__(link.pipe, timeout, carrier)
+        self.worker_idx = index
+        self.link = link
+
+    @override
+    def _links(self) -> dict[int, Link]:
+        return {self.worker_idx: self.link}
+
+    def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
+        """None: this end of the pipe is the sender's."""
+        return None
+
+    @override
+    def check_connection(self) -> bool:
+        """Are both ends open, and is the worker alive, as far as is known?"""
+        return not (self.link.end.channel.closed or self.link.end.channel.ended or self.link.dead)

@@ -204,14 +204,14 @@ class SharedMemCarrier(PipeCarrier):
         """Send the arena's handle to the workers that do not have it, or got another one since."""
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
-            if joined.get(index) is not link or link.end.tellers.get(model_id) is not self.sign:
+            if joined.get(index) is not link or link.end.announcers.get(model_id) is not self.sign:
                 publisher = self.publishers.publisher(model_id, self.publishers.group_of(index))
                 if joined.get(index) is not link:
                     writer_of(publisher).forget_acks(index)
                 tag = Tag(model_id, 0)
                 link.end.send(dumps(Tagged(((model_id, publisher.handle), messages.REGISTER), tag, index)), tag)
                 joined[index] = link
-                link.end.tellers[model_id] = self.sign
+                link.end.announcers[model_id] = self.sign
                 self._unconfirmed.setdefault(model_id, set()).add(index)
 
     def _check_open(self) -> None:
@@ -224,7 +224,7 @@ class SharedMemCarrier(PipeCarrier):
         """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
         self._check_open()
         for link in self.links.values():
-            if link.reported or link.end.tellers.get(model_id) is not self.sign:
+            if link.reported or link.end.announcers.get(model_id) is not self.sign:
                 return False
         known = self._routes.get(model_id)
         if known is not None and known[0].links == self.links:
