@@ -61,7 +61,7 @@ class PipeReceiver(WeightReceiver):
                 end.receivers[self._model_id] = self
         if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
-                self._has_news = self._apply_one(message)
+                self._apply_one(message)
                 if not end.channel.readable:
                     news, self._has_news = self._has_news, False
                     return news
@@ -112,18 +112,16 @@ class PipeReceiver(WeightReceiver):
                     f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
                     f"that model; make one for {message.model_id!r}"
                 )
-            if message.kind == messages.REGISTER:
-                receiver._attach(message)
-            elif message.kind == messages.VERIFY:
-                receiver.prove(message.content)
-            else:
+            if message.kind == messages.UPDATE:
                 end.check_not_alone(message)
                 receiver._use_given(message)
+            else:
+                receiver._attach_or_prove(message)
         except Exception as error:
             end.fail(message, error)
             raise
         if message.tag is not None:
-            end.answer(message, messages.REGISTERED if message.kind == messages.REGISTER else messages.UPDATED)
+            end.answer(message, _answer_to(message))
         else:
             end.ack(messages.UPDATED)
 
@@ -154,12 +152,15 @@ class PipeReceiver(WeightReceiver):
                 receiver = self._serves(message.model_id)
                 if receiver is None:  # its own thread was quicker
                     self._end.put_back(message)
-                elif message.kind == messages.REGISTER:
-                    receiver._join(message)
-                elif message.kind == messages.VERIFY:
-                    receiver._answer_question(message)
+                elif message.kind == messages.UPDATE:
+                    receiver._apply_one(message)
                 else:
-                    _apply_all({message.model_id: message}, {message.model_id: receiver})
+                    try:
+                        receiver._attach_or_prove(message)
+                    except Exception as error:
+                        receiver._refused(message, error)
+                    else:
+                        self._end.answer(message, _answer_to(message))
 
     def _receive_jointly(self, first: Message) -> None:
         """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
@@ -198,47 +199,37 @@ class PipeReceiver(WeightReceiver):
                 end.meeting_over(number)
                 _apply_all(arrived, served)
             else:
-                for message in arrived.values():  # refused, unless they are newer than this meeting
-                    _apply_all({message.model_id: message}, served)
+                for model_id, message in arrived.items():  # refused, unless they are newer than this meeting
+                    served[model_id]._apply_one(message)
                 if over:
                     end.meeting_over(number)
         for message in superseded:
             end.answer(message, messages.UPDATED)
 
-    def _apply_one(self, message: Message) -> bool:
-        """Apply the weights of this receiver's own model; were they applied? The quick form of _apply_all()."""
+    def _apply_one(self, message: Message) -> None:
+        """Apply the weights of this receiver's own model, and answer."""
         try:
             self._end.check_not_alone(message)
             self._check(message)
             self._use(message)
         except Exception as error:
             self._refused(message, error)
-            self._resolve_model_ref()  # a receiver without a model raises here too
-            return False
+            self._resolve_model_ref()  # a receiver without a model raises here too, since that is the worker's mistake
+            return
+        self._has_news = True
         self._end.answer(message, messages.UPDATED)
-        return True
 
     def _refused(self, message: Message, error: Exception) -> None:
         said = str(error)  # a kept log record keeps no weights alive
-        _log.warning("weights of %r were refused: %s", self._model_id, said)
+        _log.warning("%r of %r was refused: %s", message.kind, self._model_id, said)
         self._end.answer_failure(message, error)
 
-    def _join(self, message: Message) -> None:
-        try:
+    def _attach_or_prove(self, message: Message) -> None:
+        """Carry out a message that brings no weights."""
+        if message.kind == messages.REGISTER:
             self._attach(message)
-        except Exception as error:
-            self._refused(message, error)
         else:
-            self._end.answer(message, messages.REGISTERED)
-
-    def _answer_question(self, message: Message) -> None:
-        try:
             self.prove(message.content)
-        except Exception as error:
-            _log.warning("%r is not what was sent: %s", self._model_id, error)
-            self._end.answer_failure(message, error)
-        else:
-            self._end.answer(message, messages.UPDATED)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -274,8 +265,12 @@ class PipeReceiver(WeightReceiver):
         """receive() returns True: `version` is what was applied, in whatever thread."""
 
 
+def _answer_to(message: Message) -> str:
+    return messages.REGISTERED if message.kind == messages.REGISTER else messages.UPDATED
+
+
 def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
-    """Apply all of them, or none. A receiver without a model raises here too, since that is the worker's mistake."""
+    """Apply the weights of several models, or none of them. Raises as _apply_one() does."""
     try:
         for model_id, message in given.items():
             served[model_id].model()
@@ -290,6 +285,5 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
             served[model_id].model()
         return
     for model_id, message in given.items():
-        receiver = served[model_id]
-        receiver._has_news = True
-        receiver._end.answer(message, messages.UPDATED)
+        served[model_id]._has_news = True
+        served[model_id]._end.answer(message, messages.UPDATED)

@@ -27,6 +27,8 @@ from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
 from .shared_carrier import SharedMemCarrier
 
+_OPTIONS = ("slots", "consistency", "groups", "timeout", "alias", "partial", "dtype", "checksum")  # of a transport
+
 
 class SharedMemTransport(PipeTransport):
     """Weights in arenas, and small messages about them over pipes; see PipeTransport.
@@ -167,19 +169,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     def make_transport(self) -> SharedMemTransport:
         """A new transport with this scheme's options, for either side."""
-        return SharedMemTransport(
-            self.policy_weights,
-            self.auto_register,
-            slots=self.slots,
-            consistency=self.consistency,
-            groups=self.groups,
-            timeout=self.timeout,
-            alias=self.alias,
-            partial=self.partial,
-            dtype=self.dtype,
-            device=self._devices,
-            checksum=self.checksum,
-        )
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        return SharedMemTransport(self.policy_weights, self.auto_register, device=self._devices, **options)
 
     def create_carrier(self) -> SharedMemCarrier:
         """What senders send with: one for all models."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .... import _native
 from ....engine.deadlines import check_worker, deadline_after
 from ....engine.outcome import Outcome, Wording, listed
 from ....engine.verify.local import Proof
-from ....errors import WorkerDied, WriterBusy
+from ....errors import WorkerDied
+from ....schemes.link.send_lock import SendLock, hold_all
 from .groups import Assignment, Groups
 from .own_weights import OwnWeights, Wanted
 from .switchboard import Switchboard
@@ -47,8 +46,7 @@ class Sender:
         self.connections = Switchboard(groups.workers, process_of)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
-        self._lock = _native.WriterLock()
-        self._sends: dict[int, object] = {}  # what each thread's send holds the lock by, or tried to
+        self._lock = SendLock()
 
     def send(
         self,
@@ -70,16 +68,13 @@ class Sender:
         if not any(each.workers for each in wanted):
             return self._version  # there is no worker to send to
         deadline = deadline_after(timeout, self._timeout)
-        thread, holder = self._thread(), object()
-        try:
-            self._sends[thread] = holder
-            self._take_lock(holder, deadline)
+        with hold_all([self._lock], deadline, "send"):
             earlier = dict(self.connections.look(deadline))  # also lets new workers in
             if earlier:
                 outcome = Outcome(WORDING)
                 outcome.failed.update(earlier)
                 outcome.check(f"an earlier version of {self._model_id!r}; nothing was published now", None)
-            self._lost &= self.connections.ended.keys()  # those that came back are not lost
+            self._lost &= self.connections.ended.keys()  # workers that connected again are not lost
             living = [each._replace(workers=each.workers - self._lost) for each in wanted]
             living = [each for each in living if each.workers]
             if not living:
@@ -96,21 +91,15 @@ class Sender:
             try:
                 self._own.sent(living, chosen)
                 if wait:
-                    _Wait(self, posted, deadline).finish()
+                    self._wait(posted, deadline)
             finally:
                 self.groups.sweep()
             return self._version
-        finally:
-            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
-            self._sends.pop(thread, None)
 
     def verify(self, workers: set[int], *, timeout: float | None = None) -> Proof:
         """Let these workers prove what their policies hold. Raises as Publisher.verify() and send() do."""
         deadline = deadline_after(timeout, self._timeout)
-        thread, holder = self._thread(), object()
-        try:
-            self._sends[thread] = holder
-            self._take_lock(holder, deadline)
+        with hold_all([self._lock], deadline, "verify"):
             self.connections.look(deadline)
             proofs = []
             for writer, chosen in self.groups.writers_of(workers - self._lost):
@@ -125,31 +114,40 @@ class Sender:
                 proofs.append(writer.ask(chosen, deadline, ring))
             proved = sorted(worker for proof in proofs for worker in proof.workers if isinstance(worker, int))
             return Proof(self._version, max((proof.leaves for proof in proofs), default=0), workers=tuple(proved))
-        finally:
-            self._lock.release(holder)  # does nothing if it is not this call's: an interrupt may land anywhere
-            self._sends.pop(thread, None)
 
-    def _thread(self) -> int:
-        """The calling thread. Raises WriterBusy when it is in the middle of a send."""
-        thread = threading.get_ident()
-        outer = self._sends.get(thread)
-        if outer is not None and self._lock.held_by(outer):
-            raise WriterBusy(
-                f"{self._model_id!r} is being sent by this same thread: a signal handler, or something that send() "
-                "calls, sends again; nothing was published now, let the first send return"
-            )
-        return thread
+    def _wait(self, posted: Sequence[Assignment], deadline: float) -> None:
+        """Wait until each worker has applied its assignment, has failed or is dead. Raises what went wrong."""
+        outcome, connections = Outcome(WORDING), self.connections
+        waiting = {worker: post for post in posted for worker in post.workers}
 
-    def _take_lock(self, holder: object, deadline: float) -> None:
+        def take_acks() -> None:
+            for post in posted:
+                for worker in post.group.applied(post.version):
+                    if waiting.get(worker) is post:
+                        del waiting[worker]
+
         while True:
-            try:
-                return self._lock.acquire(holder)
-            except WriterBusy:
-                if time.monotonic() >= deadline:
-                    raise WriterBusy(
-                        f"another thread is sending {self._model_id!r}; nothing was published, wait for it first"
-                    ) from None
-                time.sleep(0.001)
+            # Sleep in the kernel until the workers of one arena have acked, at most a slice.
+            post = next(iter(waiting.values()))
+            workers = [worker for worker, each in waiting.items() if each is post]
+            slice_ns = int(min(_SLICE, max(0.0, deadline - time.monotonic()) * 1e9))
+            if not post.group.wait(post.version, workers, slice_ns):
+                time.sleep(0.0005)  # a worker has not attached to this arena yet
+            take_acks()  # before the failures: a worker reports a failure before it acks
+            for worker, failure in connections.look(deadline):
+                waiting.pop(worker, None)
+                outcome.failed[worker] = failure
+            if waiting.keys() & connections.ended.keys():
+                take_acks()  # a worker that acked before it ended is done
+                for worker in waiting.keys() & connections.ended.keys():
+                    del waiting[worker]
+                    outcome.dead[worker] = connections.ended[worker]
+                self._lost |= outcome.dead.keys()
+            if not waiting or time.monotonic() >= deadline:
+                break
+            connections.ring_owed()
+        outcome.late = sorted(waiting)
+        outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
     def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
         """Worker indices from what users pass: None (all), an index, a device, or a list of these.
@@ -175,56 +173,6 @@ class Sender:
         """End the arenas and hang up. Idempotent."""
         self.connections.close()
         self.groups.close()
-
-
-class _Wait:
-    """Waits until each worker has applied its assignment, has failed or is dead; no longer than to the deadline."""
-
-    def __init__(self, sender: Sender, posted: Sequence[Assignment], deadline: float) -> None:
-        self._sender = sender
-        self._deadline = deadline
-        self._posted = posted
-        self._version = sender._version
-        self._waiting = {worker: post for post in posted for worker in post.workers}
-        self._outcome = Outcome(WORDING)
-
-    def finish(self) -> None:
-        while True:
-            self._sleep()
-            self._take_acks()
-            self._look()
-            if not self._waiting or time.monotonic() >= self._deadline:
-                break
-            self._sender.connections.ring_owed()
-        self._outcome.late = sorted(self._waiting)
-        self._outcome.check(f"version {self._version} of {self._sender._model_id!r}", self._version)
-
-    def _sleep(self) -> None:
-        """Sleep in the kernel until the workers of one arena have acked, at most a slice."""
-        post = next(iter(self._waiting.values()))
-        workers = [worker for worker, each in self._waiting.items() if each is post]
-        until = max(0.0, self._deadline - time.monotonic()) * 1e9
-        if not post.group.wait(post.version, workers, int(min(_SLICE, until))):
-            time.sleep(0.0005)  # a worker has not attached to this arena yet
-
-    def _take_acks(self) -> None:
-        for post in self._posted:
-            for worker in post.group.applied(post.version):
-                if self._waiting.get(worker) is post:
-                    del self._waiting[worker]
-
-    def _look(self) -> None:
-        """Take failures and deaths. Called after _take_acks(): a worker reports a failure before it acks."""
-        connections = self._sender.connections
-        for worker, failure in connections.look(self._deadline):
-            self._waiting.pop(worker, None)
-            self._outcome.failed[worker] = failure
-        if self._waiting.keys() & connections.ended.keys():
-            self._take_acks()  # a worker that acked before it ended is done
-            for worker in self._waiting.keys() & connections.ended.keys():
-                del self._waiting[worker]
-                self._outcome.dead[worker] = connections.ended[worker]
-            self._sender._lost |= self._outcome.dead.keys()
 
 
 def processes_of(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
