@@ -1,11 +1,11 @@
-"""A line: a socket between the trainer and one worker. It rings when there are new weights, and brings failures back.
+"""A socket between the trainer and one worker: it wakes the worker for new weights, and brings failures to the trainer.
 
 The pipes of a collector belong to its runner, so a scheme has these sockets instead. The trainer listens at a name
-(trainer/switchboard.py) and each worker connects to it (worker/line.py). SOCK_SEQPACKET keeps messages whole. Weights
-never go over a line.
+(trainer/worker_connections.py) and each worker connects to it (worker/worker_connection.py). SOCK_SEQPACKET keeps
+messages whole. Weights never travel over a connection, and acks are in the reader table.
 
     worker → trainer    HELLO: (worker index, owner word of its process), then any number of Failure
-    trainer → worker    RING: look for a newer version in your arena; or the handle of an arena to move to
+    trainer → worker    WAKE: look for a newer version in your arena; or the handle of an arena to move to
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 
-RING = b"!"
+WAKE = b"!"
 LARGEST = 1 << 16  # bytes of a message
 _ENDS = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN, errno.EBADF)
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -29,7 +29,7 @@ def check_uid(connection: socket.socket) -> None:
 
 
 def receive(connection: socket.socket, flags: int = 0) -> bytes | None:
-    """The next message; None when there is none now, b"" when the other side hung up, or this one is closed."""
+    """The next message; None when there is none now, b"" when either side has closed the connection."""
     try:
         return connection.recv(LARGEST + 1, flags)
     except OSError as error:  # no memory for it now, say: that is no end

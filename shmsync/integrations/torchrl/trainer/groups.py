@@ -24,11 +24,11 @@ from .own_weights import UNCHANGED
 
 
 class Group:
-    """One arena for workers that have the same weights. `told`: the workers that start with it."""
+    """One arena for workers that have the same weights. `members`: the workers that start with it."""
 
-    def __init__(self, publisher: Publisher, told: Collection[int] = ()) -> None:
+    def __init__(self, publisher: Publisher, members: Collection[int] = ()) -> None:
         self.publisher, self.writer = publisher, writer_of(publisher)
-        self.arrived = set(told)
+        self.attached = set(members)
         self._rows: dict[int, RowId] = {}
         leaf = self.writer.arena.manifest.by_key.get(extra_state.KEY)
         self.room = None if leaf is None else leaf.nbytes  # for extra state
@@ -65,7 +65,7 @@ class Group:
     def applied(self, version: int) -> list[int]:
         """The workers that have applied this version, including those that have left since."""
         workers = self.writer.applied_by(version)
-        self.arrived.update(workers)
+        self.attached.update(workers)
         return workers
 
     def wait(self, version: int, workers: Collection[int], nanoseconds: int) -> bool:
@@ -89,7 +89,7 @@ class Membership(NamedTuple):
         """The groups of left_for whose workers have not acked there yet, and so may still use this arena."""
         for group, _ in self.left_for:
             group.applied(group.publisher.version)
-        return tuple((group, workers) for group, workers in self.left_for if not workers <= group.arrived)
+        return tuple((group, workers) for group, workers in self.left_for if not workers <= group.attached)
 
 
 class Assignment(NamedTuple):
@@ -100,9 +100,9 @@ class Assignment(NamedTuple):
     workers: frozenset[int]
 
     @property
-    def strangers(self) -> frozenset[int]:
-        """The workers that have not acked in the group's arena yet, and have to be told to move there."""
-        return self.workers - self.group.arrived
+    def unattached(self) -> frozenset[int]:
+        """The workers that have not acked in the group's arena yet, and have to move there."""
+        return self.workers - self.group.attached
 
 
 class Groups:
@@ -271,7 +271,7 @@ class Groups:
         return branch
 
     def _make(
-        self, weights: Any, name: str, device: str | None, told: Collection[int] = (), *, dtype: Dtypes = None
+        self, weights: Any, name: str, device: str | None, members: Collection[int] = (), *, dtype: Dtypes = None
     ) -> Group:
         publisher = Publisher(
             weights,
@@ -283,7 +283,7 @@ class Groups:
             timeout=self._timeout,
             checksum=self._checksum,
         )
-        self._groups.append(Group(publisher, told))
+        self._groups.append(Group(publisher, members))
         return self._groups[-1]
 
 

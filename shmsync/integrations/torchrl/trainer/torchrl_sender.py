@@ -14,7 +14,7 @@ from ....errors import WorkerDied
 from ....schemes.link.send_lock import SendLock, hold_all
 from .groups import Assignment, Groups
 from .own_weights import OwnWeights, Wanted
-from .switchboard import Switchboard
+from .worker_connections import WorkerConnections
 
 _SLICE = 5_000_000  # ns between two looks at deaths and failures
 WORDING = Wording(
@@ -43,7 +43,7 @@ class Sender:
         self.groups = groups
         self._own = OwnWeights()
         self._timeout = timeout
-        self.connections = Switchboard(groups.workers, process_of)
+        self.connections = WorkerConnections(groups.workers, process_of)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = SendLock()
@@ -85,9 +85,9 @@ class Sender:
             posted = self.groups.publish(chosen, self._lost, deadline)
             self._version += 1
             for post in posted:
-                for worker in post.strangers:
+                for worker in post.unattached:
                     self.connections.move(worker, post.group.publisher.handle)
-                self.connections.ring(post.workers)
+                self.connections.wake(post.workers)
             try:
                 self._own.sent(living, chosen)
                 if wait:
@@ -103,15 +103,14 @@ class Sender:
             self.connections.look(deadline)
             proofs = []
             for writer, chosen in self.groups.writers_of(workers - self._lost):
-                rung: list[None] = []
+                unwoken = [chosen]
 
-                def ring(chosen: list[int] = chosen, rung: list[None] = rung) -> None:
-                    if not rung:
-                        rung.append(None)
-                        self.connections.ring(chosen)
-                    self.connections.ring_owed()
+                def wake(unwoken: list[list[int]] = unwoken) -> None:
+                    while unwoken:
+                        self.connections.wake(unwoken.pop())
+                    self.connections.wake_moving()
 
-                proofs.append(writer.ask(chosen, deadline, ring))
+                proofs.append(writer.ask(chosen, deadline, wake))
             proved = sorted(worker for proof in proofs for worker in proof.workers if isinstance(worker, int))
             return Proof(self._version, max((proof.leaves for proof in proofs), default=0), workers=tuple(proved))
 
@@ -145,7 +144,7 @@ class Sender:
                 self._lost |= outcome.dead.keys()
             if not waiting or time.monotonic() >= deadline:
                 break
-            connections.ring_owed()
+            connections.wake_moving()
         outcome.late = sorted(waiting)
         outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
@@ -170,7 +169,7 @@ class Sender:
         return chosen
 
     def close(self) -> None:
-        """End the arenas and hang up. Idempotent."""
+        """End the arenas, and close the connections. Idempotent."""
         self.connections.close()
         self.groups.close()
 

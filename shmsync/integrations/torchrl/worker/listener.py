@@ -1,4 +1,4 @@
-"""One thread in each worker process, whatever the number of models, which wakes when a line rings."""
+"""One thread in each worker process, whatever the number of models, which wakes when a trainer sends a message."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .... import _native
 
 
 class Listening(Protocol):
-    """What a listener serves: it has a line to a trainer."""
+    """What a listener serves: it has a connection to a trainer."""
 
     @property
     def fd(self) -> int:
-        """The line's descriptor."""
+        """The descriptor of the connection."""
 
-    def ringing(self) -> bool:
-        """Handle the messages of the line; False when the trainer is gone."""
+    def on_message(self) -> bool:
+        """Handle the messages of the connection; False when the trainer is gone."""
 
 
 class ConnectionListener:
-    """The listening thread of one process; it ends with the last line."""
+    """The listening thread of one process; it ends with the last connection."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant: garbage collection may call remove() while it is held
         self._listening: dict[int, weakref.ref[Listening]] = {}  # by descriptor
         self._thread: threading.Thread | None = None
-        self._bell = -1  # an eventfd: the lines have changed
+        self._bell = -1  # an eventfd: the connections have changed
 
     @classmethod
     def here(cls) -> ConnectionListener:
@@ -38,7 +38,7 @@ class ConnectionListener:
         return _listeners.setdefault(_native.fork_generation(), cls())
 
     def add(self, listening: Listening) -> None:
-        """Call listening.ringing() when its line rings, from now on. Held weakly."""
+        """Call listening.on_message() for each message, from now on. Held weakly."""
         with self._lock:
             self._listening[listening.fd] = weakref.ref(listening)
             if self._thread is None:
@@ -49,7 +49,7 @@ class ConnectionListener:
                 os.eventfd_write(self._bell, 1)
 
     def remove(self, fd: int) -> None:
-        """Forget a line, before its descriptor is closed. With the last one, waits for the thread's end. Idempotent."""
+        """Forget a connection before it is closed. With the last one, waits for the end of the thread. Idempotent."""
         with self._lock:
             thread = self._thread
             if self._listening.pop(fd, None) is None or thread is None:
@@ -74,7 +74,7 @@ class ConnectionListener:
             self._serve(poll, bell)
 
     def _serve(self, poll: select.poll, bell: int) -> None:
-        """Serve the lines until one is added or removed."""
+        """Serve the connections until one is added or removed."""
         while True:
             for fd, _ in poll.poll():
                 if fd == bell:
@@ -83,7 +83,7 @@ class ConnectionListener:
                 with self._lock:
                     reference = self._listening.get(fd)
                 listening = None if reference is None else reference()
-                if listening is None or not listening.ringing():
+                if listening is None or not listening.on_message():
                     with self._lock:
                         if self._listening.get(fd) is reference:
                             self._listening.pop(fd, None)

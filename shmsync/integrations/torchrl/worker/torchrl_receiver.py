@@ -32,7 +32,7 @@ class Receiver:
     """Receives the weights of one model in a worker.
 
     Args:
-        address: of the trainer's switchboard.
+        address: of the trainer's WorkerConnections.
         name: of the arena to start with.
         worker: this worker's index.
         timeout: for each wait on the trainer, in seconds.
@@ -63,7 +63,7 @@ class Receiver:
 
     @property
     def fd(self) -> int:
-        """The line's descriptor."""
+        """The descriptor of the connection."""
         return self._connection.fd
 
     @property
@@ -159,14 +159,14 @@ class Receiver:
                 make_private(self._subscriber)
                 strategy.apply_weights(module, weights)
 
-    def ringing(self) -> bool:
+    def on_message(self) -> bool:
         """Called by the listener's thread: new weights, or another arena. False when the trainer is gone.
 
         It does not wait for a forward that is running, since the thread serves other models too.
         """
         message = self._connection.take()
         if message == b"":
-            return self._connection.call_again()
+            return self._connection.reconnect()
         if isinstance(message, Handle):
             self._next_arena = message
         if not self._catch_up():

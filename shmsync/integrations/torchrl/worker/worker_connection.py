@@ -1,4 +1,4 @@
-"""A worker's end of the line to its trainer; see lines.py."""
+"""A worker's end of the connection to its trainer; see connections.py."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ....engine.outcome import Failure
 from ....engine.source.pickling import small
 from ....memory.control.segment import Handle
 from ....memory.system.process import me
-from ..connections import LARGEST, RING, check_uid, receive
+from ..connections import LARGEST, WAKE, check_uid, receive
 
 
 class WorkerConnection:
-    """A worker's end of the line. Raises ConnectionError when the trainer cannot be reached."""
+    """A worker's end of the connection. Raises ConnectionError when the trainer cannot be reached."""
 
     def __init__(self, address: str, worker: int) -> None:
         self._address, self._worker = address, worker
-        self._socket = self._call()
-        self._closing = threading.RLock()  # close() and call_again() exclude each other
+        self._socket = self._connect()
+        self._closing = threading.RLock()  # close() and reconnect() exclude each other
 
-    def _call(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(self._address)
@@ -37,16 +37,16 @@ class WorkerConnection:
         connection.setblocking(False)
         return connection
 
-    def call_again(self) -> bool:
+    def reconnect(self) -> bool:
         """Connect again after the trainer's end was closed, perhaps by an interrupt; False when the trainer is gone."""
         with self._closing:
             if self._socket.fileno() < 0:
                 return False
             try:
-                fresh = self._call()
+                fresh = self._connect()
             except ConnectionError:
                 return False
-            # Keep the number: the listener knows the line by it.
+            # Keep the number: the listener knows the connection by it.
             os.dup2(fresh.fileno(), self._socket.fileno(), inheritable=False)
             fresh.close()
             return True
@@ -57,9 +57,9 @@ class WorkerConnection:
         return self._socket.fileno()
 
     def take(self) -> Handle | bytes | None:
-        """The next message: RING, or the handle of an arena to move to. None: no message now; b"": the line ended."""
+        """WAKE, or the handle of an arena to move to. None: there is no message now; b"": the connection ended."""
         message = receive(self._socket)
-        return Handle(*pickle.loads(message)) if message and message != RING else message
+        return Handle(*pickle.loads(message)) if message and message != WAKE else message
 
     def report(self, error: BaseException) -> None:
         """Send an exception that was just caught to the trainer."""
@@ -73,6 +73,6 @@ class WorkerConnection:
             pass  # the trainer is gone, or has not looked for so long that its buffer is full
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         with self._closing:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""The trainer's end of the lines to its workers; see lines.py."""
+"""The trainer's end of the connections to its workers; see connections.py."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ....engine.source.pickling import small
 from ....memory.control.segment import Handle
 from ....memory.system.calls import poll
 from ....memory.system.process import Peer
-from ..connections import RING, check_uid, receive
+from ..connections import WAKE, check_uid, receive
 
 Report = tuple[int, Failure]  # (worker, what it failed with)
-_A_MOMENT = 0.2  # seconds between the end of a dying process's line and its own
+_A_MOMENT = 0.2  # seconds from the end of a dying process's connection to the end of the process
 _SHUT = "shut its scheme down"
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
-class Switchboard:
-    """The trainer's end of every line of one scheme.
+class WorkerConnections:
+    """The trainer's end of every connection of one scheme.
 
     Args:
         workers: their indices.
@@ -47,39 +47,39 @@ class Switchboard:
         self._unknown = set(workers)  # workers whose process is not known yet
         self._peers: dict[int, Peer] = {}
         self._connections: dict[int, socket.socket] = {}
-        self._owed: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
+        self._moves: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
         self._poll = select.poll()  # of every descriptor: one call tells that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
         self._open = {self._listener: None}  # in order: the listener closes first, so that no worker connects again
-        self._watch(self._listener.fileno(), self._let_in)
+        self._watch(self._listener.fileno(), self._accept)
         self._patience = _A_MOMENT
         self._closing = util.Finalize(self, _close, (self._open,), exitpriority=15)
 
     def move(self, worker: int, handle: Handle) -> None:
-        """Tell a worker to move to another arena, with the next ring that reaches it."""
-        self._owed[worker] = small(tuple(handle))
+        """Let a worker move to another arena: the handle goes with the next wake() that reaches it."""
+        self._moves[worker] = small(tuple(handle))
 
-    def ring(self, workers: Iterable[int]) -> None:
-        """Wake these workers, if they are connected. One whose buffer is full has unread rings, and wakes anyway."""
+    def wake(self, workers: Iterable[int]) -> None:
+        """Wake these workers, if they are connected. A worker with a full buffer has unread messages, and wakes anyway."""
         for worker in workers:
             connection = self._connections.get(worker)
             if connection is None:
                 continue
             try:
-                connection.send(self._owed.get(worker, RING) if self._owed else RING, _AT_ONCE)
+                connection.send(self._moves.get(worker, WAKE) if self._moves else WAKE, _AT_ONCE)
             except OSError:
                 continue  # busy, or gone: its ack is what counts
-            self._owed.pop(worker, None)
+            self._moves.pop(worker, None)
 
-    def ring_owed(self) -> None:
-        """Ring the workers that have not got their message to move yet."""
-        if self._owed:
-            self.ring(list(self._owed))
+    def wake_moving(self) -> None:
+        """Wake the workers that have not received the message to move yet."""
+        if self._moves:
+            self.wake(list(self._moves))
 
     def look(self, deadline: float = math.inf) -> list[Report]:
         """Accept new connections, notice ended workers, and return the failures reported since the last call.
 
-        A worker whose line ended is given a moment to end too, but not beyond the deadline.
+        A worker whose connection ended is given a moment to end too, but not beyond the deadline.
         """
         self._patience = min(_A_MOMENT, max(0.0, deadline - time.monotonic()))
         if self._unknown:
@@ -94,7 +94,7 @@ class Switchboard:
         return reports
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close all connections. Idempotent."""
         self._handlers.clear()
         self._closing()
 
@@ -138,7 +138,7 @@ class Switchboard:
             self._drop(peer.fd)
         return []
 
-    def _let_in(self) -> list[Report]:
+    def _accept(self) -> list[Report]:
         reports: list[Report] = []
         while True:
             try:
@@ -151,16 +151,16 @@ class Switchboard:
             except OSError:
                 caller.close()
                 continue
-            self._watch(caller.fileno(), functools.partial(self._greet, caller))
+            self._watch(caller.fileno(), functools.partial(self._identify, caller))
             self._open[caller] = None
-            reports += self._greet(caller)
+            reports += self._identify(caller)
 
-    def _greet(self, caller: socket.socket) -> list[Report]:
-        hello = receive(caller, socket.MSG_PEEK)  # only a peek: _listen() takes it, so an interrupt loses nothing
+    def _identify(self, caller: socket.socket) -> list[Report]:
+        hello = receive(caller, socket.MSG_PEEK)  # only a peek: _read() takes it, so an interrupt loses nothing
         if hello is None:
             return []
         if not hello:
-            self._hang_up(caller)
+            self._disconnect(caller)
             return []
         worker, owner = pickle.loads(hello)
         earlier = self._connections.get(worker)
@@ -170,20 +170,20 @@ class Switchboard:
         if not self._peers[worker].dead:
             self.ended.pop(worker, None)
         self._connections[worker] = caller
-        self._watch(caller.fileno(), functools.partial(self._listen, worker, caller))
+        self._watch(caller.fileno(), functools.partial(self._read, worker, caller))
         if earlier is not None and earlier is not caller:
-            self._hang_up(earlier)
-        self.ring([worker])  # it may have looked at its arena just before a version that it was not woken for
-        return self._listen(worker, caller)
+            self._disconnect(earlier)
+        self.wake([worker])  # it may have looked at its arena just before a version that it was not woken for
+        return self._read(worker, caller)
 
-    def _listen(self, worker: int, connection: socket.socket) -> list[Report]:
+    def _read(self, worker: int, connection: socket.socket) -> list[Report]:
         reports: list[Report] = []
         while (message := receive(connection)) is not None:
             if not message:
-                self._hang_up(connection)
+                self._disconnect(connection)
                 self._connections.pop(worker, None)
                 peer = self._peers.get(worker)
-                # A process that dies closes its line a moment before it is gone.
+                # The connection of a dying process ends a moment before the process.
                 before = time.monotonic()
                 if peer is not None and peer.ends_within(self._patience):
                     self._end(worker)
@@ -196,7 +196,7 @@ class Switchboard:
                 reports.append((worker, Failure(*content)))
         return reports
 
-    def _hang_up(self, connection: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         self._drop(connection.fileno())
         self._open.pop(connection, None)
         connection.close()
