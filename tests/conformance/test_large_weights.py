@@ -149,7 +149,7 @@ def test_weights_that_are_gone_are_refused_by_name(rig):
     for value in (1, 2):
         deliver(rig, Large(value))
     rig.sender.send_async(Large(3))
-    (_, _, load) = rig.sender.carrier._lent[0]
+    (_, _, load) = rig.sender.carrier._in_use[0]
     load._sealed.close()  # as the death of the sender does
     rig.receive()
     with pytest.raises(WriterDied, match="given these weights up"):

@@ -108,9 +108,9 @@ class Channel:
     def peek(self) -> tuple[Any] | None:
         """The next message, in a tuple of one; None if no whole one is there. Raises EOFError at the end.
 
-        It is given again until it is taken out of `arrived`. Python runs signal handlers at calls and jumps only: who
-        puts it where it belongs and deletes `arrived[0]`, with no call in between, neither loses nor repeats it. What
-        cannot be unpickled here is kept in `pending`.
+        It is given again until it is taken out of `arrived`. Python runs signal handlers at calls and jumps only: a
+        caller that stores it and deletes `arrived[0]`, with no call in between, neither loses nor repeats it. A message
+        that cannot be unpickled here is kept in `pending`.
         """
         with self.lock:
             while True:

@@ -52,7 +52,7 @@ class Tag(NamedTuple):
 
 
 class Tagged(tuple[Any, ...]):
-    """A pair that also carries a tag, and who it is from or for."""
+    """A pair that also carries a tag, and whom it is from or for."""
 
     tag: Tag | None  # None: for the oldest message of its kind
     who: int  # the owner word of the process that has sent it; in a registration the worker's index
@@ -129,7 +129,7 @@ def wrong_with(message: Any) -> str | None:
         if message.tag is not None and not is_tag(message.tag):
             return f"{word!r} with the tag {reprlib.repr(message.tag)}, which is no (model id, version)"
         if type(message.who) is not int and not (message.who is None and word == REGISTER):
-            return f"{word!r} from or for {reprlib.repr(message.who)}, which is nobody's number"
+            return f"{word!r} from or for {reprlib.repr(message.who)}, which is not a valid sender id"
         if word == UNKNOWN and not (_is_pair(content) and isinstance(content[1], tuple)):
             return f"{word!r} about {reprlib.repr(content)}, which is no (model id, model ids)"
     if isinstance(content, Failure) and not (content.tag is None or is_tag(content.tag)):

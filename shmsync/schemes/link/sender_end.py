@@ -45,7 +45,7 @@ class SenderEnd:
         self._remembered: set[Tag] = set()  # messages of which late answers are kept
         self._late: dict[Tag, Result] = {}
         self._send_locks: dict[str, SendLock] = {}
-        self.announcers: dict[str, object] = {}  # by model: who has told the worker last where its weights come from
+        self.announcers: dict[str, object] = {}  # by model: the sign of the carrier that has announced weights last
 
     @classmethod
     def of(cls, channel: Channel) -> SenderEnd:
@@ -243,7 +243,7 @@ class SenderEnd:
         self._tags = self.reaches = False
 
     def _introduce(self, owner: int) -> None:
-        """The worker has said who it is."""
+        """The worker has named its process."""
         if self.peer is None:
             self.peer = Peer(owner=owner)
         else:
@@ -328,7 +328,7 @@ class Route:
         self.complete = len(self._processes) == len(peers)  # else some process may become known yet
 
     def exchange(self, message: bytes, answer: bytes, tag: Tag, deadline: float) -> list[int]:
-        """Send `message` to all, and wait a moment for `answer`. Returns who still owes it; gather() can go on."""
+        """Send `message` to all, and wait a moment for `answer`. Returns the workers without one, for gather()."""
         locked = []
         try:
             for end in self._ends:

@@ -27,7 +27,7 @@ GRACE = 0.04  # seconds that a task has to return, beyond its deadline; a call h
 class Task(Future[Any]):
     """Something that the thread does.
 
-    A Future's own lock may stay taken after an interrupt, and then the thread could not finish it. So nobody touches
+    A Future's own lock may stay taken after an interrupt, and then the thread could not finish it. So no code touches
     that lock before the task is done: done() reads a flag, and done_by() waits at a queue.
     """
 

@@ -30,7 +30,7 @@ class WorkerEnd:
         self.lock = threading.RLock()  # receivers in several threads may share a pipe
         self._messages: deque[Message] = deque()
         self._given: Message | None = None  # by take(); ack() answers it
-        self._told: set[Tag] = set()  # of which messages the sender knows that no receiver here is for them
+        self._reported: set[Tag] = set()  # messages for models without a receiver here, which the sender knows
         self._reached: dict[int, bool] = {}  # by owner word of a sender
         self._together: dict[str, tuple[int, int]] = {}  # what a meeting brings of a model: (its number, version)
         self._looked = 0.0  # when the sender's process was last looked for
@@ -58,11 +58,11 @@ class WorkerEnd:
                         return message
                 if self._read():
                     continue
-                self._tell_of_unknown()
+                self._report_unknown()
             if self.channel.garbage:
                 raise ProtocolError(
                     f"what came from the sender is no message: {self.channel.garbage}. Nothing that follows can be "
-                    "read, so this pipe is lost; make the receiver anew with a new pipe"
+                    "read, so this pipe is lost; make a new receiver with a new pipe"
                 )
             if self.channel.ended:
                 raise WriterDied(
@@ -110,13 +110,13 @@ class WorkerEnd:
         del channel.arrived[0]
         return True
 
-    def _tell_of_unknown(self) -> None:
-        """Tell the sender of messages that no receiver here is for, once each: it names that if none comes in time.
+    def _report_unknown(self) -> None:
+        """Report messages without a receiver here to the sender, once each: its error names them if none comes in time.
 
         A receiver may be made later, so the message is kept; of weights the newest.
         """
         for message in list(self._messages):
-            if message.tag is None or message.tag in self._told:
+            if message.tag is None or message.tag in self._reported:
                 continue
             if message.kind == messages.UPDATE:
                 known = message.model_id in self.receivers
@@ -129,12 +129,12 @@ class WorkerEnd:
             if not known:
                 content = (", ".join(ids), tuple(sorted(self.receivers)))
                 self.channel.send(small(messages.Tagged((content, messages.UNKNOWN), message.tag, me().owner)))
-                self._told.add(message.tag)
+                self._reported.add(message.tag)
                 older = [m for m in self._messages if (m.kind, m.model_id) == (messages.UPDATE, message.model_id)][:-1]
                 for each in older:
                     self._messages.remove(each)
-        if self._told:
-            self._told &= {message.tag for message in self._messages if message.tag is not None}
+        if self._reported:
+            self._reported &= {message.tag for message in self._messages if message.tag is not None}
 
     def only_together(self, number: int, version: int, model_ids: Iterable[str]) -> None:
         """From now on this version of these models is refused when it comes alone; until meeting_over()."""

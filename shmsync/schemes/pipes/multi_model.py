@@ -92,7 +92,7 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
                 version=version,
                 missing=list(first),
             )
-        posted = _tell_by_value(pairs, plans, version, ready, deadline)
+        posted = _send_by_value(pairs, plans, version, ready, deadline)
         rest = [(pair, plan) for pair, plan in zip(pairs, plans, strict=True) if pair[0] not in posted]
         write([plan for _, plan in rest], version, deadline)
     except BaseException:
@@ -101,7 +101,7 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
             _report(links, index, False)  # this error does not name it
         raise
     try:
-        posted |= {sender: sender.carrier.tell(sender.model_id, version, ready[sender]) for (sender, _), _ in rest}
+        posted |= {sender: sender.carrier.notify(sender.model_id, version, ready[sender]) for (sender, _), _ in rest}
         outcomes = [(sender, post, gather(post.links, post.tags, deadline)) for sender, post in posted.items()]
     except BaseException:
         meeting.call_off()
@@ -116,7 +116,7 @@ def _send_together(pairs: list[tuple[PipeSender, Any]], worker_ids: int | list[i
     return version
 
 
-def _tell_by_value(
+def _send_by_value(
     pairs: list[tuple[PipeSender, Any]],
     plans: list[Plan],
     version: int,
@@ -131,7 +131,7 @@ def _tell_by_value(
     if not by_value or len(by_value) == len(plans):
         return {}
     write(list(by_value.values()), version, deadline)
-    posted = {sender: sender.carrier.tell(sender.model_id, version, ready[sender]) for sender in by_value}
+    posted = {sender: sender.carrier.notify(sender.model_id, version, ready[sender]) for sender in by_value}
     late = deliver({index: link for post in posted.values() for index, link in post.links.items()}, deadline)
     if late:
         for post in posted.values():
@@ -159,14 +159,14 @@ def _living(senders: list[PipeSender], worker_ids: int | list[int] | None) -> di
                 "models that are sent together share one pipe for each worker"
             )
     for index in first:
-        told = [sender for sender, reached in links.items() if reached[index].reported]
+        reported = [sender for sender, reached in links.items() if reached[index].reported]
         for sender, reached in links.items():
-            if told and not reached[index].reported and not reached[index].dead:
+            if reported and not reached[index].reported and not reached[index].dead:
                 raise ValueError(
-                    f"worker {index} was registered anew for {sender.model_id!r}, but not for {told[0].model_id!r}, "
-                    "where it is dead; register it with every sender"
+                    f"worker {index} was registered again for {sender.model_id!r}, but not for "
+                    f"{reported[0].model_id!r}, where it is dead; register it with every sender"
                 )
-        if told:
+        if reported:
             _report(links, index, True)
     return {sender: sender.carrier.reach(sender.model_id, reached) for sender, reached in links.items()}
 

@@ -48,14 +48,14 @@ class MultiProcessCarrier(PipeCarrier):
         self._devices = WorkerDevices(None) if devices is None else devices
         self._sums = SentSums() if checksum else None
         self._versions: dict[str, int] = {}
-        self._lent: list[tuple[Link, Tag, Load]] = []  # messages that lead to what this process keeps, not answered
+        self._in_use: list[tuple[Link, Tag, Load]] = []  # unanswered messages that refer to memory of this process
         self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
         self._applied: dict[str, tuple[int, Load]] = {}  # the newest that a worker has applied
         self._partial = partial
-        self._owed: dict[str, Unacked] = {}
+        self._unacked: dict[str, Unacked] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
-        self._untold: dict[str, set[Link]] = {}  # workers that still have to get the message about the newest version
-        self._renewed: dict[str, set[Link]] = {}  # who is being brought everything once more
+        self._unsent: dict[str, set[Link]] = {}  # workers without the message of the newest version
+        self._renewed: dict[str, set[Link]] = {}  # workers that everything is sent to once more
         self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
 
     @override
@@ -74,7 +74,7 @@ class MultiProcessCarrier(PipeCarrier):
         leaves, _ = leaves_of(weights)
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
-        self._give_back()
+        self._release()
         sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
         apart = any(link.end.reaches for link in links.values())
         message = Load(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
@@ -87,8 +87,8 @@ class MultiProcessCarrier(PipeCarrier):
                 self._sums.take(sums)
             if self._partial:
                 self._take_late(model_id)
-                self._owed.setdefault(model_id, Unacked()).add(given, links.values())
-                self._given[model_id], self._untold[model_id] = given, set(links.values())
+                self._unacked.setdefault(model_id, Unacked()).add(given, links.values())
+                self._given[model_id], self._unsent[model_id] = given, set(links.values())
             self._versions[model_id] = version
 
         return Plan([], accept, lambda: None)
@@ -127,30 +127,30 @@ class MultiProcessCarrier(PipeCarrier):
         """The message itself, or one that leads to it: never two of these at once, so a late worker holds up one."""
         if not (load.is_apart and link.end.reaches and link.end.all_answered(tag.model_id)):
             return load.by_value()
-        self._lent.append((link, tag, load))  # before it is sent: an interrupt may come
+        self._in_use.append((link, tag, load))  # before it is sent: an interrupt may come
         return load.reference()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Drop weights that no worker can still ask for."""
-        self._lent = [each for each in self._lent if each[0].end.expects(each[1]) and not each[0].reported]
+        self._in_use = [each for each in self._in_use if each[0].end.expects(each[1]) and not each[0].reported]
 
     def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
         if not self._partial:
             return message
-        owed, given = self._owed[model_id], self._given[model_id]
-        if link in self._untold[model_id]:
-            self._untold[model_id].remove(link)
-            due = owed.due(link, given)
+        unacked, given = self._unacked[model_id], self._given[model_id]
+        if link in self._unsent[model_id]:
+            self._unsent[model_id].remove(link)
+            due = unacked.due(link, given)
         else:
-            due = owed.renew(link)
+            due = unacked.renew(link)
             self._renewed[model_id].add(link)
         return message if due is None else Load(Tag(model_id, version), due, nbytes=0, apart=False)
 
     def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
         """An answer to this message counts whenever it comes."""
         given, renewed = self._given[model_id], link in self._renewed[model_id]
-        self._owed[model_id].expect(given, link)
+        self._unacked[model_id].expect(given, link)
         self._open.setdefault(model_id, []).append(_Open(link, tag, given, renewed))
         link.end.remember(tag)
 
@@ -167,17 +167,17 @@ class MultiProcessCarrier(PipeCarrier):
             elif end.expects(each.tag) and not each.link.reported:
                 still.append(each)
             else:  # newer leaves have taken its place before it left, or the worker is gone
-                self._owed[model_id].settle(each.given, [], [], [each.link])
+                self._unacked[model_id].settle(each.given, [], [], [each.link])
         self._open[model_id] = still
 
     def _settle(self, model_id: str, each: _Open, result: Result) -> None:
-        owed, link = self._owed[model_id], each.link
+        unacked, link = self._unacked[model_id], each.link
         if result is None:
-            owed.settle(each.given, [link], [])
+            unacked.settle(each.given, [link], [])
         elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
-            owed.settle(each.given, [], [], [link])
+            unacked.settle(each.given, [], [], [link])
         else:
-            owed.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
+            unacked.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
 
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
@@ -196,7 +196,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def concluded(self, posted: Posted, outcome: Outcome) -> None:
-        self._give_back()
+        self._release()
         newest = self._newest.get(posted.model_id)
         if newest is None or newest[0] != posted.version:
             return

@@ -33,7 +33,7 @@ class PipeCarrier(ABC):
     def __init__(self) -> None:
         self.links: dict[int, Link] = {}  # the workers by index
         self._asked = 0  # questions so far
-        self.sign = object()  # by which the end of a pipe knows who told the worker last; see SenderEnd.announcers
+        self.sign = object()  # marks what this carrier has announced; see SenderEnd.announcers
 
     # What the kinds do differently.
 
@@ -80,7 +80,7 @@ class PipeCarrier(ABC):
         if workers and not links:
             raise WorkerDied(
                 f"all workers that {model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
-                "was sent. Start them again and register them anew",
+                "was sent. Restart them, and register them again",
                 missing=list(workers),
             )
         return links
@@ -91,16 +91,16 @@ class PipeCarrier(ABC):
         return max(self.version(model_id), used) + 1
 
     def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:
-        """Make weights the next version, and tell these workers."""
+        """Make weights the next version, and send it to these workers."""
         version = self.next_version(model_id, links)
         write([self.plan(model_id, weights, links, version)], version, deadline)
-        return self.tell(model_id, version, links)
+        return self.notify(model_id, version, links)
 
-    def tell(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
-        """Tell these workers of a version that is written."""
-        owed = self.announce(model_id, links)
-        told = max((tag.version for tags in owed.values() for tag in tags), default=version)
-        return Posted(model_id, told, links, owed)
+    def notify(self, model_id: str, version: int, links: dict[int, Link]) -> Posted:
+        """Send a version that is written to these workers."""
+        tags = self.announce(model_id, links)
+        newest = max((tag.version for each in tags.values() for tag in each), default=version)
+        return Posted(model_id, newest, links, tags)
 
     def ask(self, model_id: str, links: dict[int, Link], deadline: float) -> Proof:
         """Let these workers prove what they hold of this model; see WeightSender.verify()."""

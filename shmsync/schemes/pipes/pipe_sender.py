@@ -82,7 +82,7 @@ class PipeSender(WeightSender):
             links = self.ready("resend", worker_ids) if self.version else {}
             if not links:
                 return 0
-            posted = self.carrier.tell(self.model_id, self.version, links)
+            posted = self.carrier.notify(self.model_id, self.version, links)
             self.carrier.collect(posted, deadline)
             return posted.version
 

@@ -40,8 +40,8 @@ class SharedMemCarrier(PipeCarrier):
         self.plain: dict[str, TensorDictBase] = dict(policy_weights)
         self._auto_register = auto_register
         self._strategy = WeightStrategy(partial=publishers.partial, dtype=publishers.dtype)
-        self._joined: dict[str, dict[int, Link]] = {}  # who was told where the arena is
-        self._unconfirmed: dict[str, set[int]] = {}  # who has not said that it is there
+        self._joined: dict[str, dict[int, Link]] = {}  # the workers that the handle of the arena was sent to
+        self._unconfirmed: dict[str, set[int]] = {}  # workers that have not answered it
         self._routes: dict[str, tuple[Route, Publication]] = {}
         self._copies: dict[str, PlainCopy] = {}  # how the plain TensorDicts get what is sent
         self._sent: dict[str, int] = {}  # versions of models whose only copy is the user's own memory
@@ -106,7 +106,7 @@ class SharedMemCarrier(PipeCarrier):
             self.open(model_id)
 
     def open(self, model_id: str) -> None:
-        """Make the arena of registered weights, and tell the workers."""
+        """Make the arena of registered weights, and send its handle to the workers."""
         if not self.publishers.version(model_id):
             groups = self.publishers.chosen(self.links, self.links)
             self.publishers.plan(model_id, self.plain[model_id], groups, 1, len(self.links)).accept()
@@ -191,14 +191,14 @@ class SharedMemCarrier(PipeCarrier):
         versions = {index: self.publishers.newest_for(model_id, index) for index in links}
         self._register(model_id, links)
         unconfirmed = self._unconfirmed.get(model_id, set())
-        owed = {}
+        tags = {}
         for index, link in links.items():
             tag = Tag(model_id, versions[index])
-            owed[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
+            tags[index] = [Tag(model_id, 0), tag] if index in unconfirmed else [tag]
             link.end.answered_by_version(tag)
             link.end.send(small((tuple(tag), messages.UPDATE)), tag, replaceable=True)
         unconfirmed.difference_update(links)
-        return owed
+        return tags
 
     def _register(self, model_id: str, links: Mapping[int, Link]) -> None:
         """Send the arena's handle to the workers that do not have it, or got another one since."""
@@ -218,7 +218,7 @@ class SharedMemCarrier(PipeCarrier):
         if self._closed:
             raise ClosedError("this scheme was shut down, and its arenas are gone; make a new one")
 
-    # The common case: a module for all workers, who know the arena.
+    # The common case: a module for all workers, which have attached to the arena.
 
     def is_common(self, model_id: str) -> bool:
         """Do all workers share one arena that they have attached to, and is none of them known to be dead?"""
@@ -239,7 +239,7 @@ class SharedMemCarrier(PipeCarrier):
         return route.complete
 
     def post_common(self, model_id: str, module: nn.Module, deadline: float) -> Posted:
-        """As post(), in the case that is_common(): who has not answered in a moment is in the result."""
+        """As post(), in the case that is_common(). The result has the workers that have not answered in a moment."""
         route, publication = self._routes[model_id]
         copy = None
         if model_id in self.plain:

@@ -1,8 +1,8 @@
 """The weights of one message, in the two forms in which they may travel to a worker.
 
 As bytes in the message; or, when they are large and the worker has shown that it can open what its sender has, as a
-sealed memfd that is written once for all workers. The message then says where it is: who unpickles it, be it a plain
-recv(), has weights like any others.
+sealed memfd that is written once for all workers. The message then says where it is: unpickled, by a plain
+recv() too, it is weights like any others.
 """
 
 from __future__ import annotations
