@@ -60,7 +60,7 @@ class WorkerConnections:
         self._moves[worker] = small(tuple(handle))
 
     def wake(self, workers: Iterable[int]) -> None:
-        """Wake the connected ones of these workers. A worker with a full buffer has unread messages, and wakes anyway."""
+        """Wake those of these workers that are connected. One with a full buffer wakes for its unread messages."""
         for worker in workers:
             connection = self._connections.get(worker)
             if connection is None:
