@@ -192,11 +192,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         groups = Groups(
             first.sources,
             apart=first.apart or self.per_worker_weights,
-            slots=self.slots,
-            timeout=self.timeout,
+            options={"slots": self.slots, "timeout": self.timeout, "checksum": self.checksum},
             alias=self.alias,
             dtype=self.dtype,
-            checksum=self.checksum,
             strict=self.strict,
             places=places,
         )

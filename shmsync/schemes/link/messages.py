@@ -25,7 +25,7 @@ Untagged answers count for the oldest message without an answer.
 from __future__ import annotations
 
 import reprlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from ...engine.outcome import Failure
 from ...memory.control.segment import Handle
@@ -104,7 +104,7 @@ def given_message(content: Any, model_id: str, worker: int | None) -> Message:
         message = Message.of(content)
         return message._replace(worker=worker if message.worker is None else message.worker)
     meeting = content[1] if type(content) is tuple and len(content) == 2 else content
-    if type(meeting) is tuple and [type(each) for each in meeting] == [int, int, float]:
+    if _is_meeting(meeting):
         raise ValueError("this is a part of a message of send_together(); give apply_weights() the whole message")
     if type(content) is tuple and len(content) == 2 and isinstance(content[0], str):  # no Handle, which is a tuple too
         model_id, content = content
@@ -118,8 +118,7 @@ def is_message(message: object) -> bool:
     """Is it one of ours, for a worker?"""
     if not (is_answer_like(message) and isinstance(message, tuple) and message[1] in MESSAGES):
         return False
-    content = message[0]
-    return isinstance(content, tuple) and len(content) == 2 and isinstance(content[0], (str, tuple))
+    return _is_pair(message[0]) and isinstance(message[0][0], (str, tuple))
 
 
 def wrong_with(message: Any) -> str | None:
@@ -136,8 +135,7 @@ def wrong_with(message: Any) -> str | None:
         return f"{word!r} with the tag {reprlib.repr(content.tag)}, which is no (model id, version)"
     if word in (PREPARE, RESUME):
         ids, meeting = content
-        named = isinstance(ids, tuple) and all(isinstance(each, str) for each in ids)
-        if not (named and isinstance(meeting, tuple) and [type(each) for each in meeting] == [int, int, float]):
+        if not (isinstance(ids, tuple) and all(isinstance(each, str) for each in ids) and _is_meeting(meeting)):
             return f"{word!r} with {reprlib.repr(content)}, which is no call to come together"
     if word == VERIFY and not (isinstance(content[0], str) and isinstance(content[1], (dict, bytes))):
         return f"{word!r} with {reprlib.repr(content)}, which is no (model id, question)"
@@ -147,12 +145,16 @@ def wrong_with(message: Any) -> str | None:
 
 
 def is_tag(tag: object) -> bool:
-    """Does it name a message?"""
-    return isinstance(tag, tuple) and len(tag) == 2 and (type(tag[0]), type(tag[1])) == (str, int)
+    """Does it name a message, or a version of a model?"""
+    return _is_pair(tag) and tuple(map(type, tag)) == (str, int)
 
 
-def _is_pair(content: object) -> bool:
+def _is_pair(content: object) -> TypeGuard[tuple[Any, Any]]:
     return isinstance(content, tuple) and len(content) == 2
+
+
+def _is_meeting(content: object) -> bool:
+    return isinstance(content, tuple) and [type(each) for each in content] == [int, int, float]
 
 
 def is_answer_from_us(message: object) -> bool:
@@ -160,11 +162,6 @@ def is_answer_from_us(message: object) -> bool:
     return is_answer_like(message) and (isinstance(message, Tagged) or isinstance(message[0], Failure))  # type: ignore[index]
 
 
-def is_version(content: Any) -> bool:
-    """Does it name a version of a model?"""
-    return isinstance(content, tuple) and len(content) == 2 and (type(content[0]), type(content[1])) == (str, int)
-
-
 def is_answer_like(message: object) -> bool:
     """Does it have the shape of an answer, whatever it says?"""
-    return isinstance(message, tuple) and len(message) == 2 and isinstance(message[1], str)
+    return _is_pair(message) and isinstance(message[1], str)

@@ -236,7 +236,7 @@ class SenderEnd:
 
     def _names_version(self, data: Any) -> bool:
         """Is it what names a version that was sent from here and lies in an arena?"""
-        return messages.is_version(data) and data[1] <= self._in_arenas.get(data[0], 0)
+        return messages.is_tag(data) and data[1] <= self._in_arenas.get(data[0], 0)
 
     def forget_habits(self) -> None:
         """Another process may answer from now on, and in another way."""

@@ -111,7 +111,8 @@ class Groups:
     Args:
         sources: the first weights by worker; workers with the same object share an arena, on each device one.
         apart: give each worker an arena of its own in any case.
-        slots, timeout, dtype, checksum: of each Publisher.
+        options: of each Publisher: slots, timeout, checksum.
+        dtype: of the first arenas; later ones cast as the arena that they are copied from.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
         strict: refuse weights that the arena has no leaf for; else they are left out.
         places: by worker, the device on which its arena lies; the others' lies in the host's memory.
@@ -124,18 +125,14 @@ class Groups:
         sources: Mapping[int, Any],
         *,
         apart: bool,
-        slots: int,
-        timeout: float,
+        options: Mapping[str, Any],
         alias: bool = False,
         dtype: Dtypes = None,
-        checksum: bool = False,
         strict: bool = True,
-        places: Mapping[int, str] | None = None,
+        places: Mapping[int, str],
     ) -> None:
-        self._checksum, self._strict = checksum, strict
-        places = {} if places is None else places
-        self._slots, self._timeout, self._alias, self._dtype = slots, timeout, alias, dtype
-        self._readers = max(64, 2 * len(sources))
+        self._options = {**options, "max_readers": max(64, 2 * len(sources))}
+        self._alias, self._dtype, self._strict = alias, dtype, strict
         planned: dict[Any, tuple[str, list[int], str]] = {}  # name, workers, device
         for worker, source in sources.items():
             place = places.get(worker, usual())
@@ -273,16 +270,7 @@ class Groups:
     def _make(
         self, weights: Any, name: str, device: str | None, members: Collection[int] = (), *, dtype: Dtypes = None
     ) -> Group:
-        publisher = Publisher(
-            weights,
-            name=name,
-            slots=self._slots,
-            max_readers=self._readers,
-            device=device,
-            dtype=dtype,
-            timeout=self._timeout,
-            checksum=self._checksum,
-        )
+        publisher = Publisher(weights, name=name, device=device, dtype=dtype, **self._options)
         self._groups.append(Group(publisher, members))
         return self._groups[-1]
 
