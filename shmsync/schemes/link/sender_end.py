@@ -42,8 +42,7 @@ class SenderEnd:
         self._ambiguous: dict[Tag, str] = {}  # pairs that may be a wrong answer of a loop that tags nothing
         self._reasons: dict[Tag, str] = {}  # why there will be no answer, in the worker's words
         self._foreign: str | None = None  # what came that looks like an answer, and is none
-        self._remembered: set[Tag] = set()  # messages of which late answers are kept
-        self._late: dict[Tag, Result] = {}
+        self._late: dict[Tag, tuple[Result] | None] = {}  # messages of which late answers are kept; None: none yet
         self._send_locks: dict[str, SendLock] = {}
         self.announcers: dict[str, object] = {}  # by model: the sign of the carrier that has announced weights last
 
@@ -110,14 +109,15 @@ class SenderEnd:
 
     def remember(self, tag: Tag) -> None:
         """Keep what the answer to this message says if it arrives after the send has ended."""
-        self._remembered.add(tag)
+        self._late[tag] = None
 
     def late_answer(self, tag: Tag) -> tuple[Result] | None:
         """The answer to a message that is remembered, in a tuple of one, once; None: it has not arrived."""
         with self.lock:
-            if tag not in self._awaited:
-                self._remembered.discard(tag)
-            return (self._late.pop(tag),) if tag in self._late else None
+            found = self._late.get(tag)
+            if found is not None or tag not in self._awaited:
+                self._late.pop(tag, None)
+            return found
 
     def all_answered(self, model_id: str) -> bool:
         """Is every message of this model answered?"""
@@ -230,8 +230,8 @@ class SenderEnd:
                 del awaited[tag]
                 if wanted:
                     self._results[tag] = result
-                elif tag in self._remembered:
-                    self._late[tag] = result
+                elif tag in self._late:
+                    self._late[tag] = (result,)
         del channel.arrived[0]
 
     def _names_version(self, data: Any) -> bool:

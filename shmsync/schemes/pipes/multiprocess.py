@@ -28,7 +28,7 @@ from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
-from .weights_message import Load, Unreadable
+from .weights_message import Unreadable, WeightsMessage
 
 
 class _Open(NamedTuple):
@@ -48,9 +48,9 @@ class MultiProcessCarrier(PipeCarrier):
         self._devices = WorkerDevices(None) if devices is None else devices
         self._sums = SentSums() if checksum else None
         self._versions: dict[str, int] = {}
-        self._in_use: list[tuple[Link, Tag, Load]] = []  # unanswered messages that refer to memory of this process
-        self._newest: dict[str, tuple[int, Load]] = {}  # what resend() brings: a version, and its message
-        self._applied: dict[str, tuple[int, Load]] = {}  # the newest that a worker has applied
+        self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
+        self._newest: dict[str, tuple[int, WeightsMessage]] = {}  # what resend() brings: a version, and its message
+        self._applied: dict[str, tuple[int, WeightsMessage]] = {}  # the newest that a worker has applied
         self._partial = partial
         self._unacked: dict[str, Unacked] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
@@ -77,7 +77,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._release()
         sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
         apart = any(link.end.reaches for link in links.values())
-        message = Load(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
+        message = WeightsMessage(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
         keys = [(model_id, index) for index in links]
         sums = None if self._sums is None else self._sums.noted(leaves, keys)
 
@@ -116,25 +116,24 @@ class MultiProcessCarrier(PipeCarrier):
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.announcers[model_id] = self.sign
-            load = self._message_for(model_id, link, version, message)
-            payload = self._payload(load, link, tag)
+            payload = self._payload(self._message_for(model_id, link, version, message), link, tag)
             if self._partial:
                 self._expect(model_id, link, tag)
             link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
-    def _payload(self, load: Load, link: Link, tag: Tag) -> bytes:
+    def _payload(self, message: WeightsMessage, link: Link, tag: Tag) -> bytes:
         """The message itself, or one that leads to it: never two of these at once, so a late worker holds up one."""
-        if not (load.is_apart and link.end.reaches and link.end.all_answered(tag.model_id)):
-            return load.by_value()
-        self._in_use.append((link, tag, load))  # before it is sent: an interrupt may come
-        return load.reference()
+        if not (message.is_apart and link.end.reaches and link.end.all_answered(tag.model_id)):
+            return message.by_value()
+        self._in_use.append((link, tag, message))  # before it is sent: an interrupt may come
+        return message.reference()
 
     def _release(self) -> None:
         """Drop weights that no worker can still ask for."""
         self._in_use = [each for each in self._in_use if each[0].end.expects(each[1]) and not each[0].reported]
 
-    def _message_for(self, model_id: str, link: Link, version: int, message: Load) -> Load:
+    def _message_for(self, model_id: str, link: Link, version: int, message: WeightsMessage) -> WeightsMessage:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
         if not self._partial:
             return message
@@ -145,7 +144,7 @@ class MultiProcessCarrier(PipeCarrier):
         else:
             due = unacked.renew(link)
             self._renewed[model_id].add(link)
-        return message if due is None else Load(Tag(model_id, version), due, nbytes=0, apart=False)
+        return message if due is None else WeightsMessage(Tag(model_id, version), due, nbytes=0, apart=False)
 
     def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
         """An answer to this message counts whenever it comes."""
@@ -181,31 +180,27 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
+        self._release()
+        newest = self._newest.get(posted.model_id)
+        if newest is not None and newest[0] == posted.version and outcome.done:
+            self._applied[posted.model_id] = newest
+        elif newest is not None and newest[0] == posted.version and outcome.failed:
+            # Refused by all workers that answered: it is sent to no other worker.
+            del self._newest[posted.model_id]
+            if posted.model_id in self._applied:
+                self._newest[posted.model_id] = self._applied[posted.model_id]
         super().mark(posted, outcome)
         if not self._partial:
             return
         results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
         results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
         open_ones = self._open[posted.model_id]
-        newest = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
-        self._open[posted.model_id] = [each for each in open_ones if each not in newest]
+        answered = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
+        self._open[posted.model_id] = [each for each in open_ones if each not in answered]
         self._take_late(posted.model_id)
-        for each in newest:
+        for each in answered:
             each.link.end.late_answer(each.tag)  # it is known already
             self._settle(posted.model_id, each, results[each.link])
-
-    @override
-    def concluded(self, posted: Posted, outcome: Outcome) -> None:
-        self._release()
-        newest = self._newest.get(posted.model_id)
-        if newest is None or newest[0] != posted.version:
-            return
-        if outcome.done:
-            self._applied[posted.model_id] = newest
-        elif outcome.failed:  # refused by all workers that answered: no other worker gets it either
-            del self._newest[posted.model_id]
-            if posted.model_id in self._applied:
-                self._newest[posted.model_id] = self._applied[posted.model_id]
 
 
 class MPTransport(PipeTransport):

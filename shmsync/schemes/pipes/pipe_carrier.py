@@ -126,12 +126,8 @@ class PipeCarrier(ABC):
         self.mark(posted, outcome)
         outcome.check(f"version {posted.version} of {posted.model_id!r}", posted.version)
 
-    def concluded(self, posted: Posted, outcome: Outcome) -> None:  # noqa: B027  # most have nothing to do
-        """A wait for this version is over."""
-
     def mark(self, posted: Posted, outcome: Outcome) -> None:
-        """Leave the dead out from now on; a worker that replaced one since is not affected."""
-        self.concluded(posted, outcome)
+        """Take in what a wait for this version found: the dead are left out from now on, their successors are not."""
         for index in list(outcome.dead):
             link = posted.links[index]
             if self.done_before_leaving(posted.model_id, index) and link.finished:

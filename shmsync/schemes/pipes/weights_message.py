@@ -28,7 +28,7 @@ class Unreadable:
         self.error = error
 
 
-class Load:
+class WeightsMessage:
     """A message with weights; read from its source when it is made.
 
     Args:
