@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from .... import _native
 from ....engine.bind.binding import Binding
 from ....engine.bind.guard import CALL, Guard, Proxy
 from ....engine.bind.guarded_methods import GuardedCall, calls_of
@@ -15,7 +17,26 @@ from ....engine.bind.read_guard import Cover
 from ....engine.subscriber import Subscriber
 from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
-from .model_lock import ModelLock
+
+
+class ModelLock(_native.ModelTurn):
+    """A re-entrant lock for one model: calls of it in a worker and moves of its weights exclude each other.
+
+    The listening thread does not wait for the lock: it defers its work.
+    """
+
+    _deferred: Callable[[], Any] | None = None
+
+    def defer(self, work: Callable[[], Any] | None) -> None:
+        """Let the thread that holds the lock do this when it releases it, in place of what was left before."""
+        self._deferred = work
+        self._asked = work is not None  # last: then there is something to do
+
+    def _ring(self) -> None:
+        """Called by the native half when the lock is released and work is left to do."""
+        work = self._deferred
+        if work is not None:
+            work()
 
 
 class SafePoint(Cover):

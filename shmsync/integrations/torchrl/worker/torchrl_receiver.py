@@ -23,8 +23,7 @@ from ....memory.control.segment import Handle
 from ....schemes.arenas.subscriptions import is_elsewhere
 from .clock import VersionClock
 from .listener import ConnectionListener
-from .model_lock import ModelLock
-from .safe_point import LoadPoint, SafePoint, StatePoint, make_private
+from .safe_point import LoadPoint, ModelLock, SafePoint, StatePoint, make_private
 from .worker_connection import WorkerConnection
 
 
@@ -170,7 +169,7 @@ class Receiver:
         if isinstance(message, Handle):
             self._next_arena = message
         if not self._catch_up():
-            self._model_lock.rang = self._catch_up
+            self._model_lock.defer(self._catch_up)
             self._catch_up()  # the turn may have ended just before it could see that
         return True
 
@@ -181,7 +180,7 @@ class Receiver:
         lock = self._server_lock
         try:
             if lock is not None and not lock.acquire(blocking=False):
-                self._model_lock.rang = None  # the server is serving, and calls refresh() when it has done so
+                self._model_lock.defer(None)  # the server is serving, and calls refresh() when it has done so
                 return True
             try:
                 self._advance()
@@ -196,7 +195,7 @@ class Receiver:
 
     def _advance(self) -> None:
         """Move to the trainer's arena and version, in a turn."""
-        self._model_lock.rang = None
+        self._model_lock.defer(None)
         handle, self._next_arena = self._next_arena, None
         if handle is not None:
             self._move_to(handle)
