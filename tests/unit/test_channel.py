@@ -17,8 +17,9 @@ import pytest
 
 from shmsync import _native
 from shmsync.schemes.link.connection import Channel
+from shmsync.schemes.link.exchange import LinkPoll
 from shmsync.schemes.link.messages import Tag
-from shmsync.schemes.link.sender_end import SenderEnd
+from shmsync.schemes.link.sender_end import Link, SenderEnd
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -258,3 +259,28 @@ def test_what_does_not_leave_is_kept_and_the_end_is_told(pipe):
     theirs.close()
     channel.send(b"x")
     assert channel.ended and not channel.unsent
+
+
+def test_a_poll_of_links_finds_readable_pipes_and_processes_that_have_ended(pipe):
+    ours, theirs = pipe
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    link = Link(ours, process)
+    watch = LinkPoll({7: link})
+    assert watch.wait([7], time.monotonic()) == [(7, False)]  # no event: each worker may be looked at
+    theirs.send("news")
+    assert watch.wait([7], time.monotonic() + SOON) == [(7, True)]
+    assert link.take_pending() == ["news"]
+    process.kill()
+    process.join()
+    assert watch.wait([], time.monotonic() + SOON) == [(7, False)]
+    assert link.dead
+
+
+def test_a_poll_of_links_does_not_watch_a_pipe_that_has_ended(pipe):
+    ours, theirs = pipe
+    link = Link(ours)
+    theirs.close()
+    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == [(7, True)]
+    assert link.take_pending() == [] and link.channel.ended
+    assert LinkPoll({7: link}).wait([], time.monotonic() + SOON) == []  # after a slice, in place of at once for ever

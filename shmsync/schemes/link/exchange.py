@@ -35,6 +35,9 @@ def gather(
         for index, link in links.items():
             if _settled(outcome, index, link, tags[index]):  # a wait for another model may have read the answers
                 del waiting[index]
+            elif link.channel.ended and not link.channel.arrived:  # LinkPoll does not watch it any more
+                outcome.dead[index] = str(link)
+                del waiting[index]
         watch = LinkPoll(waiting)
         while waiting:
             for index, readable in watch.wait(waiting, deadline):
