@@ -48,12 +48,12 @@ def gather(
                 if not link.channel.closed:
                     link.end.pump()
                 if not _settled(outcome, index, link, tags[index], any_word=any_word):
-                    if (said := link.end.foreign()) is not None:
+                    if (problem := link.end.foreign()) is not None:
                         outcome.failed[index] = _protocol_failure(
                             index,
-                            f"worker {index} has sent an answer that shmsync cannot read: {said}. It was dropped, and "
-                            "the pipe stays usable; run the same version of shmsync on both sides, and let no other "
-                            "code write into this pipe",
+                            f"worker {index} has sent an answer that shmsync cannot read: {problem}. It was dropped, "
+                            "and the pipe stays usable; run the same version of shmsync on both sides, and let no "
+                            "other code write into this pipe",
                         )
                     elif gone or link.channel.ended:
                         outcome.dead[index] = str(link)
@@ -87,8 +87,8 @@ def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag], *, a
             outcome.failed[index] = failed[0]
         else:
             outcome.done.append(index)
-    elif any_word and (said := end.ambiguous(tags)) is not None:
-        outcome.failed[index] = said
+    elif any_word and (problem := end.ambiguous(tags)) is not None:
+        outcome.failed[index] = problem
     elif link.channel.garbage:
         outcome.failed[index] = _protocol_failure(
             index,
@@ -100,9 +100,9 @@ def _settled(outcome: Outcome, index: int, link: Link, tags: Sequence[Tag], *, a
     return True
 
 
-def _protocol_failure(index: int, said: str) -> Failure:
+def _protocol_failure(index: int, message: str) -> Failure:
     """A failure that was found on this side of the pipe, and so has no traceback of the worker's."""
-    error = ProtocolError(said, missing=[index])
+    error = ProtocolError(message, missing=[index])
     return Failure(None, pickle.dumps(error), str(error), f"ProtocolError: {error}\n")
 
 

@@ -21,7 +21,7 @@ from .messages import Tag
 from .send_lock import SendLock
 
 _AT_ONCE = 256  # user messages of a worker that are read between two looks at the deadline
-_MOMENT = 2_000_000  # ns; other threads that share a pipe wait so long for their turn
+_MOMENT = 2_000_000  # ns; so long other threads that share a pipe may wait for it
 Result = Failure | str | None  # what went wrong; None: applied. A string: it answered something else
 
 
@@ -209,14 +209,14 @@ class SenderEnd:
             elif not tags:
                 ambiguous = self.oldest()
         wanted = tag is not None and awaited.get(tag, False)
-        said = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
+        problem = unexpected(word) if word not in messages.ANSWERS else f"it answered {word!r} with data of its own"
         # No call from here on: see Channel.peek().
         self._tags = tags
         self.reaches = reaches
         if tags and self._ambiguous:
             self._ambiguous = {}  # they were messages of its own
         if ambiguous is not None and ambiguous not in self._ambiguous:
-            self._ambiguous[ambiguous] = said
+            self._ambiguous[ambiguous] = problem
         if foreign is not None:
             self._foreign = foreign
         elif strange:

@@ -24,7 +24,7 @@ class Posted(NamedTuple):
     model_id: str
     version: int
     links: dict[int, Link]
-    tags: dict[int, list[Tag]]  # which answers each of them owes
+    tags: dict[int, list[Tag]]  # the answers that each of them is to send
 
 
 class PipeCarrier(ABC):
@@ -47,7 +47,7 @@ class PipeCarrier(ABC):
 
     @abstractmethod
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        """Tell these workers of the newest version; which answers each of them owes."""
+        """Send the newest version to these workers; the answers that each of them is to send."""
 
     def question(self, model_id: str, index: int) -> Any:
         """What to ask a worker that is to prove what it holds. Raises ProtocolError when nothing was sent to it."""

@@ -220,8 +220,8 @@ class PipeReceiver(WeightReceiver):
         self._end.answer(message, messages.UPDATED)
 
     def _refused(self, message: Message, error: Exception) -> None:
-        said = str(error)  # a kept log record keeps no weights alive
-        _log.warning("%r of %r was refused: %s", message.kind, self._model_id, said)
+        reason = str(error)  # a kept log record keeps no weights alive
+        _log.warning("%r of %r was refused: %s", message.kind, self._model_id, reason)
         self._end.answer_failure(message, error)
 
     def _attach_or_prove(self, message: Message) -> None:

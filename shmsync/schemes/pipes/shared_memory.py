@@ -233,7 +233,7 @@ class SharedMemSender(PipeSender):
         deadline = deadline_after(timeout, self.default_timeout)
         with hold_all(self.send_locks(), deadline, "send"):
             self.check_ready("send")
-            if self.carrier.is_common(self._model_id):  # still, now that it is this thread's turn
+            if self.carrier.is_common(self._model_id):  # still, now that this thread has the lock
                 posted = self.carrier.post_common(self._model_id, source, deadline)
                 if posted.links:
                     self.carrier.collect(posted, deadline)

@@ -48,7 +48,7 @@ class WorkerConnections:
         self._peers: dict[int, Peer] = {}
         self._connections: dict[int, socket.socket] = {}
         self._moves: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
-        self._poll = select.poll()  # of every descriptor: one call tells that nothing has happened
+        self._poll = select.poll()  # of every descriptor: one call shows that nothing has happened
         self._handlers: dict[int, Callable[[], list[Report]]] = {}  # by descriptor
         self._open = {self._listener: None}  # in order: the listener closes first, so that no worker connects again
         self._watch(self._listener.fileno(), self._accept)

@@ -33,12 +33,12 @@ class VersionClock:
         self.flight = _native.Flight()  # under_way: a forward has begun whose frame is not stamped; due: see moved()
         self._tracker: Any = None
         self._lock = threading.Lock()
-        self._owed = 0  # updates that the tracker does not show yet
-        self._tell: Callable[[], Any] | None = None
+        self._uncounted = 0  # updates that the tracker does not show yet
+        self._handler: Callable[[], Any] | None = None
 
-    def tell(self, tell: Callable[[], Any]) -> None:
-        """Call this once for each update, in the turn in which the weights move."""
-        self._tell = tell
+    def on_update(self, handler: Callable[[], Any]) -> None:
+        """Call this once for each update, under the model's lock."""
+        self._handler = handler
         self.moved(0)
 
     def follow(self, collector: Any) -> None:
@@ -56,12 +56,12 @@ class VersionClock:
             tracker._step = self._stamp  # in this worker's own transform
 
     def moved(self, updates: int) -> None:
-        """Note that the weights are that many updates newer. Any thread may call it that has the model's turn."""
+        """Note that the weights are that many updates newer. Any thread may call it that holds the model's lock."""
         with self._lock:
-            self._owed += updates
-        while self._tell is not None and self._owed:
-            self._owed -= 1
-            self._tell()
+            self._uncounted += updates
+        while self._handler is not None and self._uncounted:
+            self._uncounted -= 1
+            self._handler()
         with self._lock:
             if self._tracker is None:
                 return
@@ -85,15 +85,15 @@ class VersionClock:
         result = self._step(tensordict, next_tensordict)
         if tensordict is not None:  # None: a reset, perhaps of some environments, which ends no frame
             self.flight.under_way = False
-            if self._owed:  # after the flag: moved() looks at it after it has added to this
+            if self._uncounted:  # after the flag: moved() looks at it after it has added to this
                 with self._lock:
                     self._settle()
         return result
 
     def _settle(self) -> None:
-        for _ in range(self._owed):
+        for _ in range(self._uncounted):
             self._tracker.increment_version()
-        self._owed = 0
+        self._uncounted = 0
 
 
 class OwnVersions:

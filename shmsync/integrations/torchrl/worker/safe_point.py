@@ -42,18 +42,18 @@ class ModelLock(_native.ModelTurn):
 class SafePoint(Cover):
     """Covers a policy's calls: each is one read section of the arena that the policy is bound to now.
 
-    It also takes the turn, which keeps out the thread that moves an idle policy. When the policy is bound to another
+    It also takes the lock, which keeps out the thread that moves an idle policy. When the policy is bound to another
     arena it stays, so that a call that is just entering finds the new one. All of that is native, like other covers.
     """
 
     def __init__(self, module: nn.Module, model_lock: ModelLock, clock: VersionClock) -> None:
         super().__init__(module)
-        self._looked = True  # gradients are the collector's choice, which nobody need be warned of
+        self._looked = True  # gradients are the collector's choice, and no reason for a warning
         self.model_lock = model_lock
         self.clock = clock
         try:
             calls = calls_of(module, True)
-        except ProtocolError:  # a method that nobody may guard; collectors call the policy itself
+        except ProtocolError:  # a method that cannot be guarded; collectors call the policy itself
             calls = [GuardedCall(module, CALL), GuardedCall(module, "forward")]
         self._installed = [Guard(each.module, each.method, self) for each in calls]
         own = [guard for guard in self._installed if guard.module is module]
@@ -61,7 +61,7 @@ class SafePoint(Cover):
         self._around(model_lock, clock.flight, forwards)
 
     def use(self, subscriber: Subscriber) -> None:
-        """Make sections of this subscriber's arena from now on. Call it in a turn."""
+        """Make sections of this subscriber's arena from now on. Call it under the lock."""
         self.enter([subscriber], plain=True, clones=True)
 
     @property
@@ -70,7 +70,7 @@ class SafePoint(Cover):
         return cast(Subscriber, self.paths[0]) if self.paths else None
 
     def remove(self) -> None:
-        """Give the module its own methods back. Call it in a turn."""
+        """Give the module its own methods back. Call it under the lock."""
         self.enter([], plain=True, clones=False)
         for guard in self._installed:
             guard.remove()
@@ -111,7 +111,7 @@ class LoadPoint(Proxy):
         super().__init__(module, "_load_from_state_dict")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the parameters private, and load them, in a turn."""
+        """Make the parameters private, and load them, under the lock."""
         with self._policy.model_lock:
             self._policy.clock.flight.due = True  # a collector's state has a version too
             if self._policy.subscriber is not None:

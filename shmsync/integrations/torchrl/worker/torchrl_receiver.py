@@ -139,14 +139,14 @@ class Receiver:
         """
         reference = weakref.ref(server)
 
-        def tell() -> None:
+        def count() -> None:
             served = reference()
             if served is not None:
                 served.update_policy_weights_(model_id=model_id, policy_or_weights=self.weights)
 
         with self._model_lock:
             self._server_lock = getattr(server, "_model_lock", None)
-            self.clock.tell(tell)
+            self.clock.on_update(count)
 
     def apply(self, weights: Any) -> None:
         """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
@@ -170,11 +170,11 @@ class Receiver:
             self._next_arena = message
         if not self._catch_up():
             self._model_lock.defer(self._catch_up)
-            self._catch_up()  # the turn may have ended just before it could see that
+            self._catch_up()  # the lock may have been released just before that
         return True
 
     def _catch_up(self) -> bool:
-        """Move to the trainer's arena and version; False when another thread has the turn."""
+        """Move to the trainer's arena and version; False when another thread holds the lock."""
         if not self._model_lock.try_enter():
             return False
         lock = self._server_lock
@@ -194,7 +194,7 @@ class Receiver:
         return True
 
     def _advance(self) -> None:
-        """Move to the trainer's arena and version, in a turn."""
+        """Move to the trainer's arena and version, under the lock."""
         self._model_lock.defer(None)
         handle, self._next_arena = self._next_arena, None
         if handle is not None:
