@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 
@@ -15,18 +16,38 @@ from support.conformance.nets import Stamped, stamp
 
 
 class Box:
-    """A transport of two methods; `gate` keeps its sends."""
+    """A transport of two methods; `gate` keeps its calls."""
 
     def __init__(self):
         self.gate = threading.Event()
         self.gate.set()
         self.got = []
         self.threads = []
+        self.calls = []
+
+    def held(self, timeout=None):
+        """Wait at the gate; False: it stays closed for that long."""
+        self.threads.append(threading.current_thread())
+        return self.gate.wait(60 if timeout is None else timeout)
+
+    @contextlib.contextmanager
+    def call(self):
+        self.calls.append(threading.Event())
+        try:
+            yield
+        finally:
+            self.calls[-1].set()
+
+    def finish(self):
+        """Wait until each of its calls has returned."""
+        self.gate.set()
+        for call in self.calls:
+            assert call.wait(60)
 
     def send_weights(self, model_id, weights):
-        self.threads.append(threading.current_thread())
-        assert self.gate.wait(60)
-        self.got.append({key: tensor.clone() for key, tensor in weights.items()})
+        with self.call():
+            assert self.held()
+            self.got.append({key: tensor.clone() for key, tensor in weights.items()})
 
     def receive_weights(self, timeout=1.0):
         return None
@@ -39,16 +60,15 @@ class Asks(Box):
         self.got.append(weights)
 
     def wait_ack(self):
-        self.threads.append(threading.current_thread())
-        assert self.gate.wait(60)
+        with self.call():
+            assert self.held()
 
 
 class Timed(Asks):
     """Its wait_ack() takes a timeout."""
 
     def wait_ack(self, timeout=None):
-        self.threads.append(threading.current_thread())
-        if not self.gate.wait(60 if timeout is None else timeout):
+        if not self.held(timeout):
             raise TimeoutError("no answer")
 
 
@@ -75,10 +95,7 @@ def connect():
 
     yield connect
     for box in made:
-        box.gate.set()
-        for thread in box.threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        box.finish()
 
 
 @pytest.mark.parametrize("kind", [Box, Asks, Timed])
@@ -118,9 +135,7 @@ def test_a_late_transport_sends_the_weights_of_its_send_whatever_the_trainer_doe
     with pytest.raises(shmsync.AckTimeout):
         sender.send(net, timeout=0.1)
     stamp(net, 2)
-    box.gate.set()
-    for thread in box.threads:
-        thread.join()
+    box.finish()
     assert all((tensor == 1).all() for tensor in box.got[0].values())
 
 
@@ -128,6 +143,30 @@ def test_without_a_timeout_every_method_is_called_as_it_is(connect):
     sender, boxes = connect(Box, Asks, Timed)
     assert sender.send(Stamped(1)) == 1
     assert {thread for box in boxes for thread in box.threads} == {threading.current_thread()}
+
+
+def test_sends_with_a_deadline_to_a_worker_that_answers_share_one_thread(connect):
+    sender, (box,) = connect(Box)
+    for value in range(5):
+        sender.send(Stamped(value), timeout=60)
+    assert len(set(box.threads)) == 1 and threading.current_thread() not in box.threads
+
+
+def test_a_forked_child_sends_with_a_deadline_as_its_parent_did(connect):
+    sender, (box,) = connect(Box)
+    sender.send(Stamped(1), timeout=60)
+    ours, theirs = multiprocessing.Pipe()
+
+    def send():
+        sender.send(Stamped(2), timeout=60)
+        theirs.send(box.got[-1]["count"].tolist())
+
+    child = multiprocessing.get_context("fork").Process(target=send)
+    child.start()
+    theirs.close()
+    assert ours.poll(60) and ours.recv() == [2, 2, 2]
+    child.join()
+    ours.close()
 
 
 def test_an_error_of_a_transport_is_raised_when_the_others_are_done(connect):
@@ -172,6 +211,3 @@ def test_what_an_interrupted_send_has_sent_is_not_waited_for_by_the_next(timeout
     assert raised.value.missing == [0, 1]
     for each in (*pipes[0], *pipes[1]):
         each.close()
-    for thread in threading.enumerate():
-        if thread.name == "shmsync blocking call":
-            thread.join(60)

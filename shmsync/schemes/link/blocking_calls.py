@@ -1,19 +1,16 @@
-"""Calls of transports that know of no deadline, made so that the send that needs them ends at its own.
+"""Run the blocking calls of transports so that send() still meets its deadline.
 
-A method that takes `timeout=` gets what is left, and is called as it is. One that does not, in a send with a deadline,
-runs in a thread of its own: the send goes on when its time is over, and the next one to the same worker waits for that
-thread. Of a transport in two steps it also waits for the answers that came too late for theirs.
+A method that takes `timeout=` gets the seconds that are left, on the calling thread. One without it, in a send with a
+deadline, runs on the SerialExecutor of its transport. The send returns when its time is over. The next send to the same
+worker waits for the earlier call. With a transport in two steps it also waits for the answers to earlier sends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,112 +19,132 @@ import torch
 from tensordict import TensorDictBase
 
 from ...engine.outcome import Outcome, Wording
-from .timed_queue import TimedQueue
+from .serial_executor import GRACE, SerialExecutor, Task
 
 _log = logging.getLogger("shmsync")
-_WORDING = Wording("its transport has not come back", after_lateness="Send again, or give more time with timeout=")
+_WORDING = Wording("its transport has not returned", after_lateness="Send again, or give more time with timeout=")
+Method = Callable[..., Any]
 
 
-class BlockingCall:
-    """One call in a thread of its own. A daemon, since it may never return."""
+class UnackedCount:
+    """The number of messages of a transport in two steps that are not answered."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._bell: TimedQueue[None] = TimedQueue()
-        self._done = False
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="shmsync blocking call")
+    value = 0
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:
-            self.error = error
-        del self._function  # and the weights that it holds
-        self._done = True
-        self._bell.put(None)
+class CallState:
+    """What the sends of one sender have left at one transport.
 
-    def done_by(self, deadline: float) -> bool:
-        """Wait for it until that monotonic time; has it returned?"""
-        if not self._done:
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(deadline - time.monotonic())
-                self._bell.put(None)  # for the next one that asks
-        if self._done:
-            self._thread.join()  # it has nothing left to do
-        return self._done
+    INV: no call refers to the state, or a call that blocks would keep its executor, and the thread, after the sender.
+    """
+
+    def __init__(self, transport: Any) -> None:
+        self.transport = transport
+        self.task: Task | None = None  # a call that has not returned, or whose result was not taken yet
+        self.unacked = UnackedCount()
+        self._executor = SerialExecutor()  # its thread starts with the first call
+
+    @property
+    def in_two_steps(self) -> bool:
+        """Has it a method that sends and another one that waits for the answer?"""
+        return hasattr(self.transport, "send_weights_async") and hasattr(self.transport, "wait_ack")
+
+    def start(self, function: Callable[[], Any]) -> None:
+        """Run this on the executor."""
+        self.task = Task(function)  # before it starts: an interrupt may come
+        self._executor.put(self.task)
+
+    def idle_by(self, deadline: float) -> bool:
+        """Wait until that monotonic time for the call in progress. Has it returned?"""
+        return self.task is None or self.task.done_by(deadline)
 
 
 class BlockingCalls:
-    """The calls of one sender that are under way, by worker. A copy has none."""
+    """The transports of one sender by worker. A copy has none."""
 
     def __init__(self) -> None:
-        self.under_way: dict[int, tuple[Any, BlockingCall]] = {}  # the transport, and what it does
-        self._owed: dict[int, tuple[Any, int]] = {}  # the transport, and how many answers are to come over it
+        self._states: dict[int, CallState] = {}
 
     def __reduce__(self) -> tuple[type[BlockingCalls], tuple[()]]:
         return BlockingCalls, ()
 
-    def owed(self, index: int, transport: Any) -> int:
-        """The number of messages sent over this transport that are unanswered."""
-        known = self._owed.get(index)
-        return known[1] if known is not None and known[0] is transport else 0
-
-    def owes(self, index: int, transport: Any, answers: int) -> None:
-        """So many answers are to come over this worker's transport."""
-        self._owed[index] = transport, answers
-
-    def earlier(self, index: int, transport: Any) -> BlockingCall | None:
-        """What this worker's transport still does of an earlier send."""
-        known = self.under_way.get(index)
-        return known[1] if known is not None and known[0] is transport else None
+    def of(self, index: int, transport: Any) -> CallState:
+        """The state of this worker's transport. A new transport starts with nothing in progress."""
+        state = self._states.get(index)
+        if state is None or state.transport is not transport:
+            state = self._states[index] = CallState(transport)
+        return state
 
 
 class Calls:
     """The steps of one send: the same method of several workers' transports, then the next one."""
 
     def __init__(self, blocking_calls: BlockingCalls, transports: Mapping[int, Any], what: str, version: int) -> None:
-        self._blocking_calls = blocking_calls
-        self._transports = dict(transports)
-        self._left = dict(transports)  # whose steps were all done so far
-        self._running: dict[int, BlockingCall] = {}
+        # The workers whose steps were all done so far, then those whose call is in progress.
+        self._ready = {index: blocking_calls.of(index, transport) for index, transport in transports.items()}
+        self._running: dict[int, CallState] = {}
         self._late: dict[int, str] = {}
         self._errors: dict[int, Exception] = {}
         self._what, self._version = what, version
 
     def send(self, model_id: str, weights: Any, deadline: float) -> None:
-        """Call send_weights_async(), or send_weights() of those that have nothing else."""
-        kept: list[Any] = []
+        """Call send_weights_async(), or send_weights() of transports without it."""
+        copied = functools.cache(lambda: _copied(weights))  # a thread may read it after the trainer's next step
 
-        def copy() -> Any:  # a thread may still read it when the trainer has gone on to change its weights
-            if not kept:
-                kept.append(_copied(weights))
-            return kept[0]
-
-        def step(index: int, in_thread: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            transport = self._left[index]
-            earlier = self._blocking_calls.earlier(index, transport)
-            if hasattr(transport, "forget_posted") and (earlier is None or earlier.done_by(0.0)):
+        def call_of(index: int, method: Method, in_thread: bool) -> Method:
+            transport, unacked = self._ready[index].transport, self._ready[index].unacked
+            if hasattr(transport, "forget_posted"):
                 transport.forget_posted()  # an earlier send was interrupted before its wait_ack()
-                self._blocking_calls.owes(index, transport, 0)
-            method = getattr(transport, "send_weights_async", transport.send_weights)
-            if _has_two_steps(transport):
-                method = self._counted(index, transport, method)
-            return method, (model_id, copy() if in_thread else weights)
+                unacked.value = 0
+            content = copied() if in_thread else weights
 
-        self._all(step, deadline)
+            def send(**given: Any) -> None:
+                before = unacked.value
+                unacked.value += 1
+                try:
+                    method(model_id, content, **given)
+                except Exception:
+                    unacked.value = before
+                    raise
+
+            return send
+
+        methods = {
+            index: getattr(state.transport, "send_weights_async", state.transport.send_weights)
+            for index, state in self._ready.items()
+        }
+        self._call_all(methods, call_of, deadline)
 
     def finish(self, deadline: float) -> None:
-        """Wait for what send() began, then call wait_ack() of those that have both. Raises what became of them."""
-        self._settle(deadline)
-        waiting = {index: transport for index, transport in self._left.items() if _has_two_steps(transport)}
-        self._left = waiting
-        self._all(lambda index, in_thread: (self._answered(index, waiting[index], deadline), ()), deadline)
-        self._settle(deadline)
+        """Wait for the calls that send() started, then call wait_ack() of transports in two steps.
+
+        Raises the first error of a transport, or AckTimeout with the late workers.
+        """
+        self._take_results(deadline)
+        self._ready = {index: state for index, state in self._ready.items() if state.in_two_steps}
+
+        def call_of(index: int, method: Method, in_thread: bool) -> Method:
+            unacked = self._ready[index].unacked
+
+            def wait(**given: Any) -> None:
+                # An earlier send may have been late or interrupted: the last answer is the one to this send.
+                while unacked.value > 0:
+                    try:
+                        method(**(given and {"timeout": max(0.0, deadline - time.monotonic())}))
+                    except TimeoutError:
+                        raise  # the answer is still to come
+                    except Exception:
+                        unacked.value -= 1
+                        if unacked.value == 0:
+                            raise
+                        _log.warning("worker %d has answered an earlier send with an error", index, exc_info=True)
+                    else:
+                        unacked.value -= 1
+
+            return wait
+
+        methods = {index: state.transport.wait_ack for index, state in self._ready.items()}
+        self._call_all(methods, call_of, deadline)
         outcome = Outcome(_WORDING)
         outcome.late = sorted({*self._late, *self._running})
         outcome.notes = sorted(set(self._late.values()))
@@ -135,110 +152,49 @@ class Calls:
             raise self._errors[index]
         outcome.check(self._what, self._version)
 
-    def _counted(self, index: int, transport: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method that sends; an answer is to come from then on."""
-
-        @functools.wraps(method)  # with its signature
-        def send(*args: Any, **given: Any) -> None:
-            before = self._blocking_calls.owed(index, transport)
-            self._blocking_calls.owes(index, transport, before + 1)
-            try:
-                method(*args, **given)
-            except Exception:
-                self._blocking_calls.owes(index, transport, before)
-                raise
-
-        return send
-
-    def _answered(self, index: int, transport: Any, deadline: float) -> Callable[..., Any]:
-        """wait_ack(), once for each answer that is to come: the last of them is that to this send.
-
-        An earlier send may have been late or interrupted, and its answer is not this one's.
-        """
-        blocking_calls, method = self._blocking_calls, transport.wait_ack
-
-        @functools.wraps(method)
-        def wait(timeout: float | None = None) -> None:
-            while (owed := blocking_calls.owed(index, transport)) > 0:
-                given = {} if timeout is None else {"timeout": max(0.0, deadline - time.monotonic())}
-                try:
-                    method(**given)
-                except TimeoutError:
-                    raise  # it is still to come
-                except Exception:
-                    blocking_calls.owes(index, transport, owed - 1)
-                    if owed == 1:
-                        raise
-                    _log.warning("worker %d has answered an earlier send with an error", index, exc_info=True)
-                else:
-                    blocking_calls.owes(index, transport, owed - 1)
-
-        return wait
-
-    def _all(self, step: Callable[[int, bool], tuple[Callable[..., Any], tuple[Any, ...]]], deadline: float) -> None:
-        direct, held_up = [], []
-        for index, transport in list(self._left.items()):
-            method, _ = step(index, False)
-            earlier = self._blocking_calls.earlier(index, transport)
-            if earlier is not None and not earlier.done_by(0.0):
-                held_up.append(index)
-            elif deadline == math.inf or _takes_timeout(method):
-                direct.append(index)
-            else:
-                self._start(index, *step(index, True))
-        for index in direct:
-            self._call(index, *step(index, False), deadline)
-        for index in held_up:
-            earlier = self._blocking_calls.earlier(index, self._left[index])
-            if earlier is not None and not earlier.done_by(deadline):
-                del self._left[index]
+    def _call_all(
+        self, methods: Mapping[int, Method], call_of: Callable[[int, Method, bool], Method], deadline: float
+    ) -> None:
+        in_thread = {i for i, method in methods.items() if deadline < math.inf and not _takes_timeout(method)}
+        # The threads start first, then come the calls on this thread, then the workers that are busy.
+        for index in sorted(methods, key=lambda i: (not self._ready[i].idle_by(0.0), i not in in_thread)):
+            state = self._ready[index]
+            if not state.idle_by(deadline):
+                del self._ready[index]
                 self._late[index] = f"the transport of worker {index} is still busy with an earlier send"
-            elif deadline == math.inf or _takes_timeout(step(index, False)[0]):
-                self._call(index, *step(index, False), deadline)
-            else:
-                self._start(index, *step(index, True))
-        self._settle(deadline)
+                continue
+            state.task = None  # the result of an earlier send, and the weights that it holds
+            call = call_of(index, methods[index], index in in_thread)
+            if index in in_thread:
+                self._running[index] = self._ready.pop(index)
+                state.start(call)
+                continue
+            try:
+                call(**({} if deadline == math.inf else {"timeout": max(0.0, deadline - time.monotonic())}))
+            except Exception as error:
+                self._failed(index, error)
+        # A worker that was busy until the deadline must not make the others late, whose calls have only just begun.
+        self._take_results(max(deadline, time.monotonic() + GRACE) if in_thread & self._running.keys() else deadline)
 
-    def _start(self, index: int, method: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        blocking = BlockingCall(lambda: method(*args))
-        self._running[index] = blocking
-        self._blocking_calls.under_way[index] = (
-            self._left.pop(index),
-            blocking,
-        )  # before it starts: an interrupt may come
-        blocking.start()
-
-    def _call(self, index: int, method: Callable[..., Any], args: tuple[Any, ...], deadline: float) -> None:
-        given = {}
-        if deadline != math.inf and _takes_timeout(method):
-            given["timeout"] = max(0.0, deadline - time.monotonic())
-        try:
-            method(*args, **given)
-        except Exception as error:
-            self._failed(index, error)
-
-    def _settle(self, deadline: float) -> None:
-        """Collect the calls that have returned by then."""
-        for index, blocking in list(self._running.items()):
-            if blocking.done_by(deadline):
-                del self._running[index]
-                self._blocking_calls.under_way.pop(index, None)
-                self._left[index] = self._transports[index]
-                if isinstance(blocking.error, Exception):
-                    self._failed(index, blocking.error)
-                elif blocking.error is not None:
-                    raise blocking.error
+    def _take_results(self, deadline: float) -> None:
+        """Take the results of the calls that return by then."""
+        for index, state in list(self._running.items()):
+            if not state.idle_by(deadline):
+                continue
+            self._ready[index] = self._running.pop(index)
+            task, state.task = state.task, None
+            error = None if task is None else task.exception()
+            if isinstance(error, Exception):
+                self._failed(index, error)
+            elif error is not None:
+                raise error
 
     def _failed(self, index: int, error: Exception) -> None:
-        del self._left[index]
+        del self._ready[index]
         if isinstance(error, TimeoutError):
             self._late[index] = f"worker {index}: {error}" if str(error) else f"worker {index} timed out"
         else:
             self._errors[index] = error
-
-
-def _has_two_steps(transport: Any) -> bool:
-    return hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack")
 
 
 def _takes_timeout(method: Callable[..., Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from ... import _native
 from .timed_queue import TimedQueue
 
 GRACE = 0.04  # seconds that a task has to return, beyond its deadline; a call has up to two of them
@@ -67,6 +68,7 @@ class SerialExecutor:
 
     def __init__(self) -> None:
         self._started: tuple[TimedQueue[Any], weakref.finalize[..., Any]] | None = None
+        self._generation = -1  # a thread does not survive a fork
         self._starting = threading.Lock()  # only ever in a `with`, which no interrupt leaves without giving it back
 
     def give(self, function: Callable[[], Any]) -> Task:
@@ -77,11 +79,13 @@ class SerialExecutor:
 
     def put(self, item: Any) -> None:
         """Hand something to the thread; a Task, unless a subclass knows more."""
+        generation = _native.fork_generation()
         started = self._started
-        if started is None:
+        if started is None or self._generation != generation:
             with self._starting:
-                started = self._started or self._start()
-                self._started = started
+                if self._started is None or self._generation != generation:
+                    self._started, self._generation = self._start(), generation
+                started = self._started
         started[0].put(item)
 
     def _start(self) -> tuple[TimedQueue[Any], weakref.finalize[..., Any]]:
