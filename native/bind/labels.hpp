@@ -43,6 +43,9 @@ class Labels {
     std::erase_if(of_this_thread(), [this](const Label& each) { return each.key == key_.get(); });
   }
 
+  // The session of the arena that the subscriber reads.
+  const std::string& reads() const { return *session_; }
+
   // What the calling thread has used last; without a label, what is applied.
   std::uint64_t version() const {
     const Label* mine = find();

@@ -246,6 +246,9 @@ void bind_reader(nb::module_& m) {
           "_used_session",
           [](const Reader& r) { return nb::bytes(r.labels.session().data(), r.labels.session().size()); },
           nb::sig("def _used_session(self) -> bytes"), "The session of _used_version.")
+      .def_prop_ro(
+          "_session", [](const Reader& r) { return nb::bytes(r.labels.reads().data(), r.labels.reads().size()); },
+          nb::sig("def _session(self) -> bytes"), "The session of the arena that is read.")
       .def_prop_ro("_has_used", [](const Reader& r) { return r.labels.has_used(); })
       .def(
           "_use_applied", [](Reader& r) { r.labels.use(r.labels.applied()); }, "As refresh(), but nothing is applied.")

@@ -126,13 +126,74 @@ def test_wait_version_waits_for_a_trainer_that_comes_back(start, name, follower,
     until(lambda: not sub.publisher_alive)
     trainer = start()
     trainer.call(open_arena, 1, name=name, slots=slots)
-    until(lambda: sub.latest == 1)  # the wait has moved on to the new arena
-    assert sub.version == 0  # and applied nothing
+    thread.join()  # the wait has moved on to the new arena, whose every version is newer than 5
+    assert seen == [1]
+    assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
     assert (sub.weights["large"] == 5).all()
     trainer.call(publish, 2)
     assert read(sub) == (2, 2, 2)
-    for version in range(3, 7):
-        trainer.call(publish, version)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_next_version_is_waited_for_across_restarts(start, name, follower, slots):
+    """What a loop of wait_version(sub.version + 1) and refresh() sees, though the numbers begin again."""
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=slots)
+    sub = follower(name)
+    sub.refresh()
+    seen = []
+    for value in (2, 3):
+        trainer.kill()
+        trainer = start()
+        trainer.call(open_arena, value, name=name, slots=slots)
+        seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
+        trainer.call(publish, value + 1)
+        seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
+    assert [found for found, *_ in seen] == [2, 3, 3, 4]
+    assert [(moved, values[0]) for _, moved, values in seen] == [(True, 2), (True, 3), (True, 3), (True, 4)]
+
+
+def test_a_wait_counts_in_the_session_of_its_thread(start, name, follower):
+    """Another thread has followed the restart: what this thread has seen is older than all of the new session."""
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    sub = follower(name)
+    assert read(sub) == (5, 5, 5)
+    old = sub.session
+    trainer.kill()
+    trainer = start()
+    fresh = trainer.call(open_arena, 2, name=name, slots=2)
+    other = threading.Thread(target=until, args=(sub.refresh,))
+    other.start()
+    other.join()
+    assert (sub.version, sub.session, sub.latest) == (5, old, 2)
+    assert sub.wait_version(sub.version + 1, timeout=for_ever) == 2
+    assert sub.session == fresh.session  # so that the next wait counts in this one
+    trainer.call(publish, 3)
+    assert sub.wait_version(3, timeout=for_ever) == 3
+    with pytest.raises(shmsync.PublishTimeout):
+        sub.wait_version(4, timeout=0)
+
+
+def test_a_section_of_one_version_waits_for_its_number_in_the_new_arena(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    sub = follower(name)
+    seen = []
+
+    def enter():
+        with sub.read(version=6, timeout=for_ever) as section:
+            seen.append(section.version)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    until_waits(thread, "_wait_for")
+    trainer.kill()
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    until(lambda: sub.latest == 5)
+    assert not seen
+    trainer.call(publish, 6)
     thread.join()
     assert seen == [6]
 

@@ -222,7 +222,7 @@ class ReadPath(WaitPath):
         patient = timeout is not None and not pinned
         if version is not None:
             version = check_version(version)
-            self._wait_for(version, deadline, lambda deadline: self._follow())
+            self._wait_for(version, deadline, entering=True)
         if version is not None or pinned:
             outcome = self._leave_if_entered(outcome, pinned)
         waited = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
 
 from ... import _native
 from ..._native import Consistency, State
@@ -75,7 +74,10 @@ class WaitPath(_native.Reader):
         version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
         need it, the publisher among them, they wait for it.
 
-        With follow=True it waits for a restarted trainer, whose versions begin again, and moves to its arena.
+        `version` is a number of `session`, as this thread has it. With follow=True it also waits for a restarted
+        trainer and moves to its arena, whose versions begin again: each of them is newer than all of the session
+        before, so the first one that is published there ends the wait, and is returned. So after
+        `wait_version(sub.version + 1)` refresh() finds something new, whatever the trainer did meanwhile.
 
         Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
         publisher would wait for this process in turn; with follow=True ManifestMismatch.
@@ -89,7 +91,7 @@ class WaitPath(_native.Reader):
                 version=version,
             )
         version, deadline = check_version(version), deadline_after(timeout, self.timeout)
-        return self._wait_for(version, deadline, self._follow_unlocked, time.monotonic() + spinning)
+        return self._wait_for(version, deadline, spin_until=time.monotonic() + spinning)
 
     @property
     def _gone(self) -> bool:
@@ -121,9 +123,50 @@ class WaitPath(_native.Reader):
         _log.info("arena %r: its publisher was started again, and is followed", self._name)
         return True
 
-    def _follow_unlocked(self, deadline: float) -> bool:
-        """The same, from a wait that holds no lock."""
-        if self._successor is None or self._mine:  # a section keeps the arena that it has entered
+    def _wait_for(self, version: int, deadline: float, *, spin_until: float = 0.0, entering: bool = False) -> int:
+        """Wait until `version` or a later one is published; the published one.
+
+        `entering`: this thread enters a section of exactly this version, and holds the lock. Else no lock is held, and
+        every version of a session that is newer than the calling thread's counts.
+        """
+        trace, started, session = self._trace, time.perf_counter(), self._used_session
+        try:
+            while True:
+                if not entering and self._session != session:
+                    if self._has_used:
+                        self._use_applied()
+                    return self._latest
+                spin = slice_until(spin_until) if spin_until else 0
+                if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
+                    return latest
+                gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
+                self._look_up()
+                self._answer_waiting(deadline)
+                late = time.monotonic() >= deadline
+                if gone:
+                    last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
+                    if last >= version:
+                        return last
+                    if self._follow_in_wait(deadline, entering):
+                        continue
+                    if self._successor is None or self._mine or late:
+                        raise self._none_will_come(version, closed)
+                    time.sleep(slice_until(deadline) / 1e9)
+                elif late:
+                    raise PublishTimeout(
+                        f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
+                        "slow or stuck?",
+                        version=version,
+                    )
+        finally:
+            if trace is not None:
+                trace.span("wait for a version", int(started * 1e9), version)
+
+    def _follow_in_wait(self, deadline: float, entering: bool) -> bool:
+        """Does the subscriber read another arena now? A section keeps the one that it has entered."""
+        if entering:
+            return self._follow()
+        if self._successor is None or self._mine:
             return False
         arena = self.arena
         try:
@@ -131,39 +174,6 @@ class WaitPath(_native.Reader):
                 return self.arena is not arena or self._follow()
         except WriterBusy:  # another thread stays in its section: this wait is over at its deadline
             return False
-
-    def _wait_for(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float = 0.0) -> int:
-        trace, started = self._trace, time.perf_counter()
-        try:
-            return self._await(version, deadline, follow, spin_until)
-        finally:
-            if trace is not None:
-                trace.span("wait for a version", int(started * 1e9), version)
-
-    def _await(self, version: int, deadline: float, follow: Callable[[float], bool], spin_until: float) -> int:
-        while True:
-            spin = slice_until(spin_until) if spin_until else 0
-            if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
-                return latest
-            gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
-            self._look_up()
-            self._answer_waiting(deadline)
-            late = time.monotonic() >= deadline
-            if gone:
-                last = max(self._latest, self._last_words if self.arena.slots == 1 else 0)
-                if last >= version:
-                    return last
-                if follow(deadline):
-                    continue
-                if self._successor is None or self._mine or late:
-                    raise self._none_will_come(version, closed)
-                time.sleep(slice_until(deadline) / 1e9)
-            elif late:
-                raise PublishTimeout(
-                    f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
-                    "slow or stuck?",
-                    version=version,
-                )
 
     def _answer_waiting(self, deadline: float) -> None:
         """In each slice of a wait for a version: answer what the publisher asks, if it does."""
