@@ -1,5 +1,6 @@
 // Memory services for Python: populating, mapping the slab read-only, also in forked children; the control segment.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -14,6 +15,7 @@
 #include <cstddef>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <system_error>
 #include <tuple>
 #include <vector>
@@ -146,6 +148,12 @@ void change_asked(Control& control, Change change) {
   }
 }
 
+// How errors name a row.
+nb::object name_of(std::uint64_t owner, std::int32_t worker) {
+  if (worker >= 0) return nb::int_(worker);
+  return nb::str(("pid " + std::to_string(pid_of(owner))).c_str());
+}
+
 }  // namespace
 
 std::uint64_t fork_generation() { return g_forks.load(std::memory_order_relaxed); }
@@ -197,6 +205,42 @@ void bind_memory(nb::module_& m) {
   m.def("populate", &populate, "address"_a, "bytes"_a, "Touch every page of a writable mapping.");
   m.def("read_identity", &read_identity, "fd"_a, nb::sig("def read_identity(fd: int) -> dict | None"),
         "The identity of a control segment, unchecked; None when the file is too short to hold one.");
+
+  nb::class_<ReaderTable::Row>(m, "Row",
+                               "One row of the reader table at one look. `acked` is that of `worker`, or 0; the other "
+                               "words may each be from another moment.")
+      .def_ro("number", &ReaderTable::Row::number)
+      .def_ro("owner", &ReaderTable::Row::owner, "The owner word of its process; 0: the row is free.")
+      .def_prop_ro(
+          "id", [](const ReaderTable::Row& r) { return std::make_tuple(r.number, r.owner); },
+          "(number, owner): the row, for as long as it has this owner.")
+      .def_prop_ro(
+          "worker", [](const ReaderTable::Row& r) { return r.worker < 0 ? std::nullopt : std::optional(r.worker); },
+          "The index that its subscriber has; None: none was given.")
+      .def_prop_ro(
+          "name", [](const ReaderTable::Row& r) { return name_of(r.owner, r.worker); },
+          nb::sig("def name(self) -> int | str"), "How an error names it: its worker index, else its process.")
+      .def_prop_ro("pid", [](const ReaderTable::Row& r) { return pid_of(r.owner); })
+      .def_prop_ro(
+          "pinned",
+          [](const ReaderTable::Row& r) { return r.pin == 0 ? std::nullopt : std::optional(version_of(r.pin - 1)); },
+          "The version that a section holds; None: none does.")
+      .def_prop_ro(
+          "pin_age",
+          [](const ReaderTable::Row& r) {
+            const std::uint64_t now = monotonic_ns();
+            return r.pin == 0 || now < r.pinned_at ? 0.0 : static_cast<double>(now - r.pinned_at) / 1e9;
+          },
+          "How long, in seconds; 0.0 when none does.")
+      .def_ro("acked", &ReaderTable::Row::acked, "The version that it has applied; 0: none yet.")
+      .def_ro("reads", &ReaderTable::Row::reads)
+      .def_ro("torn", &ReaderTable::Row::torn)
+      .def_ro("retries", &ReaderTable::Row::retries)
+      .def_prop_ro(
+          "question", [](const ReaderTable::Row& r) { return static_cast<std::uint32_t>(r.answer >> 32); },
+          "The question of the publisher that it has answered last; 0: none.")
+      .def_prop_ro(
+          "found", [](const ReaderTable::Row& r) { return static_cast<std::uint32_t>(r.answer); }, "Its answer.");
 
   nb::class_<Control>(m, "Control", "A mapped control segment.")
       .def_static(
@@ -275,17 +319,35 @@ void bind_memory(nb::module_& m) {
           },
           nb::sig("def owners(self) -> list[tuple[int, int]]"), "(row, owner) of every claimed row.")
       .def(
+          "rows",
+          [](const Control& c, bool left) {
+            nb::list rows;
+            const auto table = c.readers();
+            for (std::uint32_t i = 0; i < table.size(); ++i)
+              if (const auto row = table.look(i); row.owner != 0 || (left && row.worker >= 0))
+                rows.append(nb::cast(row));
+            return rows;
+          },
+          "left"_a = false, nb::sig("def rows(self, left: bool = False) -> list[Row]"),
+          "Every claimed row; with `left` also those of workers that have given theirs back.")
+      .def(
           "row",
           [](const Control& c, std::uint32_t i) {
             const auto table = c.readers();
             if (i >= table.size()) throw nb::index_error("row out of range");
-            const auto row = table.look(i);
-            return nb::make_tuple(row.owner, row.pin == 0 ? 0 : version_of(row.pin - 1), row.acked, row.worker,
-                                  row.pinned_at, row.reads, row.torn, row.retries);
+            return table.look(i);
           },
-          "row"_a, nb::sig("def row(self, row: int) -> tuple[int, int, int, int, int, int, int, int]"),
-          "(owner, pinned version or 0, acked, worker, pinned_at ns, reads, torn, retries) of one row. acked is that "
-          "of worker, or 0; the other words may each be from another moment.")
+          "row"_a, "One row, claimed or not.")
+      .def(
+          "name_of",
+          [](const Control& c, std::tuple<std::uint32_t, std::uint64_t> row) {
+            const auto [number, owner] = row;
+            const auto table = c.readers();
+            const auto found = number < table.size() ? table.look(number) : ReaderTable::Row{};
+            return name_of(owner, found.owner == owner ? found.worker : kNoWorker);
+          },
+          "row"_a, nb::sig("def name_of(self, row: tuple[int, int]) -> int | str"),
+          "As Row.name, of the row with this number as long as it has this owner.")
       .def(
           "ask",
           [](Control& c, std::uint32_t question) {
@@ -298,36 +360,7 @@ void bind_memory(nb::module_& m) {
             change_asked(c, [which](std::uint64_t before) { return pack_asked(question_of(before), which); });
           },
           "which"_a,
-          "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.")
-      .def(
-          "answer",
-          [](const Control& c, std::uint32_t i) {
-            const auto table = c.readers();
-            if (i >= table.size()) throw nb::index_error("row out of range");
-            const std::uint64_t answer = table[i].answer.load(std::memory_order_relaxed);
-            return nb::make_tuple(static_cast<std::uint32_t>(answer >> 32), static_cast<std::uint32_t>(answer));
-          },
-          "row"_a, nb::sig("def answer(self, row: int) -> tuple[int, int]"), "(question, what was found) of one row.")
-      .def(
-          "workers_at",
-          [](const Control& c, std::uint64_t version) {
-            std::vector<std::int32_t> workers;
-            const auto table = c.readers();
-            for (std::uint32_t i = 0; i < table.size(); ++i)
-              if (const auto row = table.look(i); row.acked == version) workers.push_back(row.worker);
-            return workers;
-          },
-          "version"_a, "The workers whose last ack is `version`, including those that have left since.")
-      .def(
-          "rows_of",
-          [](const Control& c, std::int32_t worker) {
-            std::vector<std::tuple<std::uint32_t, std::uint64_t>> rows;
-            const auto table = c.readers();
-            for (std::uint32_t i = 0; i < table.size(); ++i)
-              if (const auto row = table.look(i); row.worker == worker) rows.emplace_back(i, row.owner);
-            return rows;
-          },
-          "worker"_a, "(row, owner) of every row with this index; owner 0: its owner has left.");
+          "For the publisher: have every reader trace what it does, in this file; 0: in none. See layout.hpp.");
 }
 
 }  // namespace shmsync::bind

@@ -73,13 +73,12 @@ nb::object read_state(int fd, std::uint32_t slots, std::uint32_t readers, std::u
   const ReaderTable earlier(reinterpret_cast<std::byte*>(before.get()), readers);
   const ReaderTable later(reinterpret_cast<std::byte*>(after.get()), readers);
   for (std::uint32_t i = 0; i < readers; ++i) {
-    const auto row = later.look(i);
+    auto row = later.look(i);
     if (row.owner == 0) continue;
     const auto same = earlier.look(i);
     // Else its words may be of two owners, one after the other.
-    const bool settled = same.owner == row.owner && same.worker == row.worker;
-    rows.append(nb::make_tuple(i, row.owner, row.pin == 0 ? 0 : version_of(row.pin - 1), settled ? row.acked : 0,
-                               row.worker, row.pinned_at, row.reads, row.torn, row.retries));
+    if (same.owner != row.owner || same.worker != row.worker) row.acked = 0;
+    rows.append(nb::cast(row));
   }
   nb::dict d;
   d["version"] = version_of(current);
@@ -106,7 +105,7 @@ void bind_observe(nb::module_& m) {
   m.def("read_state", &read_state, "fd"_a, "slots"_a, "readers"_a, "manifest_bytes"_a,
         nb::sig("def read_state(fd: int, slots: int, readers: int, manifest_bytes: int) -> dict | None"),
         "What publication, slots and reader table of a segment say now, without mapping it; None when it is shorter "
-        "than these sizes need. `rows`: as Control.row(), with the row's number before, of each claimed row.");
+        "than these sizes need. `rows`: a Row for each that is claimed.");
   m.def("read_manifest", &read_manifest, "fd"_a, "slots"_a, "manifest_bytes"_a,
         nb::sig("def read_manifest(fd: int, slots: int, manifest_bytes: int) -> bytes | None"),
         "The manifest of a segment, without mapping it; None when the file is too short to hold it.");

@@ -84,10 +84,11 @@ void ReaderTable::forget(std::uint32_t row, std::uint64_t me) {
   release(row);
 }
 
-ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
+ReaderTable::Row ReaderTable::look(std::uint32_t row) const {
   const ReaderRow& r = rows_[row];
   const auto acquire = std::memory_order_acquire, relaxed = std::memory_order_relaxed;
-  Look look{};
+  Row look{};
+  look.number = row;
   look.owner = r.owner.load(acquire);
   look.pin = r.pin.load(acquire);  // SYNC pin.store: callers act on it
   // SYNC worker: acquire; pairs with claim(). Who sees the new worker sees acked = 0 or its own ack.
@@ -102,6 +103,7 @@ ReaderTable::Look ReaderTable::look(std::uint32_t row) const {
   look.torn = r.torn.load(relaxed);
   look.retries = r.retries.load(relaxed);
   look.held = r.held.load(relaxed);
+  look.answer = r.answer.load(relaxed);
   return look;
 }
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import ManifestMismatch, ProtocolError
 from ..memory.arena import create
-from ..memory.control import reader_table, segment
+from ..memory.control import segment
 from ..memory.control.reader_table import RowId
 from ..memory.manifest import Key, Manifest
 from ..memory.system.exiting import exiting, watch_exit
@@ -224,15 +224,21 @@ class ArenaWriter:
 
     def applied_by(self, version: int) -> list[int]:
         """The workers whose last ack is for this version, including those that have left or died since."""
-        return list(self.arena.control.workers_at(version))
+        rows = self.arena.control.rows(left=True)
+        return [row.worker for row in rows if row.worker is not None and row.acked == version]
 
     def forget_acks(self, worker: int) -> None:
         """Another process is `worker` from now on; what those before it applied, who are gone, is not its doing."""
-        reader_table.forget(self.arena.control, worker, self.side.peers, me().owner)
+        control, mine = self.arena.control, me().owner
+        for row in control.rows(left=True):
+            if row.worker != worker:
+                continue
+            if row.owner == 0 or (not self.side.peers.alive(row.owner) and control.reap(*row.id, mine)):
+                control.forget(row.number, mine)
 
     def attached_rows(self) -> dict[int, RowId]:
         """The row of each attached worker, by its index."""
-        return {row.worker: row.id for row in reader_table.claimed(self.arena.control)}
+        return {row.worker: row.id for row in self.arena.control.rows() if row.worker is not None}
 
     def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
         """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""

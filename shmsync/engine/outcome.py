@@ -1,6 +1,7 @@
 """What became of a version: who applied it, who did not, and the sentences that say so.
 
-Every error about workers is composed here, whether they answer through the reader table, a pipe or another machine.
+Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or another
+machine.
 """
 
 from __future__ import annotations
@@ -10,11 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .. import _native
-from ..errors import AckTimeout, ManifestMismatch, ShmSyncError, WorkerDied
-from ..memory.control import reader_table
-from ..memory.control.reader_table import RowId
-from ..memory.system.process import pid_of
+from ..errors import AckTimeout, ClosedError, ManifestMismatch, ShmSyncError, WorkerDied
 
 
 class Failure(NamedTuple):
@@ -67,10 +64,10 @@ class Wording(NamedTuple):
     late_hint: str  # when a worker applies, or what may keep it
     sent: str = "was sent"
     died: str = "died"
-    apply: str = "apply it"
-    applying: str = "applying it"
     after_death: str = "The next send goes on without the dead; start others in their place"
     after_lateness: str = "Late answers are ignored: send again, or give more time with timeout="
+    do: str = "apply it"
+    doing: str = "applying it"
 
 
 class Outcome:
@@ -82,6 +79,9 @@ class Outcome:
         self.dead: dict[Any, str] = {}  # how each of them died, or ""
         self.failed: dict[Any, Failure | str] = {}  # a string: it answered something else
         self.notes: list[str] = []  # more about the late
+        self.pids: dict[Any, int] = {}  # of the late, as far as they are known
+        self.stopped: list[Any] = []  # of the late, those whose process is stopped
+        self.absent: list[Any] = []  # of the late, those that are not attached
         self._wording = wording
 
     def check(self, what: str, version: int | None) -> None:
@@ -96,9 +96,9 @@ class Outcome:
     def death(self, what: str, version: int | None) -> WorkerDied:
         """The error that names the dead."""
         words = self._wording
-        late = f"; late: {listed(self.late)}" if self.late else ""
+        late = "".join(f"; {each}" for each in self.about_late())
         return WorkerDied(
-            f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before {words.applying}{late}. "
+            f"{what} {words.sent}, but {_with_cause(self.dead)} {words.died} before {words.doing}{late}. "
             f"{words.after_death}",
             version=version,
             missing=[*self.dead, *self.late],
@@ -107,14 +107,41 @@ class Outcome:
     def lateness(self, what: str, version: int | None) -> AckTimeout:
         """The error that names the late."""
         words = self._wording
-        dead = [f"dead: {_with_cause(self.dead)}"] if self.dead else []
+        more = [*self.about_late()[1:], *self.about_dead(), words.late_hint]
         return AckTimeout(
-            f"{what} {words.sent}, but {listed(self.late)} did not {words.apply} in time; "
-            + "; ".join([*self.notes, *dead, words.late_hint])
-            + f". {words.after_lateness}",
+            f"{what} {words.sent}, but {self._named(self.late)} did not {words.do} in time; {'; '.join(more)}. "
+            f"{words.after_lateness}",
             version=version,
             missing=[*self.late, *self.dead],
         )
+
+    def closing(self, what: str, version: int | None) -> ClosedError:
+        """The error of a wait that close() of another thread has ended."""
+        return ClosedError(
+            f"{what} {self._wording.sent}, but the arena was closed by another thread before {self._named(self.late)} "
+            f"could {self._wording.do}; workers that are attached still can. Close it after the wait",
+            version=version,
+            missing=self.late,
+        )
+
+    def about_dead(self) -> list[str]:
+        """A sentence about the dead, if there are any."""
+        return [f"dead: {_with_cause(self.dead)}"] if self.dead else []
+
+    def about_late(self) -> list[str]:
+        """Sentences about the late, if there are any."""
+        if not self.late:
+            return []
+        found = [f"late: {self._named(self.late)}", *self.notes]
+        if self.stopped:
+            found.append(f"stopped: {self._named(self.stopped)}")
+        if self.absent:
+            found.append(f"{listed(self.absent)} {'is' if len(self.absent) == 1 else 'are'} not attached")
+        return found
+
+    def _named(self, names: Sequence[Any]) -> str:
+        pids = {name: f" (pid {pid})" for name, pid in self.pids.items() if isinstance(name, int)}
+        return ", ".join(listed([name]) + pids.get(name, "") for name in names)
 
     def _raise_failure(self, what: str) -> None:
         worker, failure = next(iter(self.failed.items()))
@@ -125,8 +152,7 @@ class Outcome:
             for index, each in self.failed.items()
             if isinstance(each, Failure)
         ]
-        texts += [f"dead: {_with_cause(self.dead)}"] if self.dead else []
-        texts += [f"late: {listed(self.late)}"] if self.late else []
+        texts += self.about_dead() + self.about_late()
         raise failure.exception() from RemoteTraceback("\n".join(texts))
 
 
@@ -137,9 +163,3 @@ def listed(names: Sequence[Any]) -> str:
 
 def _with_cause(dead: Mapping[Any, str]) -> str:
     return ", ".join(f"{listed([name])} ({how})" if how else listed([name]) for name, how in dead.items())
-
-
-def name_with_pid(control: _native.Control, row: RowId) -> str:
-    """How a sentence names a row: with the pid in any case."""
-    name, pid = reader_table.name_of(control, row), f"pid {pid_of(row[1])}"
-    return pid if name == pid else f"{listed([name])} ({pid})"

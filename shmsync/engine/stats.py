@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 from .. import _native
 from ..memory.control import reader_table
-from ..memory.system.process import Peers, ProcessState, pid_of
+from ..memory.system.process import Peers, ProcessState
 from .deadlines import Latency, Samples
 
 
@@ -111,21 +110,6 @@ class SubscriberStats:
 
 def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:
     """What Publisher.readers() returns; `version` is the published one."""
-    rows = reader_table.claimed(control)
+    rows = control.rows()
     peers.keep_only({row.owner for row in rows})
-    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    return [
-        ReaderInfo(
-            worker=None if row.worker < 0 else row.worker,
-            pid=pid_of(row.owner),
-            state=peers.state(row.owner),
-            acked=row.acked,
-            lag=max(0, version - row.acked),
-            pinned=row.pinned or None,
-            pin_age=max(0.0, (now - row.pinned_at) / 1e9) if row.pinned else 0.0,
-            reads=row.reads,
-            torn=row.torn,
-            retries=row.retries,
-        )
-        for row in rows
-    ]
+    return [ReaderInfo(state=peers.state(row.owner), **reader_table.figures(row, version)) for row in rows]

@@ -21,6 +21,7 @@ from .attaching import checked_manifest
 from .control import header as _header
 from .control.header import Header, locked, opened
 from .control.leftovers import may_live
+from .control.reader_table import figures
 from .manifest import Manifest
 from .slab.slab import slab_bytes
 from .system.calls import refusals
@@ -154,7 +155,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
         condition = Condition.UNKNOWN if may_live(header) else Condition.DEAD
         return _unseen(name, condition, str(error), pid_of(header.owner), age)
     seen = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
-    at, now = time.monotonic(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    at = time.monotonic()
     if seen is None:
         return _unseen(
             name, Condition.UNKNOWN, "its segment is shorter than its header says", pid_of(header.owner), age
@@ -180,24 +181,10 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
             SlotSeen((seq + 1) // 2, bool(seq % 2), number == seen["slot"] and seq % 2 == 0)
             for number, seq in enumerate(seen["seqs"])
         ),
-        readers=tuple(_reader(row, version, now, peers, here, header) for row in seen["rows"]),
-    )
-
-
-def _reader(row: tuple[int, ...], version: int, now: int, peers: Peers, here: bool, header: Header) -> ReaderSeen:
-    number, owner, pinned, acked, worker, pinned_at, reads, torn, retries = row
-    return ReaderSeen(
-        row=number,
-        worker=None if worker < 0 else worker,
-        pid=pid_of(owner),
-        condition=_condition(owner, peers, here, header),
-        acked=acked,
-        lag=max(0, version - acked),
-        pinned=pinned or None,
-        pin_age=max(0.0, (now - pinned_at) / 1e9) if pinned else 0.0,
-        reads=reads,
-        torn=torn,
-        retries=retries,
+        readers=tuple(
+            ReaderSeen(row=row.number, condition=_condition(row.owner, peers, here, header), **figures(row, version))
+            for row in seen["rows"]
+        ),
     )
 
 

@@ -104,7 +104,7 @@ def test_the_late_the_stopped_and_the_absent_are_named(pub, start):
     assert isinstance(error, shmsync.AckTimeout)
     assert sorted(error.missing) == [0, 1, 7]
     assert time.monotonic() - began >= 0.2
-    assert f"worker 1 (pid {stopped.pid}), which is stopped," in str(error)
+    assert f"stopped: worker 1 (pid {stopped.pid})" in str(error)
     assert "worker 7 is not attached" in str(error)
     stopped.resume()
     for worker in (idle, stopped):

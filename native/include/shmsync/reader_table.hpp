@@ -26,12 +26,14 @@ class ReaderTable {
   ReaderTable(std::byte* rows, std::uint32_t count) : rows_(reinterpret_cast<ReaderRow*>(rows)), count_(count) {}
 
   // One row as others see it. `acked` belongs to `worker`, or is 0; the other words are each on their own.
-  struct Look {
+  struct Row {
+    std::uint32_t number;
     std::uint64_t owner, pin, acked;
     std::int32_t worker;
     std::uint64_t pinned_at, reads, torn, retries, held;
+    std::uint64_t answer;
   };
-  Look look(std::uint32_t row) const;
+  Row look(std::uint32_t row) const;
 
   void format();  // once, by the creator, before anyone else can see the memory
 

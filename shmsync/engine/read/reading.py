@@ -21,7 +21,6 @@ from ..._native import Consistency, Enter, HostCall
 from ...errors import ArenaCorrupt, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
-from ...memory.control import reader_table
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
@@ -361,7 +360,7 @@ class ReadPath(WaitPath):
             warn_of_end(before, self._name)
         self._write_trace(which)  # even if it fails: the next section does not try again
         if which:
-            worker = reader_table.read(self.arena.control, self._row).worker
+            worker = self.arena.control.row(self._row).worker
             self._write_trace(which, joined(self._writer_owner, which, self._name, worker))
 
     _trace_slow = disable(_trace_now)

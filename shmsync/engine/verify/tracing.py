@@ -160,14 +160,14 @@ def warn_of_end(trace: _native.Trace, name: str) -> None:
         _log.warning("arena %r: the trace lacks the last of what this process did: %s", name, why)
 
 
-def joined(owner: int, which: int, name: str, worker: int) -> _native.Trace | None:
+def joined(owner: int, which: int, name: str, worker: int | None) -> _native.Trace | None:
     """The trace of this publisher, for a reader; None, and a warning, where it cannot be had.
 
     Args:
         owner: the publisher.
         which: its descriptor, as layout.hpp packs it.
         name: the arena's.
-        worker: the reader's index; -1: none.
+        worker: the reader's index, if it has one.
     """
     path = f"/proc/{pid_of(owner)}/fd/{which % (1 << _native.TRACE_FD_BITS) - 1}"
     try:
@@ -183,7 +183,7 @@ def joined(owner: int, which: int, name: str, worker: int) -> _native.Trace | No
         _log.warning("arena %r: what this process does is missing in the trace: %s", name, error)
         return None
     if pid_of(owner) != os.getpid():
-        trace.name_process("reader" if worker < 0 else f"worker {worker}")
+        trace.name_process("reader" if worker is None else f"worker {worker}")
     return trace
 
 

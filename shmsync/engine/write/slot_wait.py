@@ -8,12 +8,11 @@ import time
 from ... import _native
 from ...errors import ClosedError, ProtocolError, ReaderStalled
 from ...memory.arena import Arena
-from ...memory.control import reader_table
 from ...memory.control.reader_table import RowId
 from ...memory.system.exiting import stay_if_exiting
-from ...memory.system.process import Peers, ProcessState
+from ...memory.system.process import Peers, ProcessState, pid_of
 from ..deadlines import slice_until
-from ..outcome import name_with_pid
+from ..outcome import listed
 from .close_request import CloseRequest
 
 _log = logging.getLogger("shmsync")
@@ -83,7 +82,7 @@ class SlotWait:
         control = self._arena.control
         dead = [(number, owner) for number, owner, _ in self._writer.blockers() if not self._peers.alive(owner)]
         for row in dead:
-            name = reader_table.name_of(control, row)
+            name = control.name_of(row)
             # Owner 0 is no death: the row was given back between two looks, or its words are garbage.
             if control.reap(*row, self._me) and row[1] != 0:
                 self.died[row] = name
@@ -100,14 +99,18 @@ class SlotWait:
             )
 
     def _stalled(self) -> ReaderStalled:
-        control = self._arena.control
-        rows = [(index, owner) for index, owner, _ in self._writer.blockers()]
-        stopped = {row: self._peers.state(row[1]) is ProcessState.STOPPED for row in rows}
-        holders = [name_with_pid(control, row) + (", which is stopped" if stopped[row] else "") for row in rows]
+        names: list[int | str] = []
+        holders: list[str] = []
+        for number, owner, _ in self._writer.blockers():
+            name = self._arena.control.name_of((number, owner))
+            pid = f" (pid {pid_of(owner)})" if isinstance(name, int) else ""
+            stopped = ", which is stopped" if self._peers.state(owner) is ProcessState.STOPPED else ""
+            names.append(name)
+            holders.append(f"{listed([name])}{pid}{stopped}")
         version = int(self._writer.next_version)
         return ReaderStalled(
             f"version {version} was not written: the slot it needs is held by {', '.join(holders) or 'a reader'}; "
             "shorten the read sections, use more slots, or give more time with timeout=",
             version=version,
-            missing=[reader_table.name_of(control, row) for row in rows],
+            missing=names,
         )

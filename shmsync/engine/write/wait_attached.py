@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Integral
 from typing import Any
 
 from ... import _native
-from ...errors import AckTimeout, WorkerDied
-from ...memory.control import reader_table
 from ...memory.system.process import Peer, Peers, ProcessState, owner_word
 from ..deadlines import check_worker
-from ..outcome import listed
+from ..outcome import Wording
+from ..row_wait import RowWait
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
 
 _NAP = 2  # ms between two looks at the reader table; a death ends a nap
+_WORDING = Wording(
+    "a worker is attached when its Subscriber, with this worker=, is made",
+    sent="is published",
+    died="ended",
+    after_death="Start it again, and look for its own error",
+    after_lateness="Is it still starting? Give more time with timeout=, and pass procs= to learn of deaths at once",
+    do="attach",
+    doing="attaching",
+)
 
 
 def check_workers(workers: Iterable[int]) -> list[int]:
@@ -99,52 +106,41 @@ def wait_for_readers(
 
     Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline.
     """
+    what = f"version {version}"
     with ExitStack() as stack:
         peers = Peers()
         stack.callback(peers.close)
         for peer in procs.values():
             stack.callback(peer.close)
+        rows = RowWait(control, peers, (), workers, done=None)
         poller = select.poll()
-        while True:
-            # Deaths first: a worker that attached and then died would otherwise be waited for until the deadline.
-            dead = {worker: peer for worker, peer in procs.items() if peer.dead}
-            rows = [row for row in reader_table.claimed(control) if row.worker in workers]
-            attached = {row.worker for row in rows if peers.alive(row.owner)}
-            missing = [worker for worker in workers if worker not in attached]
-            lost = [worker for worker in missing if worker in dead]
-            if lost:
-                named = ", ".join(f"worker {worker} ({dead[worker]})" for worker in lost)
-                raise WorkerDied(
-                    f"{named} ended before all were attached; start it again, and look for its own error",
-                    version=version,
-                    missing=lost,
-                )
-            if not missing:
-                return
-            check()
-            if time.monotonic() >= deadline:
-                raise _late(missing, procs, peers, version)
-            for worker in missing:
+
+        def nap() -> None:
+            for worker in rows.absent:
                 fd = procs[worker].fd if worker in procs else None
                 if fd is not None:
                     poller.register(fd, select.POLLIN)
             poller.poll(_NAP)
 
+        def look() -> None:
+            outcome = rows.outcome(_WORDING)
+            awaited = {worker: procs[worker] for worker in rows.absent if worker in procs}
+            outcome.dead = {worker: str(peer) for worker, peer in awaited.items() if peer.dead}
+            if outcome.dead:
+                outcome.late = []
+                raise outcome.death(what, version)
+            check()
 
-def _late(missing: list[int], procs: dict[int, Peer], peers: Peers, version: int) -> AckTimeout:
-    def named(worker: int) -> str:
-        peer = procs.get(worker)
-        if peer is None:
-            return listed([worker])
-        try:
-            stopped = peers.state(owner_word(peer.pid)) is ProcessState.STOPPED
-        except OSError:
-            stopped = False
-        return f"{listed([worker])} (pid {peer.pid}{', stopped' if stopped else ''})"
+        rows.until(deadline, look, nap)
+        outcome = rows.outcome(_WORDING)
+        outcome.pids = {worker: procs[worker].pid for worker in rows.absent if worker in procs}
+        outcome.stopped = [worker for worker, pid in outcome.pids.items() if _is_stopped(peers, pid)]
+        outcome.absent = []  # that is what being late means here
+        outcome.check(what, version)
 
-    return AckTimeout(
-        f"{', '.join(map(named, missing))} did not attach in time; is it still starting, or did it never make its "
-        "Subscriber with worker=? Give more time with timeout=, and pass procs= to learn of deaths at once",
-        version=version,
-        missing=missing,
-    )
+
+def _is_stopped(peers: Peers, pid: int) -> bool:
+    try:
+        return peers.state(owner_word(pid)) is ProcessState.STOPPED
+    except OSError:
+        return False

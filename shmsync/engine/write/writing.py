@@ -20,7 +20,6 @@ from ...errors import (
     WriterBusy,
 )
 from ...memory.arena import Arena
-from ...memory.control import reader_table
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers
 from ..adopt.adopting import Adoption
@@ -351,7 +350,7 @@ class WriteSide:
     def refuse_own_section(self, acks: Acks) -> None:
         """Raise if this call would wait for an ack that only its own thread could give."""
         held = self.arena.rows_held_by_this_thread()
-        rows = [reader_table.read(self.arena.control, index) for index in held]
+        rows = [self.arena.control.row(index) for index in held]
         if any(acks.workers is None or row.worker in acks.workers for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
