@@ -126,6 +126,24 @@ PyObject* refresh_or_null(PyObject* self, PyObject*) {
   return nullptr;
 }
 
+// What a Subscriber shows of its reader without a step through Python.
+class Sections {
+ public:
+  explicit Sections(nb::object reader) : reader_(std::move(reader)) { nb::cast<Reader*>(reader_); }
+  PyObject* reader() const { return reader_.ptr(); }
+
+ private:
+  nb::object reader_;
+};
+
+PyObject* read_of_sections(PyObject* self, PyObject* args, PyObject* kwargs) {
+  return read_or_null(nb::inst_ptr<Sections>(self)->reader(), args, kwargs);
+}
+
+PyObject* refresh_of_sections(PyObject* self, PyObject* args) {
+  return refresh_or_null(nb::inst_ptr<Sections>(self)->reader(), args);
+}
+
 PyMethodDef read_method = {
     "read", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_or_null)), METH_VARARGS | METH_KEYWORDS,
     "read($self, /, *, version=None, timeout=None)\n--\n\n"
@@ -139,6 +157,20 @@ PyMethodDef refresh_method = {
     "refresh", refresh_or_null, METH_NOARGS,
     "refresh($self, /)\n--\n\n"
     "Move to the newest version and ack it. False when nothing is new, and inside a section."};
+
+PyMethodDef shown_read_method = {read_method.ml_name,
+                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(read_of_sections)),
+                                 read_method.ml_flags, read_method.ml_doc};
+PyMethodDef shown_refresh_method = {refresh_method.ml_name, refresh_of_sections, refresh_method.ml_flags,
+                                    refresh_method.ml_doc};
+
+void add_methods(nb::handle type, std::initializer_list<PyMethodDef*> methods) {
+  for (PyMethodDef* method : methods) {
+    nb::object descriptor = nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method));
+    if (!descriptor.is_valid()) throw nb::python_error();
+    type.attr(method->ml_name) = descriptor;
+  }
+}
 
 }  // namespace
 
@@ -200,13 +232,11 @@ void bind_reader(nb::module_& m) {
           "__exit__", [](Closing& c, nb::handle, nb::handle, nb::handle) { c.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 
-  nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol; base of Subscriber.",
-                            nb::is_weak_referenceable());
-  for (PyMethodDef* method : {&read_method, &refresh_method}) {
-    nb::object descriptor = nb::steal(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(reader.ptr()), method));
-    if (!descriptor.is_valid()) throw nb::python_error();
-    reader.attr(method->ml_name) = descriptor;
-  }
+  nb::class_<Reader> reader(m, "Reader", "The reader's side of the protocol.", nb::is_weak_referenceable());
+  add_methods(reader, {&read_method, &refresh_method});
+  nb::class_<Sections> sections(m, "Sections", "The read sections of a reader; base of Subscriber.");
+  add_methods(sections, {&shown_read_method, &shown_refresh_method});
+  sections.def(nb::init<nb::object>(), "reader"_a, nb::sig("def __init__(self, reader: Reader) -> None"));
   reader
       .def(nb::init<nb::object, std::uint32_t, std::uint64_t, Consistency, const RowReads*>(), "control"_a, "row"_a,
            "me"_a, "consistency"_a, "reads"_a = nb::none(),

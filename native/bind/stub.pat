@@ -8,6 +8,14 @@ shmsync._native.Reader.refresh|_native.Reader.refresh:
     def refresh(self) -> bool:
         \doc
 
+shmsync._native.Sections.read|_native.Sections.read:
+    def read(self, *, version: int | None = None, timeout: float | None = None) -> ReadSection:
+        \doc
+
+shmsync._native.Sections.refresh|_native.Sections.refresh:
+    def refresh(self) -> bool:
+        \doc
+
 shmsync._native.Guard.__call__|_native.Guard.__call__:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         \doc

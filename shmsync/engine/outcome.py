@@ -1,7 +1,7 @@
 """What became of a version: who applied it, who did not, and the sentences that say so.
 
-Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or another
-machine.
+Every error about workers is composed here, whether they answer through the reader table (row_wait.py), a pipe or
+another machine.
 """
 
 from __future__ import annotations

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from contextlib import ExitStack, nullcontext
-from multiprocessing import util
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from tensordict import TensorDictBase
 from torch import nn
+from torch._dynamo.decorators import skip
 
 from .. import _native
-from .._native import Enter
-from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
-from ..memory import attaching
+from ..errors import Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
-from ..memory.system.process import Peers
-from .bind.binding import Binding, bind_module, bound_elsewhere, taken_over
-from .bind.guarded_methods import GuardNames, calls_of
-from .bind.install import guard_calls, withdraw_guards
-from .bind.module_check import ModuleCheck, bindable
+from .bind.guarded_methods import GuardNames
+from .bind.install import bind
+from .bind.module_check import ModuleCheck
 from .by_value import copy_by_value
-from .deadlines import DEFAULT_TIMEOUT, check_worker, deadline_after, timeout_or_default
-from .read.device_sections import wait_for_reads
-from .read.failover import Successor
-from .read.reading import Pinned, ReadPath
+from .deadlines import DEFAULT_TIMEOUT
+from .read.opening import open_reader
+from .read.reading import ReadPath
 from .read.snapshot import Snapshot
 from .read.snapshot_cache import SnapshotCache
-from .verify.checksums import refuse_without_checksums
-from .verify.local import Proof, refuse_succeeded, verify_held
+from .stats import SubscriberStats
+from .verify.local import Proof
 
 Consistency = Literal["pinned", "optimistic", "live"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_CONSISTENCIES = {each.name.lower(): each for each in _native.Consistency}
-
-
-def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:
-    if isinstance(handle, str):
-        return handle, None
-    if isinstance(handle, tuple) and [type(part) for part in handle] == [str, bytes]:
-        return handle[0], handle[1]
-    raise TypeError(f"pass pub.handle or the arena's name, not the {type(handle).__name__} {handle!r}")
+T = TypeVar("T")
 
 
-class Subscriber(ReadPath):
+class Subscriber(_native.Sections):
     """Reads the weights of one arena, zero-copy.
 
     Args:
@@ -82,41 +66,88 @@ class Subscriber(ReadPath):
         timeout: float | None = DEFAULT_TIMEOUT,
         follow: bool = False,
     ) -> None:
-        if not isinstance(consistency, str) or consistency not in _CONSISTENCIES:
-            raise ValueError(f"consistency is one of {', '.join(_CONSISTENCIES)}, not {consistency!r}")
-        if worker is not None:
-            worker = check_worker(worker)
-        timeout = timeout_or_default(timeout)
-        if not isinstance(follow, bool):
-            raise TypeError(f"follow is True or False, not {follow!r}")
-        name, session = _name_and_session(handle_or_name)
-        peers = Peers()
+        reader = open_reader(handle_or_name, consistency, worker, timeout, follow)
+        super().__init__(reader)
+        self._reader = reader
+        self._consistency = consistency
+        self._snapshot_cache = SnapshotCache()
         try:
-            attached = attaching.attach(name, session, worker, timeout, peers)
-        except BaseException:
-            peers.close()
-            raise
-        release = attaching.Release(attached, peers)
-        try:
-            successor = Successor(name, worker, peers) if follow else None
-            super().__init__(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
-            self._consistency = consistency
-            self._snapshot_cache = SnapshotCache()
-            self._finalizer = util.Finalize(self, release, exitpriority=30)
-            self.arena.reader = weakref.ref(self)
             copy_by_value()
-            self.attached()
-        except BaseException:
-            release()
-            raise
-
-    def attached(self) -> None:
-        """Apply the published version, at the end of the constructor."""
-        try:
-            self.refresh()
+            reader.refresh()
         except Poisoned:  # attaching works; the next section raises
             pass
-        self._forget_use()  # this thread may leave the weights to others, and look on
+        except BaseException:
+            reader.close()
+            raise
+        reader._forget_use()  # this thread may leave the weights to others, and look on
+
+    @property
+    def name(self) -> str:
+        """The arena's name."""
+        return self._reader.name
+
+    @property
+    def weights(self) -> TensorDictBase:
+        """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
+        return self._reader.weights
+
+    @property
+    def version(self) -> int:
+        """The version that the calling thread has used last: in a section, or moved to by refresh().
+
+        That is the version of what this thread computed, whatever other threads have applied since. In a thread that
+        has used none it is the applied version, as `lag` and stats() have it. Several tasks on one thread (asyncio)
+        share it: take `section.version` or run(with_version=True) there. With follow=True, 0 until the first version of
+        a new arena is applied; `session` tells of which arena it is.
+        """
+        return self._reader._used_version
+
+    @property
+    def session(self) -> bytes:
+        """The session of the arena that `version` is of: another one after a restart that was followed."""
+        return self._reader._used_session
+
+    @property
+    def latest(self) -> int:
+        """The published version."""
+        return self._reader._latest
+
+    @property
+    def lag(self) -> int:
+        """Published versions not applied yet, by any thread."""
+        return self._reader.lag
+
+    @property
+    def publisher_alive(self) -> bool:
+        """Can new versions still come?
+
+        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
+        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
+        arena that is read now.
+        """
+        self._reader._check()
+        return not self._reader.gone
+
+    def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
+        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
+
+        For the first `spin` seconds, at most `timeout`, it keeps its processor and looks again and again, which finds a
+        version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
+        need it, the publisher among them, they wait for it.
+
+        `version` is a number of `session`, as this thread has it. With follow=True it also waits for a restarted
+        trainer and moves to its arena, whose versions begin again: each of them is newer than all of the session
+        before, so the first one that is published there ends the wait, and is returned. So after
+        `wait_version(sub.version + 1)` refresh() finds something new, whatever the trainer did meanwhile.
+
+        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
+        publisher would wait for this process in turn; with follow=True ManifestMismatch.
+        """
+        return self._reader.wait_version(version, timeout, spin=spin)
+
+    def stats(self) -> SubscriberStats:
+        """Counts since this subscriber was attached."""
+        return self._reader.stats()
 
     def bind(
         self,
@@ -152,47 +183,32 @@ class Subscriber(ReadPath):
             ValueError: a name in `guard` that the module lacks.
             ShmSyncError: as in read().
         """
-        self._check()
-        return self._bind(module, guard, ModuleCheck(self.arena, self.name, buffers=buffers), clones=clone_outputs)
+        reader = self._reader
+        reader._check()
+        return bind(reader, module, guard, ModuleCheck(reader.arena, self.name, buffers=buffers), clones=clone_outputs)
 
-    def bind_copies(self, module: M, *, guard: GuardNames = True) -> M:
-        """As bind(), but all of the module's tensors are private copies, which are renewed with each version.
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...
+    @overload
+    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[True], **kwargs: Any) -> tuple[T, int]: ...
+    @overload
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool, **kwargs: Any) -> Any: ...
+    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool = False, **kwargs: Any) -> Any:
+        """fn(*args, **kwargs) computed on untorn weights, in one section.
 
-        They stay on the devices that they are on, so this is for a module that cannot show the arena's own memory.
-        `guard` is that of bind().
+        With consistency="optimistic" a call whose section was torn is repeated, the fourth time under a pin, so fn must
+        be safe to repeat. An exception from a torn call is dropped, and the call repeated. With "live" nothing is
+        promised. Views of the weights in the result are cloned, as in what a guarded call returns.
+
+        Args:
+            with_version: return (result, version): the version that the result was computed with.
+
+        Raises:
+            ProtocolError: the result holds views of the weights in something that cannot be copied.
+            ShmSyncError: as in read().
         """
-        self._check()
-        return self._bind(module, guard, ModuleCheck(self.arena, self.name, copies=True), clones=True)
-
-    def _bind(self, module: M, guard: GuardNames, fitting: ModuleCheck, *, clones: bool) -> M:
-        bound = bindable(module)
-        calls = calls_of(module, guard)
-        with ExitStack() as stack:
-            for path in (self, *bound_elsewhere(bound, self)):  # no call is under way while the tensors change hands
-                stack.enter_context(path._exclusive())
-            self.followers[:] = [each for each in self.followers if each.owners() or not isinstance(each, Binding)]
-            tensors = fitting.tensors(bound)
-            replaced = taken_over(bound, tensors)
-            for old in replaced:
-                old.drop()  # it may fit no more, which would be an error at the entry of the section
-            try:
-                with self.unused() if self._version else nullcontext():
-                    binding = bind_module(self, bound, fitting, tensors)
-                    if self._version:
-                        binding.move(self._held_slot)
-                    self.followers.append(binding)
-            except BaseException:
-                for old in replaced:
-                    old.restore()
-                raise
-            try:
-                guard_calls(self, module, bound, binding, calls, clones=clones)
-            except BaseException:
-                binding.drop()
-                binding.release()
-                withdraw_guards(module, bound)
-                raise
-        return module
+        result, version = self._reader.run(fn, args, kwargs)
+        return (result, version) if with_version else result
 
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
         """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
@@ -201,15 +217,16 @@ class Subscriber(ReadPath):
         (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
         otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
-        targets = self._snapshot_cache.targets(out, self.arena)
+        reader = self._reader
+        targets = self._snapshot_cache.targets(out, reader.arena)
         version = 0
 
         def copy() -> None:
             nonlocal version
-            version = self._held_version
-            targets.copy(self.arena, self._held_slot)
+            version, slot = reader.held
+            targets.copy(reader.arena, slot)
 
-        self.run_as_is(copy)
+        reader.run_as_is(copy)
         made = targets.made if out is None else out
         assert made is not None
         return Snapshot(made, version)
@@ -233,27 +250,7 @@ class Subscriber(ReadPath):
             ProtocolError: the arena has no checksums, or a section of this thread is open that is not pinned.
             ShmSyncError: as in read().
         """
-        self._check()
-        with self._exclusive():
-            refuse_without_checksums(self.arena.manifest, self.name)
-            if self._mine:
-                if not self._mine_and_pinned:
-                    raise ProtocolError(
-                        "verify() inside a section that is not pinned could compare torn weights; leave it first",
-                        version=self._version,
-                    )
-                return verify_held(self, modules)
-            if self._gone and not self._follow():
-                refuse_succeeded(self)
-            try:
-                self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
-            except BaseException:
-                self._give_up_entry()
-                raise
-            try:
-                return verify_held(self, modules)
-            finally:
-                self._abandon()
+        return self._reader.verify(modules)
 
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
@@ -265,21 +262,8 @@ class Subscriber(ReadPath):
         Raises ProtocolError inside a section of this thread, WriterBusy when another thread does not leave its section
         in time; then nothing is closed.
         """
-        if self._closed:
-            return
-        if self._in_parent:  # forked: the row is the parent's
-            return
-        try:
-            with self._closing():
-                wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
-                self._retire()
-                try:
-                    self.followers.clear()
-                    self._snapshot_cache.clear()
-                finally:
-                    self._finalizer()
-        except ClosedError:
-            pass  # another thread was quicker
+        self._reader.close()
+        self._snapshot_cache.clear()
 
     def __enter__(self) -> Subscriber:
         return self
@@ -295,15 +279,20 @@ class Subscriber(ReadPath):
             # The caller's own error tells more; the row goes back when this is collected.
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"version {self._version} of {self.latest}"
+        reader = self._reader
+        state = "closed" if reader._closed else f"version {reader._version} of {self.latest}"
         return f"<shmsync.Subscriber of {self.name!r}, {state}, {self._consistency}>"
-
-    def __del__(self) -> None:
-        if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:
-            warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Subscriber cannot be pickled; pass the Publisher's handle and attach in the other process")
+
+
+skip(Subscriber.run)  # Dynamo compiles what it calls, not this frame
+
+
+def reader_of(subscriber: Subscriber) -> ReadPath:
+    """What reads the arena, for the schemes: it does what users have no method for."""
+    return subscriber._reader
 
 
 attach = Subscriber  # a verb, for those who prefer one

@@ -250,7 +250,7 @@ def test_another_layout_is_named_and_the_old_weights_stay(start, name, follower)
 
 
 def warned(sub):
-    return sub._successor._warned is not None
+    return sub._reader._successor._warned is not None
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -255,7 +255,7 @@ def test_an_optimistic_section_is_judged_when_its_kernels_are_done(arena, device
 def test_a_failure_that_comes_late_takes_the_version_back(arena, device, slots):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, slots)
-    while not sub.arena.on_device.reads.wait(10**8):  # else they are lost too
+    while not sub._reader.arena.on_device.reads.wait(10**8):  # else they are lost too
         pass
     with held_up(stream_of(pub)):
         pub.publish()

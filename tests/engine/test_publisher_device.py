@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 import shmsync
 from shmsync.memory import devices
+from support.engine import bind_copies
 from support.processes import segments
 from support.simulated import Simulated, installed
 
@@ -230,7 +231,7 @@ def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_d
         shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,
         shmsync.Subscriber(pub.handle, timeout=60.0, consistency=consistency) as sub,
     ):
-        sub.bind_copies(net, guard=False)
+        bind_copies(sub, net, guard=False)
         copy = net.weight.data
         assert devices.holding(copy) is device
         streams = [device.stream() for _ in range(3)]

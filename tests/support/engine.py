@@ -10,6 +10,8 @@ import torch
 
 import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
+from shmsync.engine.bind import install
+from shmsync.engine.bind.module_check import ModuleCheck
 from support.weights import Counting, bytes_of, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
@@ -31,6 +33,12 @@ def run_source(state, source):
             exec(compile(source, "a block of the docs", "exec"), {"__name__": "__main__"})
         finally:
             os.chdir(before)
+
+
+def bind_copies(sub, module, guard=True):
+    """As schemes bind a module that is on another device than the arena."""
+    reader = sub._reader
+    return install.bind(reader, module, guard, ModuleCheck(reader.arena, reader.name, copies=True), clones=True)
 
 
 def open_arena(state, version=1, *, words=4096, **kwargs):
@@ -123,7 +131,7 @@ def leave(state):
 
 def device_is_idle(state):
     """Wait until a device, if the arena lies on one, has done what sections have asked for."""
-    place = state.sub.arena.on_device
+    place = state.sub._reader.arena.on_device
     while place is not None and not place.reads.wait(10**9):
         pass
 

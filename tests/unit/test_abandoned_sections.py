@@ -191,7 +191,7 @@ def test_threads_take_turns_fairly(pair):
     for _ in range(50):
         with sub.read():
             pass
-        with sub._exclusive():
+        with sub._reader._exclusive():
             pass
     stop.set()
     thread.join()

@@ -172,4 +172,4 @@ def test_a_bound_module_that_is_dropped_is_collected(bound):
     assert gone() is None
     pub.publish()
     assert sub.refresh()
-    assert sub.followers == []
+    assert sub._reader.followers == []

@@ -68,7 +68,7 @@ def test_what_cannot_be_named_is_refused_and_nothing_is_changed(publisher, subsc
         sub.bind(worker, guard=guard)
     assert vars(worker) == before
     assert worker.head.weight.data_ptr() == place
-    assert sub.followers == []
+    assert sub._reader.followers == []
 
 
 class Coroutine(nn.Linear):
@@ -99,7 +99,7 @@ def test_what_no_section_can_cover_is_refused_with_the_cure(publisher, subscribe
     sub, worker = subscriber(publisher(factory())), factory()
     with pytest.raises(shmsync.ProtocolError, match=says):
         sub.bind(worker)
-    assert sub.followers == []
+    assert sub._reader.followers == []
     sub.bind(worker, guard=cure)
 
 
@@ -217,7 +217,7 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
     with pytest.raises(shmsync.Poisoned):
         sub.bind(worker)
     assert not {"forward", "predict", "_compiled_call_impl"} & set(vars(worker))
-    assert sub.followers == []
+    assert sub._reader.followers == []
     with torch.no_grad():
         worker.head.weight.fill_(1.0)  # private, and writable
 
@@ -234,7 +234,7 @@ def test_a_bind_that_fails_at_its_guards_leaves_none(publisher, subscriber, monk
         with pytest.raises(RuntimeError, match="no more"):
             sub.bind(worker)
     assert set(vars(worker)) == before
-    assert sub.followers == []
+    assert sub._reader.followers == []
     with torch.no_grad():
         worker.head.weight.fill_(1.0)  # private, and writable
     sub.bind(worker)
@@ -245,7 +245,7 @@ def test_modules_that_are_gone_keep_nothing_alive_once_another_is_bound(publishe
     for _ in range(5):
         sub.bind(nn.BatchNorm1d(4))
         gc.collect()
-    assert len(sub.followers) <= 2
+    assert len(sub._reader.followers) <= 2
 
 
 @pytest.mark.parametrize("guard", [True, False])

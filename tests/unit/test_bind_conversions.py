@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shmsync
+from support.engine import bind_copies
 from support.processes import no_monitor
 from support.weights import step
 
@@ -171,7 +172,7 @@ def test_every_mode_of_creation_serves_every_mode_of_use(
     with around() if bound_inside else nullcontext():
         sub = subscriber(pub, consistency=consistency)
         if how == "bind_copies":
-            sub.bind_copies(worker)
+            bind_copies(sub, worker)
         else:
             sub.bind(worker, buffers="view" if how == "view" else "copy")
     torch.compiler.reset()
@@ -213,7 +214,7 @@ def test_a_tensor_of_inference_mode_that_cannot_be_exchanged_is_refused(publishe
     sub = subscriber(publisher(nn.Linear(4, 4)))
     with pytest.raises(shmsync.ProtocolError, match=r"weight was made in inference mode.*outside of torch\.inference"):
         sub.bind(worker)
-    assert sub.followers == []
+    assert sub._reader.followers == []
     assert held() is worker.weight
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import shmsync
+from support.engine import bind_copies
 from support.weights import step
 
 DEVICES = ["meta", "cpu"]
@@ -137,7 +138,7 @@ def test_an_optimizer_of_a_module_on_the_meta_device_has_its_parameters(publishe
     trainer, worker = made("LSTM {}", "cpu"), made("LSTM {}", "meta")
     optimizer = torch.optim.SGD(worker.parameters())
     sub = subscriber(publisher(trainer))
-    (sub.bind_copies if copies else sub.bind)(worker)
+    (bind_copies(sub, worker) if copies else sub.bind(worker))
     held = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, worker.parameters(), strict=True))
     assert torch.equal(held[0], trainer.weight_ih_l0)

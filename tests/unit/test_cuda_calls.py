@@ -650,7 +650,7 @@ def test_a_slot_is_kept_until_the_kernels_of_its_section_are_done(arena):
 def test_a_publish_during_a_capture_is_refused_before_anything_changes(arena, slots):
     source = {"t": torch.full((100,), 1.0)}
     calls, pub, sub = arena(source, slots)
-    while not sub.arena.on_device.reads.wait(10**8):
+    while not sub._reader.arena.on_device.reads.wait(10**8):
         pass
     stream = visible.device(0).stream()
     calls.capturing.add(stream.handle)

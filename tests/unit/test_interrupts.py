@@ -119,7 +119,7 @@ def test_an_interrupted_reader_holds_nobody_up(publisher, subscriber, slots):
 def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publisher, subscriber, monkeypatch):
     pub = publisher({"w": torch.zeros(4)}, slots=2)
     sub = subscriber(pub)
-    move = type(sub)._move
+    move = type(sub._reader)._move
     seen = []
 
     def handler_lands_here(self):
@@ -128,7 +128,7 @@ def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publish
             pass
         move(self)
 
-    monkeypatch.setattr(type(sub), "_move", handler_lands_here)
+    monkeypatch.setattr(type(sub._reader), "_move", handler_lands_here)
     pub.publish()
     with sub.read():
         assert pub.readers()[0].pinned == 2

@@ -16,6 +16,7 @@ from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas import subscriptions
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import CallRig, CallScheme, PipeRig
+from support.engine import bind_copies
 from support.simulated import Simulated, installed
 
 RIGS = {"shm": (PipeRig, SharedMemWeightSyncScheme, {}), "fan-out": (CallRig, CallScheme, {"fan_out": "node"})}
@@ -90,7 +91,7 @@ def test_module_gets_a_private_copy_per_version(elsewhere, rig, consistency, slo
 @pytest.mark.parametrize(("consistency", "slots"), SLOTS)
 def test_forward_sees_whole_versions_while_the_trainer_writes(consistency, slots):
     with Publisher(Stamped(1), slots=slots) as pub, Subscriber(pub.handle, consistency=consistency) as sub:
-        net = sub.bind_copies(Stamped(0))
+        net = bind_copies(sub, Stamped(0))
         seen, stop = [], threading.Event()
 
         def forward():
@@ -112,7 +113,7 @@ def test_forward_sees_whole_versions_while_the_trainer_writes(consistency, slots
 
 def test_section_around_several_calls_holds_one_version():
     with Publisher(Stamped(1), slots=2) as pub, Subscriber(pub.handle) as sub:
-        net = sub.bind_copies(Stamped(0))
+        net = bind_copies(sub, Stamped(0))
         with sub.read():
             assert ask(net) == 1
             pub.publish(Stamped(2))
@@ -123,10 +124,10 @@ def test_section_around_several_calls_holds_one_version():
 def test_copies_are_checked_as_views_are():
     with Publisher(Stamped(1)) as pub, Subscriber(pub.handle) as sub:
         with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
-            sub.bind_copies(Stamped(0, width=9))
+            bind_copies(sub, Stamped(0, width=9))
         half = Stamped(0).to(torch.bfloat16)
         with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* torch\.bfloat16"):
-            sub.bind_copies(half)
+            bind_copies(sub, half)
         assert ask(half) == 0
 
 

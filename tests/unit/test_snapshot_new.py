@@ -117,9 +117,9 @@ def test_each_leaf_has_a_storage_of_its_own(publisher, subscriber):
 
 def test_what_is_known_of_the_leaves_is_worked_out_once(publisher, subscriber):
     sub = subscriber(publisher({"t": torch.ones(3)}))
-    first = sub.arena.fresh
+    first = sub._reader.arena.fresh
     one, other = sub.snapshot(), sub.snapshot()
-    assert sub.arena.fresh is first
+    assert sub._reader.arena.fresh is first
     one.weights["t"].zero_()
     assert other.weights["t"].tolist() == [1] * 3
     one.weights["new"] = torch.zeros(1)

@@ -17,7 +17,7 @@ from support.zoo_world import visit
 
 
 def only(patch, wanted):
-    patch.setattr(subscriber, "calls_of", lambda module, _: [c for c in calls_of(module, True) if wanted(c.method)])
+    patch.setattr(covering, "calls_of", lambda module, _: [c for c in calls_of(module, True) if wanted(c.method)])
 
 
 def forward_alone(patch):
@@ -47,7 +47,7 @@ def bypass(patch):
 
 def last_binding_alone(patch):
     """The second of two bindings of a module ends the first."""
-    patch.setattr(subscriber, "taken_over", lambda module, tensors: binding.companions(module))
+    patch.setattr(covering, "taken_over", lambda module, tensors: binding.companions(module))
 
 
 def generators_let_go(patch):

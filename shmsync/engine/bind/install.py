@@ -1,23 +1,59 @@
-"""The guards of a bound module, and the other proxies of its methods while it is bound."""
+"""bind(), and the guards and other proxies of a bound module's methods."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
-from .binding import Binding, companions
+from .binding import Binding, bind_module, bound_elsewhere, companions, taken_over
 from .by_identity import ByIdentity
 from .guard import CALL, Guard, Proxy
-from .guarded_methods import GuardedCall
+from .guarded_methods import GuardedCall, GuardNames, calls_of
 from .loading import Loading
+from .module_check import ModuleCheck, bindable
 from .read_guard import Cover
 from .watching import watch
 
+M = TypeVar("M", bound=nn.Module)
+
 _covers: ByIdentity[nn.Module, Cover] = ByIdentity()
+
+
+def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
+    """As Subscriber.bind(); `check` says how the tensors of the module move."""
+    bound = bindable(module)
+    calls = calls_of(module, guard)
+    with ExitStack() as stack:
+        for path in (reader, *bound_elsewhere(bound, reader)):  # no call is under way while the tensors change hands
+            stack.enter_context(path._exclusive())
+        reader.followers[:] = [each for each in reader.followers if each.owners() or not isinstance(each, Binding)]
+        tensors = check.tensors(bound)
+        replaced = taken_over(bound, tensors)
+        for old in replaced:
+            old.drop()  # it may fit no more, which would be an error at the entry of the section
+        try:
+            with reader.unused() if reader._version else nullcontext():
+                binding = bind_module(reader, bound, check, tensors)
+                if reader._version:
+                    binding.move(reader._held_slot)
+                reader.followers.append(binding)
+        except BaseException:
+            for old in replaced:
+                old.restore()
+            raise
+        try:
+            guard_calls(reader, module, bound, binding, calls, clones=clones)
+        except BaseException:
+            binding.drop()
+            binding.release()
+            withdraw_guards(module, bound)
+            raise
+    return module
 
 
 def guard_calls(

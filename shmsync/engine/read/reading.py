@@ -6,9 +6,12 @@ The common case is native (native/bind/reader.hpp): nothing new, and the gate is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Protocol, TypeVar, overload
+from multiprocessing import util
+from typing import Any, Protocol, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -18,15 +21,16 @@ from torch.compiler import disable
 
 from ... import _native
 from ..._native import Consistency, Enter, HostCall
-from ...errors import ArenaCorrupt, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
+from ...errors import ArenaCorrupt, ClosedError, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.local import Verdict
+from ..verify.checksums import refuse_without_checksums
+from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
-from .device_sections import SectionStreams
+from .device_sections import SectionStreams, wait_for_reads
 from .failover import Successor
 from .outputs import unalias, unalias_error
 from .waiting import WaitPath
@@ -65,7 +69,7 @@ class Pinned(float):
 
 
 class ReadPath(WaitPath):
-    """The state that a read section moves, and how to enter one. Base of Subscriber."""
+    """The reader behind a Subscriber: the state that a read section moves, and how to enter one."""
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class ReadPath(WaitPath):
         self._moves = 0
         self._waits = Samples()
         self.streams = SectionStreams()
+        self._finalizer = util.Finalize(self, release, exitpriority=30)
+        self.arena.reader = weakref.ref(self)
 
     @property
     def name(self) -> str:
@@ -93,29 +99,13 @@ class ReadPath(WaitPath):
 
     @property
     def weights(self) -> TensorDictBase:
-        """The weights of the applied version, zero-copy, read-only; protected only inside a section."""
+        """As Subscriber.weights."""
         self._check()
         return self._shown.weights(self._slot)
 
     @property
-    def version(self) -> int:
-        """The version that the calling thread has used last: in a section, or moved to by refresh().
-
-        That is the version of what this thread computed, whatever other threads have applied since. In a thread that
-        has used none it is the applied version, as `lag` and stats() have it. Several tasks on one thread (asyncio)
-        share it: take `section.version` or run(with_version=True) there. With follow=True, 0 until the first version of
-        a new arena is applied; `session` tells of which arena it is.
-        """
-        return self._used_version
-
-    @property
-    def latest(self) -> int:
-        """The published version."""
-        return self._latest
-
-    @property
     def lag(self) -> int:
-        """Published versions not applied yet, by any thread."""
+        """As Subscriber.lag."""
         return max(0, self._latest - self._version)
 
     @property
@@ -124,35 +114,17 @@ class ReadPath(WaitPath):
         return self._held_version, self._held_slot
 
     def stats(self) -> SubscriberStats:
-        """Counts since this subscriber was attached."""
+        """As Subscriber.stats()."""
         reads, torn, retries = self._counts
         return SubscriberStats(
             self._version, self._latest, self.lag, reads, torn, retries, self._moves, self._waits.latency(),
             self._restarts,
         )  # fmt: skip
 
-    @overload
-    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[False] = ..., **kwargs: Any) -> T: ...
-    @overload
-    def run(self, fn: Callable[..., T], /, *args: Any, with_version: Literal[True], **kwargs: Any) -> tuple[T, int]: ...
-    @overload
-    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool, **kwargs: Any) -> Any: ...
-    def run(self, fn: Callable[..., Any], /, *args: Any, with_version: bool = False, **kwargs: Any) -> Any:
-        """fn(*args, **kwargs) computed on untorn weights, in one section.
-
-        With consistency="optimistic" a call whose section was torn is repeated, the fourth time under a pin, so fn must
-        be safe to repeat. An exception from a torn call is dropped, and the call repeated. With "live" nothing is
-        promised. Views of the weights in the result are cloned, as in what a guarded call returns.
-
-        Args:
-            with_version: return (result, version): the version that the result was computed with.
-
-        Raises:
-            ProtocolError: the result holds views of the weights in something that cannot be copied.
-            ShmSyncError: as in read().
-        """
-        result, version = self._computed(self._private, (fn, args, kwargs), {})
-        return (result, version) if with_version else result
+    @skip
+    def run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T, int]:
+        """As Subscriber.run(), with the version."""
+        return self._computed(self._private, (fn, args, kwargs), {})
 
     @skip
     def _private(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,6 +182,49 @@ class ReadPath(WaitPath):
                     follower.move(self._held_slot)
             self.followers.append(follower)
 
+    def verify(self, modules: Sequence[nn.Module]) -> Proof:
+        """As Subscriber.verify()."""
+        self._check()
+        with self._exclusive():
+            refuse_without_checksums(self.arena.manifest, self._name)
+            if self._mine:
+                if not self._mine_and_pinned:
+                    raise ProtocolError(
+                        "verify() inside a section that is not pinned could compare torn weights; leave it first",
+                        version=self._version,
+                    )
+                return verify_held(self, modules)
+            if self.gone and not self._follow():
+                refuse_succeeded(self)
+            try:
+                self._enter_slowly(Enter.GATED, None, Pinned(self.timeout))
+            except BaseException:
+                self._give_up_entry()
+                raise
+            try:
+                return verify_held(self, modules)
+            finally:
+                self._abandon()
+
+    def close(self) -> None:
+        """As Subscriber.close()."""
+        if self._closed or self._in_parent:  # forked: the row is the parent's
+            return
+        try:
+            with self._closing():
+                wait_for_reads(self.arena, self._name, deadline_after(None, self.timeout))
+                self._retire()
+                try:
+                    self.followers.clear()
+                finally:
+                    self._finalizer()
+        except ClosedError:
+            pass  # another thread was quicker
+
+    def __del__(self) -> None:
+        if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:
+            warnings.warn(f"Subscriber of {self._name!r} was not closed", ResourceWarning, stacklevel=2)
+
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
     # below compiled code, and Dynamo must not compile them.
 
@@ -223,7 +238,9 @@ class ReadPath(WaitPath):
             version = check_version(version)
             self._wait_for(version, deadline, entering=True)
         if version is not None or pinned:
-            outcome = self._leave_if_entered(outcome, pinned)
+            if outcome in (Enter.SAME, Enter.MOVED):  # leave what the native side has entered
+                self._abandon()
+            outcome = self._try_enter(pinned)
         waited = False
         while outcome not in (Enter.SAME, Enter.MOVED):
             waited = True
@@ -241,19 +258,13 @@ class ReadPath(WaitPath):
             if self._trace is not None:
                 self._trace.span("wait at the gate", int(started * 1e9), self._held_version, self._entered_at)
 
-    def _leave_if_entered(self, outcome: Enter, pinned: bool) -> Enter:
-        """Enter again, under a pin if asked; first leave what the native side may have entered."""
-        if outcome in (Enter.SAME, Enter.MOVED):
-            self._abandon()
-        return self._try_enter(pinned)
-
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool, patient: bool) -> Enter:
         """One slice of the wait. `patient`: wait for the repair of a poisoned arena too, as long as it can come."""
         self._look_up()
         if outcome == Enter.POISONED:
             if self._follow():
                 return self._try_enter(pinned)
-            if patient and not self._gone and time.monotonic() < deadline:
+            if patient and not self.gone and time.monotonic() < deadline:
                 self._wait(slice_until(deadline))
                 self._look_up()
                 return self._try_enter(pinned)
@@ -411,7 +422,3 @@ class ReadPath(WaitPath):
         except ShmSyncError as error:
             assert self._successor is not None
             self._successor.warn(error)
-
-
-for _frame in (ReadPath.run, ReadPath.run_as_is):
-    skip(_frame)  # Dynamo compiles what it calls, not this frame

@@ -53,35 +53,11 @@ class WaitPath(_native.Reader):
 
     @property
     def session(self) -> bytes:
-        """The session of the arena that `version` is of: another one after a restart that was followed."""
+        """As Subscriber.session."""
         return self._used_session
 
-    @property
-    def publisher_alive(self) -> bool:
-        """Can new versions still come?
-
-        False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
-        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
-        arena that is read now.
-        """
-        self._check()
-        return not self._gone
-
     def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
-        """Wait until `version` or a later one is published; returns the published one. Applies nothing.
-
-        For the first `spin` seconds, at most `timeout`, it keeps its processor and looks again and again, which finds a
-        version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
-        need it, the publisher among them, they wait for it.
-
-        `version` is a number of `session`, as this thread has it. With follow=True it also waits for a restarted
-        trainer and moves to its arena, whose versions begin again: each of them is newer than all of the session
-        before, so the first one that is published there ends the wait, and is returned. So after
-        `wait_version(sub.version + 1)` refresh() finds something new, whatever the trainer did meanwhile.
-
-        Raises PublishTimeout, WriterDied, ClosedError; ProtocolError inside a section with slots = 1, where the
-        publisher would wait for this process in turn; with follow=True ManifestMismatch.
-        """
+        """As Subscriber.wait_version()."""
         self._check()
         spinning = check_seconds("spin", spin, "0.0 sleeps at once, math.inf never sleeps")
         if self.arena.slots == 1 and self._mine_and_pinned and self._latest < version:
@@ -94,7 +70,7 @@ class WaitPath(_native.Reader):
         return self._wait_for(version, deadline, spin_until=time.monotonic() + spinning)
 
     @property
-    def _gone(self) -> bool:
+    def gone(self) -> bool:
         """Will the publisher of this arena publish nothing more?"""
         return self._state == State.CLOSED or not self._peers.alive(self._writer_owner)
 
@@ -106,7 +82,7 @@ class WaitPath(_native.Reader):
 
     def _follow(self) -> bool:
         """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""
-        if self._successor is None or not self._gone:
+        if self._successor is None or not self.gone:
             return False
         self._lost = True
         attached = self._successor.find(self.arena)
@@ -139,7 +115,7 @@ class WaitPath(_native.Reader):
                 spin = slice_until(spin_until) if spin_until else 0
                 if self._wait_version(version, slice_until(deadline), spin) and (latest := self._latest) >= version:
                     return latest
-                gone, closed = self._gone, self._state == State.CLOSED  # death first: then the state is final
+                gone, closed = self.gone, self._state == State.CLOSED  # death first: then the state is final
                 self._look_up()
                 self._answer_waiting(deadline)
                 late = time.monotonic() >= deadline

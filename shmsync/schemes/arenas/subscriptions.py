@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ...engine.bind.guarded_methods import can_be_called
+from ...engine.bind.install import bind
+from ...engine.bind.module_check import ModuleCheck
 from ...engine.source.strategy import WeightStrategy
-from ...engine.subscriber import Consistency, Subscriber
+from ...engine.subscriber import Consistency, Subscriber, reader_of
 from ...errors import NotDelivered, ProtocolError
 from ...memory.control.segment import Handle
 
@@ -49,7 +51,7 @@ class Subscriptions:
         earlier = self._subscribers.get(model_id)
         subscriber = Subscriber(handle, consistency=self._consistency, worker=worker, timeout=self._timeout)
         try:
-            with contextlib.nullcontext() if earlier is None else earlier._exclusive():
+            with contextlib.nullcontext() if earlier is None else reader_of(earlier)._exclusive():
                 if isinstance(model, nn.Module):
                     _bind(subscriber, model)
                     self._bound[model_id] = weakref.ref(model)
@@ -96,9 +98,10 @@ class Subscriptions:
         if subscriber is None:
             subscriber = self.needed(model_id)
         self.move_to(subscriber, version)
-        if subscriber._version < version:
+        applied = reader_of(subscriber)._version
+        if applied < version:
             raise ProtocolError(
-                f"{model_id!r} is at version {subscriber._version} in the arena that this worker knows, not at "
+                f"{model_id!r} is at version {applied} in the arena that this worker knows, not at "
                 f"{version}; was the scheme restarted? Make the receiver anew",
                 version=version,
             )
@@ -111,15 +114,16 @@ class Subscriptions:
 
         Raises what wait_version() raises.
         """
-        if subscriber.arena.on_device is not None:
+        if reader_of(subscriber).arena.on_device is not None:
             subscriber.wait_version(version, self._timeout)
         subscriber.refresh()
 
     def prove(self, model_id: str, session: bytes, model: Any) -> None:
         """Raise NotDelivered unless the model holds the newest version of the arena of this session."""
         subscriber = self._subscribers.get(model_id)
-        if subscriber is None or subscriber.arena.session != session:
-            what = "none" if subscriber is None else f"session {subscriber.arena.session.hex()[:8]}"
+        read = None if subscriber is None else reader_of(subscriber).arena.session
+        if subscriber is None or read != session:
+            what = "none" if read is None else f"session {read.hex()[:8]}"
             raise NotDelivered(
                 f"this worker has attached to {what} of the arenas of {model_id!r}, but the sender's is session "
                 f"{session.hex()[:8]}; send again, or make the receiver anew"
@@ -133,7 +137,7 @@ class Subscriptions:
     def inside_section(self, model_id: str) -> bool:
         """Is the calling thread inside a read section of this model?"""
         subscriber = self._subscribers.get(model_id)
-        return subscriber is not None and subscriber._mine
+        return subscriber is not None and reader_of(subscriber)._mine
 
     def close(self) -> None:
         """Leave every arena; bound modules raise ClosedError from now on. Idempotent.
@@ -152,8 +156,9 @@ def is_elsewhere(model: nn.Module, device: torch.device = _CPU) -> bool:
 
 def _bind(subscriber: Subscriber, model: nn.Module) -> None:
     """Let the model show the arena's memory; on another device it gets a copy of each version, made in one section."""
-    bind = subscriber.bind_copies if is_elsewhere(model, subscriber.arena.device) else subscriber.bind
-    bind(model, guard=can_be_called(model))
+    reader = reader_of(subscriber)
+    check = ModuleCheck(reader.arena, reader.name, copies=is_elsewhere(model, reader.arena.device))
+    bind(reader, model, can_be_called(model), check, clones=True)
 
 
 def _close_unused(subscribers: dict[str, Subscriber], bound: dict[str, weakref.ref[nn.Module]]) -> None:

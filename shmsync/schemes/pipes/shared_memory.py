@@ -13,7 +13,7 @@ from typing_extensions import override
 from ...engine.deadlines import deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
-from ...engine.subscriber import Consistency
+from ...engine.subscriber import Consistency, reader_of
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Publishers
 from ..arenas.subscriptions import Subscriptions
@@ -331,4 +331,4 @@ class SharedMemReceiver(PipeReceiver):
     def _use_news(self) -> None:
         subscriber = self._transport.subscriptions.get(self._model_id)
         if subscriber is not None:
-            subscriber._use_applied()
+            reader_of(subscriber)._use_applied()

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.deadlines import deadline_after
-from ...engine.subscriber import Consistency
+from ...engine.subscriber import Consistency, reader_of
 from ...errors import ClosedError, ProtocolError
 from ..api import WeightSyncScheme
 from ..arenas.subscriptions import Subscriptions
@@ -129,7 +129,7 @@ class RemoteReceiver(WeightReceiver):
                 self._news.get(min(deadline - time.monotonic(), 3600.0))
                 subscriber = self.subscriptions.get(self._model_id)
                 if subscriber is not None:
-                    subscriber._use_applied()
+                    reader_of(subscriber)._use_applied()
                 return True
             if time.monotonic() >= deadline:
                 return False

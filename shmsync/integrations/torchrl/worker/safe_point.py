@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from ....engine.bind.binding import Binding
 from ....engine.bind.guard import CALL, Guard, Proxy
 from ....engine.bind.guarded_methods import GuardedCall, calls_of
 from ....engine.bind.read_guard import Cover
-from ....engine.subscriber import Subscriber
+from ....engine.read.reading import ReadPath
 from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
 
@@ -60,14 +60,14 @@ class SafePoint(Cover):
         forwards = [id(guard.entered) for guard in own if guard.method in ("forward", CALL)]
         self._around(model_lock, clock.flight, forwards)
 
-    def use(self, subscriber: Subscriber) -> None:
+    def use(self, subscriber: ReadPath) -> None:
         """Make sections of this subscriber's arena from now on. Call it under the lock."""
         self.enter([subscriber], plain=True, clones=True)
 
     @property
-    def subscriber(self) -> Subscriber | None:
+    def subscriber(self) -> ReadPath | None:
         """Whose sections they are; None after remove()."""
-        return cast(Subscriber, self.paths[0]) if self.paths else None
+        return self.paths[0] if self.paths else None
 
     def remove(self) -> None:
         """Give the module its own methods back. Call it under the lock."""
@@ -119,7 +119,7 @@ class LoadPoint(Proxy):
             return self.inner(*args, **kwargs)
 
 
-def make_private(subscriber: Subscriber, owners: set[nn.Module] | None = None) -> None:
+def make_private(subscriber: ReadPath, owners: set[nn.Module] | None = None) -> None:
     """Let bound parameters (of these modules only) be private, until the next version."""
     bindings = [each for each in subscriber.followers if isinstance(each, Binding)]
     if not bindings:

@@ -14,9 +14,11 @@ from torchrl.collectors import BaseCollector
 
 from ....engine.bind.binding import Binding, bind_module
 from ....engine.bind.module_check import ModuleCheck, bindable
+from ....engine.by_value import copy_by_value
+from ....engine.read.opening import open_reader
+from ....engine.read.reading import ReadPath
 from ....engine.source import extra_state
 from ....engine.source.strategy import WeightStrategy
-from ....engine.subscriber import Subscriber
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.arena import Arena
 from ....memory.control.segment import Handle
@@ -213,11 +215,12 @@ class Receiver:
     def _has_extra(self) -> bool:
         return extra_state.KEY in self._subscriber.arena.manifest.by_key
 
-    def _attach(self, name_or_handle: str | Handle, patience: float) -> Subscriber:
+    def _attach(self, name_or_handle: str | Handle, patience: float) -> ReadPath:
+        copy_by_value()
         until = time.monotonic() + patience
         while True:
             try:
-                subscriber = _Unread(name_or_handle, worker=self._worker, timeout=self._timeout)
+                subscriber = open_reader(name_or_handle, "pinned", self._worker, self._timeout, False)
                 # Sections wait for a trainer that waits, perhaps for another worker's forward. Its death ends the wait.
                 subscriber.timeout = math.inf
                 return subscriber
@@ -235,14 +238,14 @@ class Receiver:
                 else:
                     time.sleep(0.002)
 
-    def _bound(self, subscriber: Subscriber, module: nn.Module) -> Binding:
+    def _bound(self, subscriber: ReadPath, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
         copies = is_elsewhere(module, subscriber.arena.device)
         return bind_module(
             subscriber, bindable(module), ModuleCheck(subscriber.arena, subscriber.name, copies=copies, beside=beside)
         )
 
-    def _show(self, subscriber: Subscriber, binding: Binding, *, quiet: bool = False) -> None:
+    def _show(self, subscriber: ReadPath, binding: Binding, *, quiet: bool = False) -> None:
         """Let the module show this subscriber's weights, now and in later versions."""
         after = _After(self, quiet)
         with subscriber._exclusive():
@@ -292,13 +295,6 @@ class Receiver:
         make_private(self._subscriber)
         self._subscriber.followers.clear()
         self._module = None
-
-
-class _Unread(Subscriber):
-    """A subscriber that applies nothing, and so acks nothing, before a module shows the weights."""
-
-    def attached(self) -> None:
-        """Apply nothing yet."""
 
 
 class _After:
