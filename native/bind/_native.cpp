@@ -8,7 +8,6 @@ void bind_cover(nb::module_&);
 void bind_device(nb::module_&);
 void bind_failpoints(nb::module_&);
 void bind_faults(nb::module_&);
-void bind_look(nb::module_&);
 void bind_memory(nb::module_&);
 void bind_modes(nb::module_&);
 void bind_module_tree(nb::module_&);
@@ -30,7 +29,6 @@ NB_MODULE(_native, m) {
   m.doc() = "The core of shmsync: bytes, ordering, waiting, copying. Not public; see shmsync.Publisher and Subscriber.";
   shmsync::bind::bind_failpoints(m);
   shmsync::bind::bind_faults(m);
-  shmsync::bind::bind_look(m);
   shmsync::bind::bind_memory(m);
   shmsync::bind::bind_modes(m);
   shmsync::bind::bind_module_tree(m);

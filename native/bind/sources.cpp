@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "gil.hpp"
-#include "look.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -37,6 +36,7 @@ std::size_t elements(const DLTensor& t) {
 }
 
 bool set_exchange_table(nb::handle tensor_type) {
+  g_table = nullptr;
   if (!nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return false;
   nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
   const auto* table = static_cast<const ExchangeTable*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -50,10 +50,16 @@ bool set_exchange_table(nb::handle tensor_type) {
   return true;
 }
 
-nb::object asked(nb::handle object, PyObject* method) {
-  nb::object answer = nb::steal(PyObject_CallMethodObjArgs(object.ptr(), method, nullptr));
-  if (!answer.is_valid()) throw nb::python_error();
-  return answer;
+// A method of torch's own class, looked up once: torch is never unloaded.
+PyObject* method_of(const char* type, const char* name) {
+  return nb::object(nb::module_::import_("torch").attr("_C").attr(type).attr(name)).release().ptr();
+}
+
+nb::object answer(PyObject* method, nb::handle object) {
+  PyObject* const self = object.ptr();
+  nb::object found = nb::steal(PyObject_Vectorcall(method, &self, 1, nullptr));
+  if (!found.is_valid()) throw nb::python_error();
+  return found;
 }
 
 }  // namespace
@@ -71,23 +77,21 @@ std::size_t extent(const DLTensor& t) {
   return static_cast<std::size_t>(last) + 1;
 }
 
-bool asked_is_lazy(nb::handle tensor, std::uint8_t code) {
-  count_asked();
-  static PyObject* const conj = PyUnicode_InternFromString("is_conj");
-  static PyObject* const neg = PyUnicode_InternFromString("is_neg");
-  return (code == kComplex && asked(tensor, conj).is(Py_True)) || asked(tensor, neg).is(Py_True);
+bool is_lazy(nb::handle tensor, std::uint8_t code) {
+  static PyObject* const is_neg = method_of("TensorBase", "is_neg");
+  static PyObject* const is_conj = method_of("TensorBase", "is_conj");
+  return answer(is_neg, tensor).is(Py_True) || (code == kComplex && answer(is_conj, tensor).is(Py_True));
 }
 
-bool asked_holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
-  static PyObject* const untyped_storage = PyUnicode_InternFromString("untyped_storage");
-  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+bool holds(nb::handle tensor, const std::byte* address, std::size_t bytes) {
+  static PyObject* const untyped_storage = method_of("TensorBase", "untyped_storage");
+  static PyObject* const data_ptr = method_of("StorageBase", "data_ptr");
+  static PyObject* const nbytes = method_of("StorageBase", "nbytes");
   if (bytes == 0) return true;
   if (address == nullptr) return false;
-  count_asked();
-  const nb::object storage = asked(tensor, untyped_storage);
-  const auto begin = nb::cast<std::uintptr_t>(asked(storage, data_ptr));
-  const auto size = nb::cast<std::size_t>(asked(storage, nbytes));
+  const nb::object storage = answer(untyped_storage, tensor);
+  const auto begin = nb::cast<std::uintptr_t>(answer(data_ptr, storage));
+  const auto size = nb::cast<std::size_t>(answer(nbytes, storage));
   return begin + size >= reinterpret_cast<std::uintptr_t>(address) + bytes;
 }
 
@@ -102,10 +106,8 @@ bool describe(PyObject* tensor, DLTensor& out) {
 
 bool surely_plain(PyObject* tensor) {
   DLTensor t;
-  Look found;
-  if (!describe(tensor, t) || t.device_type != kCpu || !look(tensor, found)) return false;
-  const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-  return t.data != nullptr && found.has(address, extent(t) * t.bits / 8);
+  if (!describe(tensor, t) || t.device_type != kCpu || t.data == nullptr || is_lazy(tensor, t.code)) return false;
+  return holds(tensor, static_cast<const std::byte*>(t.data) + t.byte_offset, extent(t) * t.bits / 8);
 }
 
 Sources::Sources(nb::list guards, nb::list leaves) {
@@ -122,10 +124,8 @@ Sources::Sources(nb::list guards, nb::list leaves) {
               nb::cast<std::size_t>(item[2]),
               0,
               0,
-              false,
               0,
-              0,
-              {}};
+              0};
     DLTensor t;
     if (describe(leaf.tensor.ptr(), t)) {
       leaf.code = t.code;
@@ -138,9 +138,6 @@ Sources::Sources(nb::list guards, nb::list leaves) {
     } else {
       leaf.address = reinterpret_cast<const std::byte*>(nb::cast<std::uintptr_t>(leaf.tensor.attr("data_ptr")()));
     }
-    Look found;
-    leaf.plain = look(leaf.tensor.ptr(), found);
-    asks_ |= !leaf.plain;
     bytes_ += leaf.bytes;
     leaves_.push_back(std::move(leaf));
   }
@@ -170,7 +167,6 @@ bool Sources::unchanged(const Guard& guard) {
 
 bool Sources::unchanged(Leaf& leaf) {
   if (Py_TYPE(leaf.tensor.ptr()) != leaf.type) return false;
-  if (leaf.plain && leaf.seen.still(leaf.tensor.ptr())) return true;
   DLTensor t;
   if (!describe(leaf.tensor.ptr(), t)) return false;
   if (t.device_type != kCpu || t.code != leaf.code || t.bits != leaf.bits ||
@@ -179,25 +175,20 @@ bool Sources::unchanged(Leaf& leaf) {
       !same_order(t, sizes_.data() + leaf.first_size + leaf.dimensions))
     return false;
   const std::byte* address = static_cast<const std::byte*>(t.data) + t.byte_offset;
-  const std::size_t bytes = elements(t) * t.bits / 8;
   // Also at the same address: `p.data = x` may put a lazy view of the same memory there, and a storage that was given
   // back and made smaller may have been given the same place.
-  Look found;
-  const bool plain = look(leaf.tensor.ptr(), found);
-  if (plain ? !found.has(address, bytes)
-            : leaf.plain || asked_is_lazy(leaf.tensor, t.code) || !asked_holds(leaf.tensor, address, bytes))
-    return false;
-  looked_ = true;
+  if (is_lazy(leaf.tensor, t.code) || !holds(leaf.tensor, address, elements(t) * t.bits / 8)) return false;
   moved_ |= address != leaf.address;
   leaf.address = address;
-  if (leaf.plain) leaf.seen.remember(leaf.tensor.ptr(), found, t.ndim);
   return true;
 }
 
 bool Sources::revalidate() {
-  moved_ = looked_ = false;
-  return std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); }) &&
-         std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
+  moved_ = false;
+  if (!std::all_of(guards_.begin(), guards_.end(), [](const Guard& guard) { return unchanged(guard); })) return false;
+  if (leaves_.empty()) return true;
+  const TorchFunctionOff off;
+  return std::all_of(leaves_.begin(), leaves_.end(), [this](Leaf& leaf) { return unchanged(leaf); });
 }
 
 bool Sources::overlaps(std::uintptr_t begin, std::uintptr_t end) const {
@@ -252,12 +243,16 @@ void bind_sources(nb::module_& m) {
   m.def("set_data", &set_data, "tensors"_a, "views"_a, nb::sig("def set_data(tensors: list, views: list) -> None"),
         "`tensor.data = view` for each pair.");
   m.def(
-      "surely_plain", [](nb::handle object) { return surely_plain(object.ptr()); }, "object"_a,
-      nb::sig("def surely_plain(object: object) -> bool"),
+      "surely_plain",
+      [](nb::handle object) {
+        const TorchFunctionOff off;
+        return surely_plain(object.ptr());
+      },
+      "object"_a, nb::sig("def surely_plain(object: object) -> bool"),
       "Is it a tensor of plain CPU memory that is there, in any order? False says nothing: ask it.");
   m.def("set_exchange_table", &set_exchange_table, "tensor_type"_a,
         nb::sig("def set_exchange_table(tensor_type: type) -> bool"),
-        "Learn torch's DLPack exchange table; False when this torch has none.");
+        "Use the DLPack exchange table of this type. False: it has none, and no other one is used.");
   m.def(
       "copy",
       [](std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>> table) {
@@ -276,10 +271,7 @@ void bind_sources(nb::module_& m) {
       .def(nb::init<nb::list, nb::list>(), "guards"_a, "leaves"_a,
            nb::sig("def __init__(self, guards: list, leaves: list) -> None"))
       .def("revalidate", &Sources::revalidate)
-      .def_prop_ro("asks", &Sources::asks, "Does revalidate() ask tensors, so that modes of torch must be off?")
       .def_prop_ro("moved", &Sources::moved)
-      .def_prop_ro("looked", &Sources::looked,
-                   "Has revalidate() looked at a tensor in full? Else each is in every way as it was.")
       .def("overlaps", &Sources::overlaps, "begin"_a, "end"_a)
       .def("copy_to", &Sources::copy_to, "slot"_a, "Copy every leaf to its offset from the address `slot`.")
       .def("copy_from", &Sources::copy_from, "slot"_a,

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "look.hpp"
 #include "shmsync/copy.hpp"
 
 namespace shmsync::bind {
@@ -25,11 +24,12 @@ struct DLTensor {
   std::uint64_t byte_offset;
 };
 
-// Address, dtype and shape of a torch tensor in 50 ns, without linking libtorch. False when this torch has no
-// exchange table or the tensor cannot be exported.
+// Address, dtype and shape of a torch tensor in 50 ns, from torch's DLPack exchange table, without linking libtorch.
+// False when this torch has no table (before 2.10) or the tensor cannot be exported: ask it in Python.
 bool describe(PyObject* tensor, DLTensor& out);
 
-// Is it a tensor with all of its elements in memory, as plain bytes, in any order? False says nothing.
+// Is it a tensor with all of its elements in memory, as plain bytes, in any order? False says nothing. Call it
+// while TorchFunctionOff lives.
 bool surely_plain(PyObject* object);
 
 inline constexpr std::int32_t kCpu = 1;  // device_type
@@ -37,12 +37,29 @@ inline constexpr std::int32_t kCpu = 1;  // device_type
 // Has it its elements at the same places as a tensor of its shape with these strides?
 bool same_order(const DLTensor& t, const std::int64_t* strides);
 std::size_t extent(const DLTensor& t);  // elements from the first to the last one in memory, gaps included
-// These two ask a tensor of which look() says nothing.
+// While it lives, a tensor answers by torch's own code: no mode of the caller's is asked.
+class TorchFunctionOff {
+ public:
+  TorchFunctionOff() : guard_(nanobind::borrow(made())()) { guard_.attr("__enter__")(); }
+  TorchFunctionOff(const TorchFunctionOff&) = delete;
+  TorchFunctionOff& operator=(const TorchFunctionOff&) = delete;
+  ~TorchFunctionOff() { guard_.attr("__exit__")(nanobind::none(), nanobind::none(), nanobind::none()); }
+
+ private:
+  static nanobind::handle made() {
+    static const nanobind::handle type =
+        nanobind::object(nanobind::module_::import_("torch").attr("_C").attr("DisableTorchFunction")).release();
+    return type;
+  }
+  nanobind::object guard_;
+};
+
+// What DLPack does not show, these two ask by methods of torch's, in 0.2 us, while TorchFunctionOff lives.
 // Is it lazily conjugated or negated? DLPack shows the plain bytes of such a tensor: the wrong values.
-bool asked_is_lazy(nanobind::handle tensor, std::uint8_t code);
+bool is_lazy(nanobind::handle tensor, std::uint8_t code);
 // Has its storage these bytes? DLPack shows an address, and not how much memory is there: resize_(0) on a storage, as
 // FSDP does it, takes it away; a wrapper that `p.data = x` has put into a parameter never had any.
-bool asked_holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
+bool holds(nanobind::handle tensor, const std::byte* address, std::size_t bytes);
 
 // How many threads may copy so many bytes: as many as torch uses, asked only where several would pay. Needs the GIL.
 unsigned copying_threads(std::uint64_t bytes);
@@ -56,11 +73,9 @@ class Sources {
 
   // True when every dict still holds the same objects in the same order and every tensor still has the type, dtype,
   // shape and memory order that it was checked with. Addresses may have moved, to memory that holds the tensor: they
-  // are read again, and moved() is true. looked(): some tensor is not in every way as it was at the last call.
+  // are read again, and moved() is true.
   bool revalidate();
   bool moved() const { return moved_; }
-  bool looked() const { return looked_; }
-  bool asks() const { return asks_; }
   bool overlaps(std::uintptr_t begin, std::uintptr_t end) const;
   void copy_to(std::uintptr_t slot);
   void copy_from(std::uintptr_t slot);
@@ -77,9 +92,7 @@ class Sources {
     std::size_t offset;
     std::size_t bytes;
     std::uint8_t code, bits;
-    bool plain;                            // was told by look(): else it is asked through Python, each time
     std::uint32_t first_size, dimensions;  // its shape, in sizes_, and its strides behind it
-    Seen seen;                             // at the last look
   };
   struct Entry {
     nanobind::object key, value;
@@ -97,8 +110,6 @@ class Sources {
   std::vector<std::int64_t> sizes_;  // and strides of all leaves, one after the other: saves each a cold cache line
   std::vector<CopyOp> ops_;
   bool moved_ = false;
-  bool looked_ = false;
-  bool asks_ = false;
   std::uint64_t bytes_ = 0;
 };
 

@@ -25,6 +25,7 @@ class Outline {
   Outline(nb::list tree, nb::list leaves, nb::tuple types, nb::tuple levels, nb::object tensordict)
       : types_(types), levels_(levels), tensordict_(tensordict) {
     add(tree);
+    const TorchFunctionOff off;
     for (nb::handle item : leaves) {
       DLTensor t;
       Leaf leaf{static_cast<Kind>(nb::cast<int>(item[1])), nb::cast<int>(item[2]), nb::cast<int>(item[3])};
@@ -33,8 +34,7 @@ class Outline {
         continue;
       }
       if (!describe(nb::object(item[0]).ptr(), t)) throw nb::value_error("a leaf of an outline is no plain tensor");
-      Look found;
-      leaf.lazy = !look(nb::object(item[0]).ptr(), found) && asked_is_lazy(nb::object(item[0]), t.code);
+      leaf.lazy = is_lazy(nb::object(item[0]), t.code);
       leaf.code = t.code;
       leaf.bits = t.bits;
       leaf.sizes.assign(t.shape, t.shape + t.ndim);
@@ -48,6 +48,7 @@ class Outline {
   bool fill(nb::handle source, Sources& table, nb::list converted) {
     moved_ = !settled_;
     settled_ = false;
+    const TorchFunctionOff off;
     if (!fits(0, source, table, converted)) return false;
     for (const Leaf& leaf : leaves_)
       if (leaf.first >= 0 && leaf.address != leaves_[static_cast<std::size_t>(leaf.first)].address) return false;
@@ -63,7 +64,6 @@ class Outline {
     std::uint8_t code = 0, bits = 0;
     std::vector<std::int64_t> sizes, strides;
     const std::byte* address = nullptr;
-    Seen seen;  // what was looked at last and fits; of a plain tensor
     bool lazy = false;
   };
   struct Entry {
@@ -96,7 +96,8 @@ class Outline {
     return inner != nullptr && nb::handle(inner).type().is(levels_[0]) ? nb::borrow(inner) : nb::object();
   }
 
-  // INV: nothing in the loop runs code of Python's, so the dict stays as it is. The caller sees to the modes of torch.
+  // INV: nothing in the loop runs code of Python's. A question to a tensor may let another thread run, so the tensor is
+  // held meanwhile.
   bool fits(std::size_t number, nb::handle source, Sources& table, nb::list& converted) {
     const nb::object dict = dict_of(source);
     const std::vector<Entry>& entries = levels_below_[number];
@@ -107,7 +108,8 @@ class Outline {
       if (!PyDict_Next(dict.ptr(), &at, &key, &value)) return false;
       if (key != entry.key.ptr() && (!PyUnicode_CheckExact(key) || PyUnicode_Compare(key, entry.key.ptr()) != 0))
         return false;
-      if (entry.level ? !fits(entry.at, value, table, converted) : !takes(leaves_[entry.at], value, table, converted))
+      const nb::object held = nb::borrow(value);
+      if (entry.level ? !fits(entry.at, held, table, converted) : !takes(leaves_[entry.at], held, table, converted))
         return false;
     }
     return true;
@@ -117,7 +119,7 @@ class Outline {
     const nb::handle type = value.type();
     if (!type.is(types_[0]) && !type.is(types_[1])) return false;
     if (leaf.kind == Kind::left_out) return true;
-    if (!leaf.seen.still(value.ptr()) && !looks_right(leaf, value)) return false;
+    if (!looks_right(leaf, value)) return false;
     if (leaf.kind == Kind::converted)
       converted.append(value);
     else if (leaf.row >= 0)
@@ -132,21 +134,15 @@ class Outline {
         !std::equal(leaf.sizes.begin(), leaf.sizes.end(), t.shape))
       return false;
     if (!same_order(t, leaf.strides.data())) return false;
-    Look found;
-    const bool plain = look(value.ptr(), found);
-    if ((!plain && asked_is_lazy(value, t.code)) != leaf.lazy) return false;  // no bytes to copy are lazy
+    if (is_lazy(value, t.code) != leaf.lazy) return false;  // no bytes to copy are lazy
     const std::byte* const address = static_cast<const std::byte*>(t.data) + t.byte_offset;
     const std::size_t bytes = extent(t) * t.bits / 8;
     // Asked each time: the tensor that had this address before is gone, and its memory may be another's by now.
-    if (plain ? !found.has(address, bytes) : !asked_holds(value, address, bytes)) return false;
+    if (!holds(value, address, bytes)) return false;
     if (address != leaf.address) {
       moved_ = true;
       leaf.address = address;
     }
-    if (plain)
-      leaf.seen.remember(value.ptr(), found, t.ndim);
-    else
-      leaf.seen.forget();  // it is told by the tensor before
     return true;
   }
 

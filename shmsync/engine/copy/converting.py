@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import torch
 
-from ... import _native
 from ...memory.arena import Arena
 from ...memory.devices import Device, assign, holding
 from ...memory.manifest import Leaf
@@ -114,7 +113,7 @@ class Conversions:
 def _signature(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Differs when the tensor shows other memory, or less of it; one that has become a wrapper differs always."""
     try:
-        held = _native.look(tensor) or tensor.untyped_storage().nbytes()
+        held = tensor.untyped_storage().nbytes()
         return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.layout, held
     except (RuntimeError, NotImplementedError):
         return None

@@ -19,16 +19,13 @@ from ...errors import ManifestMismatch
 from ...memory.arena import Arena, has_address, lies_in
 from ...memory.devices import Device, holding
 from ...memory.manifest import Key, Leaf, merged
-from ...memory.torch_modes import plainly
 from ..source.leaf_check import extent
 from ..source.manifest_check import describe_problems, mismatches, same_bytes, same_layout, untied
 from ..source.sources import Collected
 from .converting import Conversions
-from .looking import teach
 from .source_signature import Seen
 
 _native.set_exchange_table(torch.Tensor)
-teach()
 
 
 class CopyPlan:
@@ -104,9 +101,7 @@ class CopyPlan:
         assert self._outline is not None
         outline, order = self._outline
         converted: list[torch.Tensor] = []
-        with plainly():  # what asks tensors for their flags must not ask a mode of the user's
-            fits = outline.fill(source, self._sources, converted)
-        if not fits:
+        if not outline.fill(source, self._sources, converted):
             return False
         placed = dict(zip(order, converted, strict=True))
         self._conversions.use([placed[position] for position in range(len(placed))])
@@ -157,15 +152,9 @@ class CopyPlan:
         return (
             self._reusable
             and (self._conversions.none or self._conversions.unchanged())
-            and self._revalidated()
+            and self._sources.revalidate()
             and not (self._sources.moved and (self.in_place or self._overlaps(arena.ranges())))
         )
-
-    def _revalidated(self) -> bool:
-        if not self._sources.asks:
-            return self._sources.revalidate()
-        with plainly():  # what asks tensors for their flags must not ask a mode of the user's
-            return self._sources.revalidate()
 
     def _overlaps(self, ranges: list[tuple[int, int]]) -> bool:
         return any(self._sources.overlaps(begin, end) for begin, end in ranges)

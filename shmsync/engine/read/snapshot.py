@@ -12,7 +12,7 @@ from ...memory.arena import Arena, lies_in, nested, readonly_ranges
 from ...memory.buffer_alloc import Pieces
 from ...memory.devices import assign, holding
 from ...memory.manifest import Key, Leaf
-from ...memory.torch_modes import counts_changes, plainly
+from ...memory.torch_modes import count_change, plainly
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import direct
 from ..source.sources import EVERYTHING, Collected, collect
@@ -38,7 +38,6 @@ class Targets:
         self.table: _native.Sources | None = None  # of an `out` that can be found again, see kept_out.py
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
-        self._counted: list[torch.Tensor] = []
         self._pieces: Pieces | None = None  # of new memory
         self.made: TensorDictBase | None = None  # of new memory
         if out is None and arena.on_device is None:
@@ -74,16 +73,8 @@ class Targets:
         by_address = [arena.on_device is None and direct(each, leaf) and holding(each) is None for each, leaf in pairs]
         self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
         self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
-        self.count()
         if collected.guards is not None and not self._others:
             self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
-
-    def count(self) -> None:
-        """Find those whose changes autograd counts. Call it inside plainly().
-
-        Its checks see these writes too; an inference tensor has nothing that they could be wrong for.
-        """
-        self._counted = [target for target, _ in self._direct if counts_changes(target)]
 
     def copy(self, arena: Arena, slot: int) -> None:
         """Copy this slot into them. The arena has the same leaves: it may have taken the other one's place."""
@@ -95,10 +86,9 @@ class Targets:
             self.table.copy_from(source)
         elif self._direct:
             _native.copy([(t.data_ptr(), source + leaf.offset, leaf.nbytes) for t, leaf in self._direct])
-        if not (self._counted or self._others):
-            return
         with plainly():
-            torch.autograd.graph.increment_version(self._counted)
+            # Autograd's checks see these writes too; an inference tensor has nothing that they could be wrong for.
+            count_change([target for target, _ in self._direct])
             if self._others:
                 views = arena.views(slot)
                 for target, leaf in self._others:

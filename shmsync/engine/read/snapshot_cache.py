@@ -13,7 +13,6 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 
 from ...memory.arena import Arena
-from ...memory.torch_modes import plainly
 from .snapshot import Targets
 
 _KEPT = 4  # a program may take turns between some
@@ -63,16 +62,4 @@ def _forgets(kept: SnapshotCache) -> Callable[[weakref.ref[TensorDictBase]], Non
 def _as_it_was(targets: Targets) -> bool:
     """Has nothing changed since these were checked? Memory that has not moved lies in no arena that was made since."""
     table = targets.table
-    if table is None:
-        return False
-    if not table.asks:
-        same = table.revalidate()
-    else:
-        with plainly():  # what asks tensors for their flags must not ask a mode of the user's
-            same = table.revalidate()
-    if not same or table.moved:
-        return False
-    if table.looked:
-        with plainly():
-            targets.count()
-    return True
+    return table is not None and table.revalidate() and not table.moved

@@ -17,7 +17,6 @@ from ... import _native
 from ...errors import ManifestMismatch
 from ...memory.arena import ADDRESSED
 from ...memory.manifest import Key
-from ...memory.torch_modes import plainly
 
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
 _KNOWN = (
@@ -54,34 +53,7 @@ def is_wrapper(value: torch.Tensor) -> bool:
     return hasattr(type(value), "__tensor_flatten__")
 
 
-def _plain_keys() -> frozenset[int]:
-    """The dispatch key sets of plain CPU tensors: torch's own word for "nothing special". Empty: it does not tell."""
-    try:
-        with plainly():
-            made = [torch.empty(0, device="cpu")]
-        with torch.inference_mode():
-            made.append(torch.empty(0, device="cpu"))
-        return frozenset(torch._C._dispatch_keys(each).raw_repr() for each in made)
-    except AttributeError:
-        return frozenset()
-
-
-PLAIN_KEYS = _plain_keys()
 _CLASSES = (torch.Tensor, nn.Parameter)
-
-
-def _surely_plain(value: Any) -> bool:
-    """The common case in 0.2 µs; in 1 µs where native code cannot tell. False says nothing."""
-    if type(value) not in _CLASSES:
-        return False
-    return _native.surely_plain(value) or (
-        bool(PLAIN_KEYS)
-        and torch._C._dispatch_keys(value).raw_repr() in PLAIN_KEYS
-        and value.is_contiguous()
-        and value.data_ptr() != 0
-        and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * value.element_size()
-    )
-
 
 DEEPEST = 100  # levels of a key path; Python's limit on recursion, which TensorDicts meet, is at some 200
 
@@ -115,8 +87,8 @@ def shown(key: Key) -> str:
 
 def problem_with(value: Any) -> str | None:
     """Why this object cannot be a leaf at all, or None."""
-    if _surely_plain(value):
-        return None
+    if type(value) in _CLASSES and _native.surely_plain(value):
+        return None  # the common case, in 1 µs
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -148,7 +120,7 @@ def _kind_problem(value: torch.Tensor) -> str | None:
 
 
 def _memory_problem(value: torch.Tensor) -> str | None:
-    if value.numel() == 0 or (value.device.type not in ADDRESSED and type(value) in (torch.Tensor, nn.Parameter)):
+    if value.numel() == 0 or (value.device.type not in ADDRESSED and type(value) in _CLASSES):
         return None
     try:
         storage = value.untyped_storage()
