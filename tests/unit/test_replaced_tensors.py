@@ -295,60 +295,71 @@ def test_two_parameters_that_change_places_keep_their_values(publisher, subscrib
     assert_current(sub, module)
 
 
-def test_what_was_taken_out_of_an_adopted_module_keeps_its_values(publisher):
+def test_a_parameter_that_was_taken_out_of_an_adopted_module_keeps_its_values(publisher):
     module = Policy()
     pub = publisher(module)
     pub.adopt(module)
-    value = module.lin.weight.detach().clone()
-    other = nn.Parameter(torch.full((3, 3), 5.0))
-    torch.utils.swap_tensors(module.lin.weight, other)  # `other` is the one that was adopted
-    backup = module.norm.weight.data
-    module.norm.weight.data = torch.full((3,), 5.0)  # a moving average, for a while
     old = module.lin.bias
     bias = old.detach().clone()
     module.lin.bias = nn.Parameter(torch.full((3,), 5.0))
     pub.publish()
-    assert torch.equal(other, value) and torch.equal(backup, torch.ones(3)) and torch.equal(old, bias)
-    torch.utils.swap_tensors(module.lin.weight, other)
-    module.norm.weight.data, module.lin.bias = backup, old
+    assert torch.equal(old, bias)
+    module.lin.bias = old
     with pub.update():
         pass
-    assert torch.equal(module.lin.weight, value) and torch.equal(pub.weights["lin", "weight"], value)
-    assert torch.equal(pub.weights["norm", "weight"], torch.ones(3)) and torch.equal(pub.weights["lin", "bias"], bias)
+    assert torch.equal(pub.weights["lin", "bias"], bias)
+    over_the_same = module.lin.bias = nn.Parameter(old.data)
+    pub.publish()
+    module.lin.bias = nn.Parameter(torch.full((3,), 6.0))
+    pub.publish()
+    assert torch.equal(old, bias) and torch.equal(over_the_same, bias)
 
 
-class Refuses(torch.Tensor):
-    """Answers no question."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        raise KeyError(func)
+def swapped_out(module):
+    other = nn.Parameter(torch.full((3, 3), 5.0))
+    torch.utils.swap_tensors(module.lin.weight, other)  # `other` is the one that was adopted
+    return other
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        nn.UninitializedParameter,
-        lambda: torch.ones(2).as_subclass(Refuses),
-        lambda: torch.ones(2, device="meta"),
-        lambda: torch.eye(2).to_sparse(),
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    ],
-    ids=["uninitialised", "a subclass that refuses", "meta", "sparse", "nested"],
-)
-def test_tensors_of_others_do_not_matter_when_places_of_the_slab_are_given_up(publisher, make):
-    others = [make()]
+def backup(module):
+    kept = module.lin.weight.data
+    module.lin.weight.data = torch.full((3, 3), 5.0)  # a moving average, for a while
+    return kept
+
+
+def row(module):
+    kept = module.lin.weight.detach()[0]
+    module.lin.weight = nn.Parameter(torch.full((3, 3), 5.0))
+    return kept
+
+
+@pytest.mark.parametrize("take", [swapped_out, backup, row])
+@pytest.mark.parametrize("how", ["publish", "update", "step"])
+def test_a_place_that_a_tensor_outside_the_module_shows_is_not_overwritten(publisher, subscriber, how, take):
     module = Policy()
     pub = publisher(module)
+    sub = subscriber(pub)
     pub.adopt(module)
-    value, kept = module.lin.weight.detach().clone(), module.lin.weight.detach()  # over the slab, and known to nobody
-    module.lin.weight.data = torch.full((3, 3), 5.0)
-    pub.publish()
-    assert torch.equal(kept, value)
+
+    def call():
+        if how == "publish":
+            pub.publish()
+        else:
+            with pub.update():
+                if how == "step":
+                    torch.optim.SGD(module.parameters(), lr=1.0).step()
+
+    kept = take(module)
+    value = kept.detach().clone()
+    with pytest.raises(shmsync.ProtocolError, match="lin.weight of the adopted module would overwrite memory"):
+        call()
+    assert torch.equal(kept, value) and pub.version == 1
+    assert torch.equal(sub.snapshot().weights["lin", "weight"].flatten()[: value.numel()], value.flatten())
     del kept
+    call()
+    assert_current(sub, module)
     pub.close()
-    assert torch.equal(module.lin.weight, torch.full((3, 3), 5.0))
-    assert len(others) == 1
+    assert (module.lin.weight == 5).all()
 
 
 def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(publisher):

@@ -20,15 +20,13 @@ from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
 from ..bind.loading import AdoptedLoading, Loads
-from ..source.aliases import make_private
 from ..source.manifest_check import direct, same_layout
 from ..source.sources import Filter, collect
 from ..source.wrappers import modules_in
-from .adoptable import Parts, misfit, parts_of
+from .adoptable import Parts, misfit, parts_of, refuse_others
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, refuse_orphans, states_follow, stepped_by, stuck_states
 
 R = TypeVar("R")
-
 _log = logging.getLogger("shmsync")
 
 _living: weakref.WeakSet[Adoption] = weakref.WeakSet()
@@ -138,31 +136,38 @@ class Adoption:
                 )
 
     def look(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """See which tensors the module has now; take_in() brings new ones into the slab.
+        """See which tensors the module has now; pull() brings new ones into the slab. `optimizer`: is about to step.
 
-        `optimizer`: is about to step. Raises ManifestMismatch for tensors that do not fit, ProtocolError for an
-        optimizer that would step one that the module has no more; nothing is changed then.
+        Raises ManifestMismatch for tensors that do not fit, ProtocolError for an optimizer of a parameter that is gone,
+        and as refuse_others() does; nothing is changed then.
         """
         if self._unchanged():
             if optimizer is not None:
                 refuse_orphans(optimizer, self._watch.orphans, self._placed)
             return
         parts = self._parts(self._optimizers())
-        replaced = [(key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old]
-        self._watch.replaced(replaced)
+        self._watch.replaced((key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old)
         if optimizer is not None:
             refuse_orphans(optimizer, self._watch.orphans, parts.placed)
-        # What goes in overwrites a place. Whoever else still shows that place gets memory of its own: the parameter
-        # that was there, what swap_tensors() swapped it with, a backup `p.data`, or another parameter of the module.
-        away = self._away(parts.placed)
-        if away:
-            staying = [t for key, t in parts.placed.items() if key not in away]
-            known = [old for _, old in replaced] + [parts.placed[key] for key in away]
-            make_private(known, [self._views[key] for key in away], [*self._views.values(), *staying])
+        self._clear_places(parts)
         self._pending = parts
 
     def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
         return parts_of(self.module, self._arena, self._name, self._filter, optimizers, self._protected)
+
+    def _clear_places(self, parts: Parts) -> None:
+        """Give what was at a place that is to be overwritten memory of its own: what this adoption has put there."""
+        if not (away := self._away(parts.placed)):
+            return
+        gone = [each for _, ref in self._watch.orphans if (each := ref()) is not None]
+        leaving = [*gone, *self._beside, *(parts.placed[key] for key in away)]
+        staying = {id(tensor): tensor for key, tensor in parts.placed.items() if key not in away}
+        refuse_others(self._name, away, list(self._views.values()), [*staying.values(), *leaving])
+        places = {self._views[key].data_ptr() for key in away}
+        with plainly():
+            for tensor in leaving:
+                if id(tensor) not in staying and tensor.data_ptr() in places:
+                    tensor.data = clone(tensor.data)
 
     def _away(self, placed: dict[Key, torch.Tensor]) -> set[Key]:
         """Those that are not at their place, as it is laid out."""
@@ -283,7 +288,7 @@ class Adoption:
 
     @property
     def moves(self) -> bool:
-        """Will take_in() bring anything into the slab?"""
+        """Will pull() bring anything into the slab?"""
         return self._pending is not None
 
     def pull(self, *, copy: bool = True) -> list[torch.Tensor]:

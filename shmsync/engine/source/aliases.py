@@ -1,31 +1,20 @@
-"""Tensors that share memory: which of a module's do so in part, and who else shows a place of the slab."""
+"""Tensors that share memory: which of a module's do so in part, and whether others show the slab."""
 
 from __future__ import annotations
 
-import gc
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from ...memory import devices
 from ...memory.arena import has_address
 from ...memory.manifest import Key, tie
-from .leaf_check import problem_with
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (steps + 1) * tensor.dtype.itemsize
+from .leaf_check import extent, problem_with
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) -> list[tuple[str, str]]:
     """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor), name)
+        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size(), name)
         for name, tensor in tensors.items()
         if has_address(tensor) and tensor.numel()
     )
@@ -60,23 +49,6 @@ def shared_in_part(tensors: Mapping[Key, object]) -> list[str]:
     ]
 
 
-def make_private(known: Iterable[torch.Tensor], places: Sequence[torch.Tensor], keep: Collection[torch.Tensor]) -> None:
-    """Give every tensor that shows one of these places of a slab memory of its own, but those to keep.
-
-    `known` ones are looked at first. Are there others, they are found among the objects of Python: 0.1 s for a million.
-    """
-    ranges = sorted((place.data_ptr(), place.data_ptr() + place.nbytes) for place in places if place.nbytes)
-    kept = {id(tensor) for tensor in keep}
-    for tensor in known:
-        if id(tensor) not in kept and _address_in(tensor, ranges):
-            tensor.data = devices.clone(tensor.data)
-    if ranges and shown_by_others(keep, places):
-        for each in gc.get_objects():
-            # isinstance() would ask proxies for their class.
-            if issubclass(type(each), torch.Tensor) and id(each) not in kept and _address_in(each, ranges):
-                each.data = devices.clone(each.data)
-
-
 def shown_by_others(keep: Collection[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
     """Are there more tensors over the slab of these places than those to keep? True if torch does not say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
@@ -87,13 +59,3 @@ def shown_by_others(keep: Collection[torch.Tensor], places: Sequence[torch.Tenso
     own = count(lone.untyped_storage()._cdata) - 1  # of the storage object in Python
     shown = {id(tensor) for tensor in keep if tensor.untyped_storage()._cdata == slab._cdata}
     return bool(count(slab._cdata) > len(shown) + own)
-
-
-def _address_in(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> bool:
-    try:
-        with torch._C.DisableTorchFunction():  # it may be anybody's, such as a lazy module's, and refuse to be asked
-            address = tensor.data_ptr() if has_address(tensor) and tensor.layout is torch.strided else 0
-    except Exception:  # a wrapper without memory
-        return False
-    at = bisect_right(ranges, address, key=lambda span: span[0])
-    return at > 0 and address < ranges[at - 1][1]
