@@ -14,6 +14,7 @@ import torch
 import shmsync
 from shmsync.memory.control import leftovers
 from shmsync.memory.slab import available as _memory
+from shmsync.memory.slab import memfd
 from shmsync.memory.slab import slab as _slab
 
 
@@ -54,7 +55,7 @@ def test_no_limit_means_the_machine(tmp_path):
 
 
 def test_the_slab_is_one_real_shared_storage_with_one_descriptor(publisher, subscriber):
-    """The internals of torch that _slab.py leans on."""
+    """The internals of torch that memfd.py leans on."""
     pub = publisher({str(i): torch.ones(4) for i in range(50)})
     before = set(os.listdir("/proc/self/fd"))
     sub = subscriber(pub)
@@ -75,7 +76,7 @@ def test_a_torch_without_those_internals_gets_a_plain_mapping(publisher, subscri
         raise RuntimeError("not in this torch")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_fd_cpu", refuse)
-    monkeypatch.setattr(_slab, "_fallback_logged", False)
+    monkeypatch.setattr(memfd, "_fallback_logged", False)
     with caplog.at_level(logging.WARNING, logger="shmsync"):
         pub = publisher({"t": torch.ones(4)})
         sub = subscriber(pub)

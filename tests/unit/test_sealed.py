@@ -7,7 +7,7 @@ import os
 import pytest
 
 from shmsync.errors import ArenaCorrupt, NoSpace, WriterDied
-from shmsync.memory.slab.sealed import Sealed, SealedAt, pieces_at, reachable
+from shmsync.memory.slab.memfd import MemfdAt, Sealed, pieces_at, reachable
 from shmsync.memory.system.process import me
 
 DATA = [bytes(range(256)) * 40, b"", b"last"]
@@ -87,7 +87,7 @@ def test_file_without_all_seals_is_refused(seals):
         os.write(fd, bytes(64))
         if seals:
             fcntl.fcntl(fd, 1033, seals)
-        place = SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
+        place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16))
         with pytest.raises(ArenaCorrupt, match="seals"):
             pieces_at(place, [(0, 8)])
     finally:
@@ -101,7 +101,7 @@ def test_fifo_and_file_are_refused(tmp_path):
         fd = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK)
         try:
             with pytest.raises(ArenaCorrupt, match="seals"):
-                pieces_at(SealedAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
+                pieces_at(MemfdAt(me().owner, fd, os.fstat(fd).st_ino, 64, bytes(16)), [(0, 8)])
         finally:
             os.close(fd)
 

@@ -1,25 +1,14 @@
-"""The slab: the memory that holds the weights. It is a memfd, a file without a name, so it cannot be left behind.
+"""The slab: the memfd, or the memory of a device, that holds the weights of an arena.
 
 INV: after create() no process can map the slab writable, unprotect a mapping of it, write() to it, or resize it; the
      one writable mapping is the publisher's, and a forked child finds a read-only one in its place.
-
-The mapping belongs to a torch shared-memory storage, so the tensors over it are real shared tensors, and it lives
-exactly as long as the last of them. For the read-only mapping torch first maps a dummy file of equal size; then the
-slab is mapped over it, and its descriptor replaces the dummy's. This relies on two internals of torch
-(`_new_shared_fd_cpu`, `_share_fd_cpu_`), which tests/unit/test_memory.py checks. Where they fail, a plain mmap is used:
-equally zero-copy and read-only, but torch does not know that the tensors are shared.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
 import mmap
 import os
-import warnings
 import weakref
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -31,19 +20,26 @@ from ..system.calls import close
 from ..system.process import Peers, pid_of
 from . import placement
 from .available import available_bytes
+from .memfd import (
+    SEAL_FUTURE_WRITE,
+    SEAL_GROW,
+    SEAL_SEAL,
+    SEAL_SHRINK,
+    add_seals,
+    log_fallback,
+    map_readonly,
+    over,
+    seals_of,
+    torch_storage,
+)  # fmt: skip
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes
 STAMP_BYTES = 4096  # the session id stands at the end, on a page of its own
 
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
-_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
 
 _NAME_BYTES = 249  # of a memfd's name that Linux allows
-
-_log = logging.getLogger("shmsync")
-_fallback_logged = False
 
 
 class Slab(NamedTuple):
@@ -80,11 +76,11 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         except OSError as error:
             raise NoSpace(f"the system refused {needed:,} bytes for the slab: {error.strerror}") from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
+        add_seals(fd, SEAL_SHRINK | SEAL_GROW)
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
         try:
             _native.populate(writable.data_ptr(), needed)
-            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SEAL)
+            add_seals(fd, SEAL_FUTURE_WRITE | SEAL_SEAL)
             slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
             _protect_in_children(slab, needed)
             for storage in (slab.readonly, writable):  # the writable one is read-only in forked children
@@ -135,7 +131,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
             )
         if status.st_uid != os.getuid() and os.getuid() != 0:
             raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
-        seals = _seals(opened)
+        seals = seals_of(opened)
         if seals & _SEALS != _SEALS:
             raise ArenaCorrupt(f"the slab has seals {seals:#x} but {_SEALS:#x} are needed; it is not an shmsync slab")
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
@@ -146,15 +142,6 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
         return slab
     finally:
         close(opened)
-
-
-def _seals(fd: int) -> int:
-    try:
-        return fcntl.fcntl(fd, _F_GET_SEALS)
-    except OSError as error:
-        if error.errno == errno.EINVAL:  # a file that cannot be sealed
-            return 0
-        raise
 
 
 def _gone(owner: int) -> WriterDied | ArenaNotFound:
@@ -202,63 +189,11 @@ def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
-        storage = _torch_storage(fd, size)
+        storage = torch_storage(fd, size)
         kept = storage._share_fd_cpu_()[0]
         os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
         return storage, kept, False
     except (AttributeError, RuntimeError, TypeError) as error:
-        _log_fallback(error)
+        log_fallback(error)
         mapping = mmap.mmap(fd, size)
-        return _over(mapping), os.dup(fd), True
-
-
-def _torch_storage(fd: int, size: int) -> torch.UntypedStorage:
-    """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
-    next_free = os.dup(fd)
-    close(next_free)
-    try:
-        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
-    except RuntimeError:
-        # torch forgets its duplicate when it cannot map it. No other process has this file yet.
-        with suppress(OSError):
-            if os.path.sameopenfile(next_free, fd):
-                close(next_free)
-        raise
-
-
-def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
-    """A storage over a read-only mapping of `fd`; keeps one descriptor of its own."""
-    try:
-        dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(dummy, size)
-            storage = _torch_storage(dummy, size)
-        finally:
-            close(dummy)
-        kept, kept_size = storage._share_fd_cpu_()
-        if kept_size != size or os.fstat(kept).st_size != size:
-            raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")
-    except (AttributeError, RuntimeError, TypeError) as error:
-        _log_fallback(error)
-        return _over(mmap.mmap(fd, size, prot=mmap.PROT_READ))
-    _native.map_readonly_over(storage.data_ptr(), size, fd)
-    os.dup2(fd, kept, inheritable=False)
-    return storage
-
-
-def _over(mapping: mmap.mmap) -> torch.UntypedStorage:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable", which is intended
-        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-
-
-def _log_fallback(error: BaseException) -> None:
-    global _fallback_logged
-    if not _fallback_logged:
-        _fallback_logged = True
-        _log.warning(
-            "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "
-            "but is_shared() is False",
-            torch.__version__,
-            error,
-        )
+        return over(mapping), os.dup(fd), True

@@ -14,7 +14,7 @@ from ...engine.deadlines import slice_until
 from ...engine.outcome import Failure
 from ...engine.source.pickling import dumps, small
 from ...errors import AckTimeout, ProtocolError, WriterDied
-from ...memory.slab.sealed import reachable
+from ...memory.slab.memfd import reachable
 from ...memory.system.process import dead_parent, me
 from . import messages
 from .connection import Channel

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...engine.source.pickling import dumps, dumps_apart, small
 from ...errors import ShmSyncError
-from ...memory.slab.sealed import Sealed, SealedAt, pieces_at
+from ...memory.slab.memfd import MemfdAt, Sealed, pieces_at
 from ...memory.system.process import me
 from ..link import messages
 from ..link.messages import Tag, Tagged
@@ -81,7 +81,7 @@ class _Where:
         return opened, self._content
 
 
-def opened(head: bytes, place: SealedAt, spans: list[tuple[int, int]]) -> Any:
+def opened(head: bytes, place: MemfdAt, spans: list[tuple[int, int]]) -> Any:
     """Weights that lie in a sealed memfd of another process; Unreadable if they cannot be had."""
     try:
         return pickle.loads(head, buffers=pieces_at(place, spans))

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...memory.slab.sealed import SealedAt
+from ...memory.slab.memfd import MemfdAt
 from .location import Place
 from .packed_weights import Label
 
@@ -42,7 +42,7 @@ class FetchTicket(NamedTuple):
     number: int
     label: Label
     size: int
-    memory: SealedAt
+    memory: MemfdAt
     where: Callable[[], Place]
     seconds: float
 

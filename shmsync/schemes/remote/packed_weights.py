@@ -33,7 +33,7 @@ from ...memory.arena import nested, view
 from ...memory.control.segment import Handle
 from ...memory.devices import fetched, laid_out
 from ...memory.manifest import Key, Manifest
-from ...memory.slab.reusable import Reusable
+from ...memory.slab.memfd import Reusable
 from ...memory.torch_modes import run_plainly
 from ..remote_verify import Asked
 

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import PublishTimeout, ShmSyncError, WriterDied
-from ...memory.slab.reusable import map_reusable
-from ...memory.slab.sealed import SealedAt
+from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
 from ..link.send_lock import TransportLock
 from .fetch_ticket import ABSENT, DONE, LEASE, NONCE, PROOF, TAKE, FetchTicket, Unreached, WeightServerAddress, proof
@@ -48,7 +47,7 @@ class _Connection:
         self.ended = False
         self._leases: list[int] = []  # numbers of buffers that are read in place
         self._socket = _connected(at, min(deadline, time.monotonic() + _CONNECT))
-        self._mapped: dict[SealedAt, torch.UntypedStorage] = {}
+        self._mapped: dict[MemfdAt, torch.UntypedStorage] = {}
         self._room: list[torch.Tensor] = []  # to receive into; of what was received last
 
     def views(self, ticket: FetchTicket, deadline: float) -> torch.Tensor:

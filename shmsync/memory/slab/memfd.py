@@ -1,0 +1,304 @@
+"""Memfds: memory without a name, which other processes open through /proc and which its seals protect.
+
+A memfd disappears with its last mapping, so it cannot be left behind. Its maker keeps a descriptor; a reader opens it
+by the pid of the maker and the number of the descriptor. So nothing but a few numbers has to travel, a plain reader of
+the pipe need not know descriptors, and none can be lost on the way. The slab of an arena (slab.py) is one. The others
+carry weights beside a message: `Sealed` is written once, `Reusable` again and again.
+
+The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
+as the last of them. For a read-only mapping torch first maps a dummy file of equal size; then the memfd is mapped over
+it, and its descriptor replaces the dummy's. This relies on two internals of torch (`_new_shared_fd_cpu`,
+`_share_fd_cpu_`), which tests/unit/test_memory.py checks. Where they fail, a plain mmap is used: equally zero-copy and
+read-only, but torch does not know that the tensors are shared.
+
+INV: a reader trusts nothing before it has seen the seals, the size, the inode and the token that it was told.
+INV: no process resizes one. Only the maker of a Reusable writes into it; no process writes into a Sealed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+
+from ... import _native
+from ...errors import ArenaCorrupt, NoSpace, WriterDied
+from ..system.calls import close, refusals
+from ..system.process import me, owner_word, pid_of
+from .available import available_bytes
+
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x8, 0x10
+TOKEN = 16  # bytes at the end, by which a reader knows it
+
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_FIXED = SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
+_ALIGNMENT = 64  # bytes
+_AT_ONCE = 64 << 20  # bytes of one write, so that an interrupt is noticed
+_MADV_POPULATE_READ = 22  # since Linux 5.14
+
+_log = logging.getLogger("shmsync")
+_fallback_logged = False
+
+
+class MemfdAt(NamedTuple):
+    """What a reader needs to open it."""
+
+    owner: int  # of the process that has the descriptor
+    fd: int
+    inode: int
+    size: int
+    token: bytes
+
+
+def add_seals(fd: int, seals: int) -> None:
+    """Forbid what these seals forbid, in every process."""
+    fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+
+
+def seals_of(fd: int) -> int:
+    """The seals of a file; 0 for one that cannot be sealed."""
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return 0
+        raise
+
+
+class _Memfd:
+    """A memfd of `size` bytes and a token, filled and sealed. Raises NoSpace.
+
+    It goes when this object is gone and no process maps it any more.
+    """
+
+    def __init__(self, size: int, fill: Callable[[int], object], seals: int) -> None:
+        whole, token = size + TOKEN, os.urandom(TOKEN)
+        available = available_bytes()
+        if whole > available:
+            raise NoSpace(f"weights of {size:,} bytes do not fit into the {available:,} bytes that are available")
+        with refusals("making room for weights"):
+            fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._closing = weakref.finalize(self, close, fd)
+        self._closing.atexit = False
+        _kept.add(self)
+        try:
+            with refusals("making room for weights"):
+                fill(fd)
+                os.pwrite(fd, token, size)
+                add_seals(fd, seals)
+                self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, whole, token)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give it up: no process can open it any more. Idempotent."""
+        self._closing()
+
+
+_kept: weakref.WeakSet[_Memfd] = weakref.WeakSet()  # of this process
+
+
+def _forget_all() -> None:
+    for each in list(_kept):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_forget_all)  # else a child would keep its parent's weights as long as it lives
+
+
+class Sealed(_Memfd):
+    """Pieces of bytes that no process can change."""
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        """Write them. Raises NoSpace."""
+        self.spans: list[tuple[int, int]] = []
+        end = 0
+        for piece in pieces:
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = begin + piece.nbytes
+            self.spans.append((begin, end))
+
+        def fill(fd: int) -> None:
+            for (begin, _), piece in zip(self.spans, pieces, strict=True):
+                _write(fd, piece, begin)
+
+        super().__init__(end, fill, _FIXED | SEAL_WRITE)
+
+
+class Reusable(_Memfd):
+    """Memory that its maker writes again and again, and that other processes may map to read.
+
+    Fresh memory costs several times as much as a copy into it, so what is written often stays where it is, and who
+    reads it often keeps the mapping. When a reader may read is between the two. It lives as long as `tensor` does.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Make room for `size` bytes. Raises NoSpace."""
+
+        def fill(fd: int) -> None:
+            os.posix_fallocate(fd, 0, size + TOKEN)
+            self._mapping = mmap.mmap(fd, size + TOKEN)
+
+        super().__init__(size, fill, _FIXED | SEAL_FUTURE_WRITE)
+        self.maker = os.getpid()
+        self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size)
+        _native.populate(self.tensor.data_ptr(), size)
+
+    def split(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
+        pieces, begin = [], 0
+        for size in sizes:
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin) if size else empty
+            pieces.append(piece)
+            begin += size
+        return pieces
+
+
+def reachable(owner: int) -> bool:
+    """Can this process open what that one has? Not across users and containers."""
+    try:
+        os.listdir(f"/proc/{pid_of(owner)}/fd")
+        return bool(_native.may_be_same_owner(owner_word(pid_of(owner)), owner))
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def opened_at(place: MemfdAt, seals: int) -> Iterator[int]:
+    """A descriptor of what lies there, when it is what was told, and has these seals at least.
+
+    Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
+    """
+    try:
+        fd = os.open(f"/proc/{pid_of(place.owner)}/fd/{place.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, ProcessLookupError, PermissionError) as error:
+        raise _gone(place) from error
+    except OSError:
+        with refusals("opening the weights of the sender"):
+            raise
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != place.inode:  # the descriptor's number was used again
+            raise _gone(place)
+        found = seals_of(fd)
+        if found & seals != seals or status.st_size != place.size or place.size < TOKEN:
+            raise ArenaCorrupt(
+                f"the weights of pid {pid_of(place.owner)} have seals {found:#x} and {status.st_size:,} bytes, but "
+                f"{seals:#x} and {place.size:,} were announced; run the same version of shmsync on both sides"
+            )
+        if os.pread(fd, TOKEN, place.size - TOKEN) != place.token:
+            raise _gone(place)
+        yield fd
+    finally:
+        close(fd)
+
+
+def pieces_at(place: MemfdAt, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """The pieces that lie there: views of one private mapping, which their reader may change for itself.
+
+    Raises WriterDied when the maker is gone or has given them up, ArenaCorrupt for what is not as it was told, NoSpace.
+    """
+    with opened_at(place, _FIXED | SEAL_WRITE) as fd:
+        end = place.size - TOKEN
+        before = 0
+        for begin, until in spans:
+            if not before <= begin <= until <= end:
+                raise ArenaCorrupt(f"a piece of the weights is at {begin:,} to {until:,} of {end:,} bytes")
+            before = until
+        with refusals("mapping the weights of the sender"):
+            mapping = mmap.mmap(fd, place.size, access=mmap.ACCESS_COPY)
+    with suppress(OSError, ValueError):  # older kernels bring the pages in one by one
+        mapping.madvise(_MADV_POPULATE_READ)
+    whole = memoryview(mapping)
+    return [whole[begin:until] for begin, until in spans]
+
+
+def map_reusable(place: MemfdAt) -> torch.UntypedStorage:
+    """Map what lies there, to read only.
+
+    Raises WriterDied when the maker is gone or has given it up, ArenaCorrupt for what is not as it was told, NoSpace.
+    """
+    with opened_at(place, _FIXED | SEAL_FUTURE_WRITE) as fd, refusals("mapping the weights of the sender"):
+        storage = map_readonly(fd, place.size)
+    address = storage.data_ptr()
+    weakref.finalize(storage, _native.unwatch_faults, address).atexit = False
+    _native.watch_faults(address, place.size, "weights on their way from a sender")
+    return storage
+
+
+def _write(fd: int, piece: memoryview, at: int) -> None:
+    done = 0
+    while done < piece.nbytes:
+        done += os.pwrite(fd, piece[done : done + _AT_ONCE], at + done)
+
+
+def _gone(place: MemfdAt) -> WriterDied:
+    return WriterDied(
+        f"the sender (pid {pid_of(place.owner)}) has died, or has given these weights up, before they were read; they "
+        "come again with its next send"
+    )
+
+
+def torch_storage(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
+    next_free = os.dup(fd)
+    close(next_free)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]
+    except RuntimeError:
+        # torch forgets its duplicate when it cannot map it. No other process has this file yet.
+        with suppress(OSError):
+            if os.path.sameopenfile(next_free, fd):
+                close(next_free)
+        raise
+
+
+def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
+    """A storage over a read-only mapping of `fd`; keeps one descriptor of its own."""
+    try:
+        dummy = os.memfd_create("shmsync-dummy", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(dummy, size)
+            storage = torch_storage(dummy, size)
+        finally:
+            close(dummy)
+        kept, kept_size = storage._share_fd_cpu_()
+        if kept_size != size or os.fstat(kept).st_size != size:
+            raise RuntimeError(f"torch keeps a descriptor of {kept_size} bytes for a storage of {size}")
+    except (AttributeError, RuntimeError, TypeError) as error:
+        log_fallback(error)
+        return over(mmap.mmap(fd, size, prot=mmap.PROT_READ))
+    _native.map_readonly_over(storage.data_ptr(), size, fd)
+    os.dup2(fd, kept, inheritable=False)
+    return storage
+
+
+def over(mapping: mmap.mmap) -> torch.UntypedStorage:
+    """A storage over a plain mapping."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable", which is intended
+        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+
+
+def log_fallback(error: BaseException) -> None:
+    """Say once that torch makes no shared storages."""
+    global _fallback_logged
+    if not _fallback_logged:
+        _fallback_logged = True
+        _log.warning(
+            "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "
+            "but is_shared() is False",
+            torch.__version__,
+            error,
+        )
