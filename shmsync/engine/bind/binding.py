@@ -20,11 +20,11 @@ from ...memory.arena import Arena, has_address
 from ...memory.devices import assign, clone, laid_out
 from ...memory.manifest import Key
 from ...memory.torch_modes import modes_are_on, plainly, run_plainly
+from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.sources import EVERYTHING, collect, not_saved
 from ..source.wrappers import modules_in
 from ..verify.local import HeldTensors
-from .by_identity import ByIdentity
 from .module_check import ModuleCheck, materialise, placed_modules
 
 # The bindings of each module, kept alive by their Subscriber alone: they hold views, and so the slab.

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
 from .binding import Binding, bind_module, bound_elsewhere, companions, taken_over
-from .by_identity import ByIdentity
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
 from .loading import Loading

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ... import _native
 from ...errors import ManifestMismatch
@@ -115,21 +114,10 @@ class CopyPlan:
         self._sources.release()
         self._conversions.use([])
 
-    def shows(self, tensors: Mapping[Key, Any]) -> bool:
-        """Was it made for these very tensors?"""
-        return len(tensors) == len(self._tensors) and all(
-            self._tensors.get(key) is tensor for key, tensor in tensors.items()
-        )
-
     @property
     def tensors(self) -> Mapping[Key, Any]:
         """Those that it was made for; none if it fits others."""
         return self._tensors
-
-    @property
-    def has_parameters(self) -> bool:
-        """Are any of its tensors parameters of a module?"""
-        return any(isinstance(tensor, nn.Parameter) for tensor in self._tensors.values())
 
     @property
     def nbytes(self) -> int:

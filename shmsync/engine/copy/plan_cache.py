@@ -6,9 +6,6 @@ created for each publish is found by their keys, and by what their tensors are l
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -16,6 +13,7 @@ from torch import nn
 
 from ...memory.arena import Arena
 from ...memory.torch_modes import run_plainly
+from ..by_identity import ByIdentity
 from ..source.second_names import second_names, without
 from ..source.sources import EVERYTHING, Collected, Filter, Weights, collect, not_saved
 from ..source.wrappers import of_wrappers, respelled
@@ -39,9 +37,9 @@ class PlanCache:
         self._name = name
         self._filter = filter
         self._any_device = any_device
-        self._of_modules: weakref.WeakKeyDictionary[nn.Module, CopyPlan] = weakref.WeakKeyDictionary()
-        self._of_default: CopyPlan | None = None
-        self._of_tensordict = _Recent()
+        # By module, by TensorDict that has no outline, and by this cache for the publisher's own mapping. A plan holds
+        # dicts and tensors of its source, not the source itself: no cycle keeps that alive.
+        self._of_objects: ByIdentity[Any, CopyPlan] = ByIdentity()
         self._of_values: list[CopyPlan] = []  # the newest first
         self._taken: CopyPlan | None = None
 
@@ -49,20 +47,15 @@ class PlanCache:
         """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
         if type(source) in MADE_ANEW or isinstance(source, TensorDictBase):
             return self._find_values(source)
-        kept = self._of_default if default else self._of_modules.get(source) if isinstance(source, nn.Module) else None
+        key = source if isinstance(source, nn.Module) else self if default else None
+        if key is None:
+            return self.make(source)
+        kept = self._of_objects.get(key)
         if kept is not None and kept.still_valid(self._arena):
             return kept
-        if default:
-            self._of_default = None  # its addresses may be those of a source that is refused now
-        elif isinstance(source, nn.Module):
-            self._of_modules.pop(source, None)
-        plan = self.make(source)
-        if default:
-            self._of_default = plan
-        elif isinstance(source, nn.Module):
-            # The plan holds the module's dicts and tensors, not the module: no cycle keeps the key alive.
-            self._of_modules[source] = plan
-        return plan
+        self._of_objects.pop(key)  # it may have addresses by now that were not checked
+        made = self._of_objects[key] = self.make(source)
+        return made
 
     def _find_values(self, source: Any) -> CopyPlan:
         """The plan for sources like this one, or a new one."""
@@ -79,18 +72,18 @@ class PlanCache:
             if fits is None:
                 self._of_values.remove(plan)
                 break
-        collected = functools.cache(lambda: self._collect(source))
-        if isinstance(source, TensorDictBase):
-            kept = self._of_tensordict.find(source, self._arena, collected)
-            if kept is not None:
+        by_object = isinstance(source, TensorDictBase)
+        if by_object and (kept := self._of_objects.get(source)) is not None:
+            if kept.still_valid(self._arena):
                 return kept
-        plan = self.make(source, collected(), by_value=True)
-        if plan.fits_others:
-            self._taken = plan
-            self._of_values = [plan, *self._of_values[: _KEPT - 1]]
-        elif isinstance(source, TensorDictBase):
-            self._of_tensordict.keep(source, plan)
-        return plan
+            self._of_objects.pop(source)
+        made = self.make(source, by_value=True)
+        if made.fits_others:
+            self._taken = made
+            self._of_values = [made, *self._of_values[: _KEPT - 1]]
+        elif by_object:
+            self._of_objects[source] = made
+        return made
 
     def release(self) -> None:
         """The plan that find() gave was carried out: keep no weights alive that were made for one publish."""
@@ -99,13 +92,13 @@ class PlanCache:
             taken.release()
 
     @run_plainly
-    def make(self, source: Weights, collected: Collected | None = None, *, by_value: bool = False) -> CopyPlan:
+    def make(self, source: Weights, *, by_value: bool = False) -> CopyPlan:
         """A new plan. Raises ManifestMismatch when the source does not fit; a module must give every leaf.
 
         `by_value`: it is for other sources like this one too, if every part of this one is plain.
         """
         partial = not isinstance(source, nn.Module)
-        collected = collected or self._collect(source)
+        collected = self._collect(source)
         seen = Seen(source, collected.tensors, self._filter, self._arena.manifest) if by_value else None
         return CopyPlan(collected, self._arena, self._name, partial=partial, any_device=self._any_device, seen=seen)
 
@@ -129,43 +122,6 @@ class PlanCache:
 
     def forget(self) -> None:
         """Keep no plan, and so no tensor of a source."""
-        self._of_default = None
-        self._of_modules.clear()
+        self._of_objects.clear()
         self._of_values.clear()
         self._taken = None
-        self._of_tensordict.clear()
-
-
-class _Recent:
-    """The plan for the last TensorDict, good for another one with the same tensors too.
-
-    Each TensorDict.from_module() of a module makes such another one. It keeps no weights alive: when the TensorDict is
-    gone, only a plan for a module's parameters stays.
-    """
-
-    def __init__(self) -> None:
-        self._source: weakref.ref[TensorDictBase] | None = None
-        self._plan: CopyPlan | None = None
-
-    def find(self, source: TensorDictBase, arena: Arena, collected: Callable[[], Collected]) -> CopyPlan | None:
-        """The kept plan, if it is for these tensors and they have not changed."""
-        plan = self._plan
-        if plan is None or not plan.still_valid(arena):
-            self.clear()  # it has addresses by now that were not checked
-            return None
-        same = self._source is not None and self._source() is source
-        return plan if same or plan.shows(collected().tensors) else None
-
-    def keep(self, source: TensorDictBase, plan: CopyPlan) -> None:
-        """Remember the plan of this source, and no other."""
-        self.clear()
-        self._plan = plan
-        self._source = weakref.ref(source, None if plan.has_parameters else self._gone)
-
-    def clear(self) -> None:
-        """Forget the plan."""
-        self._plan = self._source = None
-
-    def _gone(self, reference: weakref.ref[TensorDictBase]) -> None:
-        if self._source is reference:
-            self.clear()

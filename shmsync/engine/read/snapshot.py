@@ -35,7 +35,7 @@ class Targets:
     """
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
-        self.table: _native.Sources | None = None  # of an `out` that can be found again, see kept_out.py
+        self.table: _native.Sources | None = None  # of an `out` that can be found again, see snapshot_cache.py
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._pieces: Pieces | None = None  # of new memory
@@ -75,6 +75,10 @@ class Targets:
         self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
         if collected.guards is not None and not self._others:
             self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
+
+    def unchanged(self) -> bool:
+        """Has nothing changed since these were checked? Memory that has not moved lies in no arena made since."""
+        return self.table is not None and self.table.revalidate() and not self.table.moved
 
     def copy(self, arena: Arena, slot: int) -> None:
         """Copy this slot into them. The arena has the same leaves: it may have taken the other one's place."""

@@ -115,11 +115,11 @@ class LoadPoint(Proxy):
         with self._policy.model_lock:
             self._policy.clock.flight.due = True  # a collector's state has a version too
             if self._policy.subscriber is not None:
-                make_private(self._policy.subscriber, {self.module})
+                release_bound(self._policy.subscriber, {self.module})
             return self.inner(*args, **kwargs)
 
 
-def make_private(subscriber: ReadPath, owners: set[nn.Module] | None = None) -> None:
+def release_bound(subscriber: ReadPath, owners: set[nn.Module] | None = None) -> None:
     """Let bound parameters (of these modules only) be private, until the next version."""
     bindings = [each for each in subscriber.followers if isinstance(each, Binding)]
     if not bindings:

@@ -25,7 +25,7 @@ from ....memory.control.segment import Handle
 from ....schemes.arenas.subscriptions import is_elsewhere
 from .clock import VersionClock
 from .listener import ConnectionListener
-from .safe_point import LoadPoint, ModelLock, SafePoint, StatePoint, make_private
+from .safe_point import LoadPoint, ModelLock, SafePoint, StatePoint, release_bound
 from .worker_connection import WorkerConnection
 
 
@@ -157,7 +157,7 @@ class Receiver:
             strategy = WeightStrategy()
             strategy.check_weights(module, weights)
             with self._model_lock:
-                make_private(self._subscriber)
+                release_bound(self._subscriber)
                 strategy.apply_weights(module, weights)
 
     def on_message(self) -> bool:
@@ -292,7 +292,7 @@ class Receiver:
         if self._safe_point is not None:
             self._safe_point.remove()
             self._safe_point = None
-        make_private(self._subscriber)
+        release_bound(self._subscriber)
         self._subscriber.followers.clear()
         self._module = None
 

@@ -1,7 +1,7 @@
 """A dict from objects to values that keeps the objects by what they are, not by what they are equal to, and weakly.
 
-Modules may define their own equality, so a WeakKeyDictionary does not do. torch's own WeakIdKeyDictionary asks each key
-for an attribute at every look, which a module answers in microseconds.
+Modules may define their own equality, and a TensorDict's is by element, so a WeakKeyDictionary does not do. torch's own
+WeakIdKeyDictionary asks each key for an attribute at every look, which a module answers in microseconds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ class ByIdentity(Generic[K, V]):
         known = entries.get(number)
         same = known is not None and known[0]() is key
         entries[number] = (known[0] if known is not None and same else weakref.ref(key, gone), value)
+
+    def pop(self, key: K) -> None:
+        """Drop the entry of this object, if there is one."""
+        self._entries.pop(id(key), None)
+
+    def clear(self) -> None:
+        """Drop every entry."""
+        self._entries.clear()
 
     def __len__(self) -> int:
         return len(self._entries)
