@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...memory.slab.memfd import MemfdAt
 from .location import Place
 from .packed_weights import Label
-
-NONCE = 16  # bytes
-PROOF = 32
 
 TAKE, LEASE, DONE = 1, 2, 3  # what a worker asks: for the bytes; to read where they lie; and that it has read them
 ABSENT = -1  # the answer where they have been given up; else it is their number
@@ -45,8 +41,3 @@ class FetchTicket(NamedTuple):
     memory: MemfdAt
     where: Callable[[], Place]
     seconds: float
-
-
-def proof(key: bytes, who: bytes, asked: bytes) -> bytes:
-    """That its maker knows the key, for somebody who asked with fresh random bytes."""
-    return hmac.digest(key, who + asked, "sha256")

@@ -25,8 +25,9 @@ import torch
 from ...errors import PublishTimeout, ShmSyncError, WriterDied
 from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
+from ..link.proved import NONCE, PROOF, proof
 from ..link.send_lock import TransportLock
-from .fetch_ticket import ABSENT, DONE, LEASE, NONCE, PROOF, TAKE, FetchTicket, Unreached, WeightServerAddress, proof
+from .fetch_ticket import ABSENT, DONE, LEASE, TAKE, FetchTicket, Unreached, WeightServerAddress
 from .location import Site
 from .packed_weights import unpack, views_will_do
 from .weight_server import ASK, REPLY

@@ -28,8 +28,9 @@ import weakref
 from collections import deque
 from typing import Any
 
+from ..link.proved import NONCE, PROOF, proof
 from ..link.serial_executor import GRACE
-from .fetch_ticket import ABSENT, DONE, LEASE, NONCE, PROOF, TAKE, WeightServerAddress, proof
+from .fetch_ticket import ABSENT, DONE, LEASE, TAKE, WeightServerAddress
 from .location import Place
 from .packed_weights import PackedWeights
 

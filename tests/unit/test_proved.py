@@ -1,0 +1,180 @@
+"""Connections whose ends prove that they know a secret: who gets one, who does not, and what a fork leaves of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from shmsync.schemes.link import proved
+from shmsync.schemes.link.proved import NONCE, PROOF, Dial, Listener, proof
+from support.descriptors import exhaust, replenish
+from support.processes import until
+
+HOST = "127.0.0.1"
+SECRET = secrets.token_bytes(PROOF)
+
+
+@pytest.fixture
+def listener():
+    made = Listener(HOST, SECRET)
+    yield made
+    made.close()
+
+
+def dial(listener, secret=SECRET):
+    return Dial(HOST, listener.port, secret)
+
+
+def connect(listener):
+    """Both ends of a new connection: the dialler's, the listener's."""
+    made, theirs, ours = dial(listener), [], []
+
+    def both():
+        theirs.extend(listener.admit())
+        ours.extend(each for each in [None if ours else made.advance()] if each is not None)
+        return ours and theirs
+
+    until(both)
+    for each in (ours[0], theirs[0]):
+        os.set_blocking(each.fileno(), True)
+    return ours[0], theirs[0]
+
+
+def stranger(listener, *sent):
+    """A connection that sends this and proves nothing."""
+    made = socket.create_connection((HOST, listener.port))
+    for each in sent:
+        made.sendall(each)
+    return made
+
+
+def until_ended(listener, connection):
+    """The listener has closed it, without a word."""
+    until(lambda: listener.admit() or select.select([connection], [], [], 0)[0])
+    with contextlib.suppress(ConnectionResetError):  # where something was not read
+        assert connection.recv(1) == b""
+
+
+def test_two_ends_that_know_the_secret_get_a_connection(listener):
+    ours, theirs = connect(listener)
+    ours.send("there")
+    assert theirs.recv() == "there"
+    theirs.send("back")
+    assert ours.recv() == "back"
+    ours.close()
+    theirs.close()
+
+
+def test_a_dialler_that_does_not_know_the_secret_gets_none(listener):
+    made = dial(listener, bytes(PROOF))
+    admitted = []
+
+    def refused():
+        admitted.extend(listener.admit())
+        try:
+            return made.advance() is not None
+        except ConnectionRefusedError:
+            raise
+        except OSError:
+            return True
+
+    until(refused)
+    assert admitted == []
+
+
+def test_a_listener_that_does_not_know_the_secret_gets_no_message():
+    other = socket.create_server((HOST, 0))
+    made = Dial(HOST, other.getsockname()[1], SECRET)
+    assert made.advance() is None
+    accepted, _ = other.accept()
+    with pytest.raises(ConnectionAbortedError, match="does not know the secret"):
+        until(lambda: made.advance() or accepted.sendall(bytes(PROOF)) or False)
+    assert len(accepted.recv(4096)) == NONCE + PROOF  # and nothing else was sent
+    accepted.close()
+    other.close()
+
+
+def test_a_hello_that_was_read_on_the_way_opens_no_second_connection(listener):
+    nonce = secrets.token_bytes(NONCE)
+    hello = nonce + proof(SECRET, b"dialler", nonce)
+    first, admitted = stranger(listener, hello), []
+    until(lambda: admitted.extend(listener.admit()) or admitted)
+    second = stranger(listener, hello)
+    until_ended(listener, second)
+    for each in (first, second, *admitted):
+        each.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(NONCE + PROOF), b"\x80\x05]." * 64])
+def test_a_stranger_is_disconnected(listener, sent, monkeypatch):
+    monkeypatch.setattr(proved, "_PATIENCE", 0.05)
+    connection = stranger(listener, sent)
+    until_ended(listener, connection)
+    connection.close()
+
+
+def test_many_strangers_keep_nobody_out_for_long(listener, monkeypatch):
+    monkeypatch.setattr(proved, "_PATIENCE", 0.2)
+    strangers = [stranger(listener) for _ in range(40)]
+    until(lambda: not listener.admit() and len(listener._strangers) >= 40)
+    strangers += [stranger(listener) for _ in range(40)]
+    until_ended(listener, strangers[0])
+    for each in connect(listener):
+        each.close()
+    for each in strangers:
+        each.close()
+
+
+def test_a_port_without_a_process_refuses():
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    made = Dial(HOST, port, SECRET)
+    with pytest.raises(ConnectionRefusedError):
+        until(made.advance)
+
+
+def test_without_a_descriptor_nobody_is_refused(listener):
+    made, state, theirs = dial(listener), SimpleNamespace(), []
+    exhaust(state)
+    try:
+        assert listener.admit() == []
+        assert made.advance() is None
+        with pytest.raises(OSError, match="open files"):
+            dial(listener)
+    finally:
+        replenish(state)
+    until(lambda: theirs.extend(listener.admit()) or theirs)
+    ours = []
+    until(lambda: ours.extend(each for each in [made.advance()] if each) or ours)
+    for each in (*ours, *theirs):
+        each.close()
+
+
+@pytest.mark.parametrize("closing", ["the dialler", "the listener"])
+def test_a_forked_child_keeps_no_connection_alive(listener, closing):
+    ours, theirs = connect(listener)
+    kept, told = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(told)
+        os.read(kept, 1)  # until the parent ends the test
+        os._exit(0)
+    os.close(kept)
+    try:
+        one, other = (ours, theirs) if closing == "the dialler" else (theirs, ours)
+        one.close()
+        with pytest.raises(EOFError):
+            other.recv()
+        other.close()
+        listener.close()
+        with pytest.raises(ConnectionRefusedError):  # the child does not listen either
+            socket.create_connection((HOST, listener.port))
+    finally:
+        os.close(told)
+        os.waitpid(child, 0)
