@@ -8,7 +8,7 @@ from shmsync.memory import manifest
 from shmsync.memory.manifest import Manifest
 from shmsync.schemes.link import messages
 from shmsync.schemes.remote import packed_weights
-from shmsync.schemes.remote.distributed import store_channel
+from shmsync.schemes.remote.distributed import rendezvous
 from support import fuzz
 from support.fuzz_targets import TARGETS
 
@@ -49,13 +49,13 @@ def believe_tags(patch):
     patch.setattr(messages, "wrong_with", lambda message: None)
 
 
-def believe_answers(patch):
-    patch.setattr(store_channel, "_are_answers", lambda content: True)
+def believe_addresses(patch):
+    patch.setattr(rendezvous.ipaddress, "ip_address", str)
 
 
 LEFT_OUT = [
     ("manifest", believe_keys), ("manifest", believe_sizes), ("manifest", believe_strides),
-    ("packed-weights", believe_labels), ("messages", believe_tags), ("store", believe_answers),
+    ("packed-weights", believe_labels), ("messages", believe_tags), ("ranks", believe_addresses),
 ]  # fmt: skip
 
 

@@ -1,16 +1,14 @@
-"""Words that a worker says over the store, and messages to it: none is lost, however close they come."""
+"""Words that a worker says to its sender, and messages to it: none is lost, however close they come."""
 
 from __future__ import annotations
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 import shmsync
-from shmsync.schemes.remote.distributed.store_channel import Mailbox
-from support.processes import until
 from support.remote import transports
 
-SAMPLE = transports.SAMPLES["nothing"]  # no bytes to move: the store alone carries it
+SAMPLE = transports.SAMPLES["nothing"]  # no bytes to move: no process group is needed
 
 
 @pytest.fixture
@@ -79,19 +77,6 @@ def test_a_wait_for_another_word_leaves_the_next_one(ends):
     trainer.check_ack("done")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_words_of_send_ack_and_of_a_loop_of_the_users_own(ends, store, when):
-    trainer, worker = ends
-    if when == "after":
-        trainer.send_weights_async("policy", SAMPLE())
-        assert worker.receive_weights() is not None
-        worker.send_ack()
-        trainer.wait_ack()
-    store.set("NODE_1_out", "saved")
-    trainer.check_ack("saved")
-    assert not store.check(["NODE_1_out"])
-
-
 def test_a_late_answer_is_no_word(ends):
     trainer, worker = ends
     trainer.send_weights_async("policy", SAMPLE())
@@ -114,27 +99,3 @@ def test_the_word_failed_says_no_more_than_that(ends):
     worker.send_ack("failed")
     with pytest.raises(RuntimeError, match="'failed'"):
         trainer.wait_ack()
-
-
-def test_an_announcement_waits_for_a_word_that_the_users_own_loop_has_not_read(ends, store):
-    trainer, worker = ends
-    store.set("NODE_1_in", "evaluate")
-    trainer.send_weights_async("policy", SAMPLE())
-    assert store.get("NODE_1_in") == b"evaluate"
-    store.delete_key("NODE_1_in")  # the loop reads it, and waits for what comes next
-    until(lambda: trainer.busy and store.check(["NODE_1_in"]))  # each question is a look
-    assert store.get("NODE_1_in") == b"update_weights"
-    assert worker.receive_weights() is not None
-    worker.send_ack()
-    trainer.wait_ack()
-
-
-def test_what_ends_a_relay_is_not_lost_to_the_next_message(store):
-    mailbox = Mailbox(PrefixStore("of the scheme", store), 1)
-    mailbox.put_message({"serial": "a", "close": "a session", "ended": True})
-    mailbox.put_message({"serial": "b"})  # of a new sender
-    mailbox.put_message({"serial": "c"})  # it takes the place of the one before, which nobody took
-    taken = []
-    while (message := mailbox.take_message(listen=False)) is not None:
-        taken.append(message["serial"])
-    assert taken == ["a", "c"]

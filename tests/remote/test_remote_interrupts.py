@@ -97,6 +97,6 @@ def test_in_init_on_sender_and_shutdown(fleet):
     landed, others, before = group.trainer.call(storms.storm_of_beginnings, SECONDS)
     assert landed > 20
     assert others == []
-    until(lambda: group.trainer.call(parts.threads) <= before + 1)  # the courier of the store, which all of them share
+    until(lambda: group.trainer.call(parts.threads) <= before + 1)  # that of the store, which all of them share
     assert group.send(0.5) == 1
     assert group.look() == [(0.5, 1)]

@@ -30,9 +30,10 @@ from shmsync.memory.system.process import Peers
 from shmsync.schemes.link.connection import Channel
 from shmsync.schemes.link.messages import Tag, Tagged
 from shmsync.schemes.link.worker_end import WorkerEnd
-from shmsync.schemes.remote.distributed.store_channel import UPDATED, Mailbox, to_text
+from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage, RelayEnd, wrong_with
+from shmsync.schemes.remote.distributed.rendezvous import RankAddress, read_address, write_address
 from shmsync.schemes.remote.location import here
-from shmsync.schemes.remote.packed_weights import Label, Packer, Stamp, unpack
+from shmsync.schemes.remote.packed_weights import Label, Packer, unpack
 
 from .forged import FIELDS, identity, packed
 from .mutating import Mutator
@@ -278,40 +279,40 @@ def _tensors(weights: Any) -> list[torch.Tensor]:
     return found
 
 
-class StoreMessages(Target):
-    """What the keys of a rank hold in the store of torch.distributed."""
+class RankAddresses(Target):
+    """What a rank's key holds in the store of torch.distributed, and what the connection to it brings."""
 
     plain = True
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._store = HashStore()
-        box = Mailbox(self._store, 1)
-        stamp = Stamp("session", "policy", 1)
-        box.put_message({"serial": "ab", "stamp": stamp, "from": 0, "bytes": 64, "layout": "00", "kind": "flat"})
-        box.put_answer("ab", UPDATED, {"result": to_text(None)})
-        box.introduce(here(), ("localhost", 5))
-        self._seeds = {key: bytes(self._store.get(f"NODE_1_{key}")) for key in ("message", "answers", "place", "out")}
+        write_address(self._store, 1, RankAddress("127.0.0.1", 5, bytes(32), here()))
+        self._seed = bytes(self._store.get("NODE_1_address"))
+        self._messages = [
+            RankMessage(1, "bytes", b"label", 0, 64, None, False),
+            RankAnswer(1, "updated", None),
+            RelayEnd("session", True),
+        ]
 
     def attempt(self) -> None:
         random = self.draw.random
-        key = random.choice(list(self._seeds))
-        data = self._seeds[key]
-        if random.random() < 0.3 or key == "out":
-            data = self.draw.of_bytes(data)
-        else:
-            data = json.dumps(self.draw.of_value(json.loads(data))).encode()
-        for name, content in {**self._seeds, key: data}.items():
-            self._store.set(f"NODE_1_{name}", content)
-        box = Mailbox(self._store, 1)
-        if key == "message":
-            box.take_message()
-        elif key == "place":
-            box.introduced()
-        else:
-            said = box.said()
-            box.forget([each for each in said.answers if each.serial is not None])
-            box.put_answer("cd", UPDATED, {})
+        if random.random() < 0.5:
+            data = self._seed
+            json_too = random.random() < 0.7
+            data = json.dumps(self.draw.of_value(json.loads(data))).encode() if json_too else self.draw.of_bytes(data)
+            self._store.set("NODE_1_address", data)
+            address = read_address(self._store, 1)
+            assert address is not None
+            socket.getaddrinfo(address.host, address.port, flags=socket.AI_NUMERICHOST)
+            return
+        message = random.choice(self._messages)
+        changed = self.draw.of_value(list(message))
+        if isinstance(changed, list) and len(changed) == len(message):
+            changed = type(message)(*changed)
+        if wrong_with(changed):
+            raise shmsync.ProtocolError("no message")
+        assert [type(a) for a in changed][:2] == [type(a) for a in message][:2] or changed[0] is None
 
 
 TARGETS = {
@@ -320,5 +321,5 @@ TARGETS = {
     "frames": PipeFrames,
     "messages": PipeMessages,
     "packed-weights": PackedParts,
-    "store": StoreMessages,
+    "ranks": RankAddresses,
 }

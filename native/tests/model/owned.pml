@@ -1,9 +1,7 @@
-/* Messages through a store without queues are owned until they are answered (ADR 18).
+/* A message that a rank has taken from its connection is owned until it is answered (ADR 42).
 
-   Content under one key, a bell under another; the writer sets the content first. Who hears the bell deletes it before
-   it reads. A message is taken by compare-and-set, stays the worker's until its answer is on its way, and the answer
-   carries its number. The trainer may give up at its deadline and a successor send the next number over the old
-   content; Ctrl-C may come between any two steps of the worker's receiver. */
+   Messages and answers come in order, each with its number. The trainer may give up at its deadline and send the next
+   message; the worker takes one at a time; Ctrl-C may come between any two steps of the worker's receiver. */
 
 #ifndef SENDS
 #define SENDS 3
@@ -12,31 +10,21 @@
 #define INTERRUPTS 2
 #endif
 
-byte content = 0, answer = 0, owned = 0, applied = 0;
-bit bell, answer_bell;
+chan messages = [SENDS] of { byte };
+chan answers = [8] of { byte };
+byte owned = 0, applied = 0;
 
 active proctype Trainer() {
-    byte n = 0;
+    byte n = 0, seen;
     do
     :: n < SENDS ->
        n++;
-#ifdef BELL_FIRST
-       bell = 1; content = n;
-#else
-       content = n; bell = 1;
-#endif
+       messages!n;
        do
-       :: answer_bell ->
-#ifdef ANSWER_READ_FIRST
-          byte seen = answer;
-          answer_bell = 0;
-#else
-          answer_bell = 0;
-          byte seen = answer;
-#endif
+       :: answers?seen ->
           if
 #ifdef ANY_ANSWER
-          :: seen != 0 -> assert(applied >= n); break
+          :: true -> assert(applied >= n); break
 #else
           :: seen == n -> assert(applied >= n); break
 #endif
@@ -48,52 +36,47 @@ active proctype Trainer() {
     od
 }
 
-active proctype Courier() {           /* the worker's: takes a message when none is under way */
+active proctype Keeper() {            /* the worker's thread: takes a message when none is owned */
     byte found;
 end:
     do
-    :: atomic { owned == 0 && bell };
-#ifdef READ_FIRST
-       found = content; bell = 0;
+#ifdef TAKE_TWO
+    :: messages?found -> owned = found
 #else
-       bell = 0; found = content;
+    :: atomic { owned == 0 && nempty(messages) -> messages?found; owned = found }
 #endif
-       if
-       :: found == 0                  /* the bell rang twice for one content */
-#ifdef TAKE_BLIND
-       :: found != 0 -> content = 0; owned = found
-#else
-       :: atomic { found != 0 && content == found -> content = 0; owned = found }
-       :: found != 0 && content != found  /* a newer one, whose bell is still to come */
-#endif
-       fi
     od
 }
 
 active proctype Receiver() {
-    byte interrupts = INTERRUPTS;
+    byte interrupts = INTERRUPTS, mine;
 end:
     do
     :: owned != 0 ->
+       mine = owned;
        if
        :: interrupts > 0 -> interrupts--; goto interrupted
-       :: true -> applied = owned
+       :: true -> applied = mine
        fi;
        if
        :: interrupts > 0 -> interrupts--; goto interrupted
        :: true
        fi;
-#ifdef ANSWER_BELL_FIRST
-       answer_bell = 1; answer = owned;
-#else
-       answer = owned;
-       if
-       :: interrupts > 0 -> interrupts--; goto interrupted
-       :: true
-       fi;
-       answer_bell = 1;
-#endif
+#ifdef FREE_FIRST
        owned = 0;
+       if
+       :: interrupts > 0 -> interrupts--; goto interrupted
+       :: true
+       fi;
+       answers!mine;
+#else
+       answers!mine;
+       if
+       :: interrupts > 0 -> interrupts--; goto interrupted
+       :: true
+       fi;
+       owned = 0;
+#endif
        goto end;
 interrupted:                          /* the next receive() finds the same message */
 #ifdef DROP_TAKEN

@@ -105,13 +105,10 @@ mutant DEATH_UNSEEN          $r ''
 mutant DEATH_IS_DONE         $r ''
 
 o=owned.pml
-design 'store: two givings-up, two interrupts'        $o
-mutant BELL_FIRST            $o ''
-mutant READ_FIRST            $o ''
-mutant TAKE_BLIND            $o ''
+design 'ranks: two givings-up, two interrupts'        $o
+mutant TAKE_TWO              $o ''
+mutant FREE_FIRST            $o ''
 mutant DROP_TAKEN            $o ''
-mutant ANSWER_BELL_FIRST     $o ''
-mutant ANSWER_READ_FIRST     $o ''
 mutant ANY_ANSWER            $o ''
 
 f=relay.pml

@@ -1,7 +1,9 @@
-"""Where a process runs, and which processes can share memory with it."""
+"""Where a process runs, which processes can share memory with it, and under which address others reach it."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import socket
 from functools import lru_cache
@@ -10,6 +12,7 @@ from typing import NamedTuple
 from ...memory.system.process import me
 
 NODE_VARIABLE = "SHMSYNC_NODE"
+_OUTSIDE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it leads over the default route
 
 
 class Place(NamedTuple):
@@ -56,3 +59,29 @@ def here(node: str | None = None) -> Place:
 @lru_cache(maxsize=2)
 def _namespaces(pid: int) -> str:
     return "-".join(f"{os.stat(f'/proc/self/ns/{kind}').st_ino:x}" for kind in ("pid", "net"))
+
+
+def host_towards(host: str) -> str:
+    """The address from which this process reaches a host, under which other machines that reach that host reach it.
+
+    That host itself may reach its own name by loopback, which no other machine can: then, and for "", it is the address
+    of the default route.
+    """
+    found = _way_to(host) if host else "127.0.0.1"
+    if is_loopback(found) and host not in (found, "localhost"):
+        found = _way_to(_OUTSIDE)
+    return found
+
+
+def _way_to(host: str) -> str:
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Is it an address that means another process in each machine or network namespace?"""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

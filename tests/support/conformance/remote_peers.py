@@ -115,7 +115,7 @@ def die_at_answer(state, note):
     """For those who get them at receive()."""
     receiver = state.receivers["policy"]
     state.note = note
-    receiver._transport.inbox.answer = lambda serial: die(state)
+    receiver._transport.inbox.answer = lambda received: die(state)
     receiver.receive(timeout=600)
 
 
@@ -128,7 +128,7 @@ def die(state):
 
 
 def receive_between_calls(state):
-    """What a worker of torch.distributed does while the test asks nothing of it: it asks the store now and then."""
+    """What a worker of torch.distributed does while the test asks nothing of it: it receives now and then."""
     if not hasattr(state, "models"):
         peers.start_over(state)
     try:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
-from shmsync.schemes.remote.distributed.store_channel import Mailbox
+from shmsync.schemes.remote.distributed import rank_sender
 from support.processes import remove_segments
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
 from support.worker import Worker, serve
@@ -185,14 +185,14 @@ def store(state, call, *args):
 
 
 def note_questions(state):
-    """From now on the store shows of which ranks this process has asked where they run."""
-    introduced = Mailbox.introduced
+    """From now on the store shows for which ranks this process has looked."""
+    read = rank_sender.read_address
 
-    def note(mailbox):
-        mailbox.store.set(f"NODE_{mailbox.rank}_asked", b"")
-        return introduced(mailbox)
+    def note(store, rank):
+        store.set(f"NODE_{rank}_asked", b"")
+        return read(store, rank)
 
-    Mailbox.introduced = note
+    rank_sender.read_address = note
 
 
 def make_sender_with(state, size, *, own_store=False, **arguments):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import torch
 from tensordict import TensorDict
@@ -91,14 +90,6 @@ def send_sample_alone(state, name, by_name):
         state.transport.send_weights(sample)
 
 
-def read_announcement(state):
-    """As a loop of the user's own does; the word."""
-    key = f"NODE_{state.transport.rank}_in"
-    word = state.store.get(key)
-    state.store.delete_key(key)
-    return word
-
-
 def receive_sample(state, **kwargs):
     """Receive, and answer; the model id."""
     received = state.transport.receive_weights(FOR_EVER, **kwargs)
@@ -111,11 +102,6 @@ def received_without_answer(state):
     """(model id, the names of what is there)."""
     model_id, weights = state.transport.receive_weights(FOR_EVER)
     return model_id, list(weights.keys())
-
-
-def looks_by_itself(state):
-    """Does the trainer look for an answer that nobody waits for, as it does for a moment after each send?"""
-    return time.monotonic() <= state.transport.call._until
 
 
 def receive_initial(state):

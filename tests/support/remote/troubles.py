@@ -11,7 +11,7 @@ from torch import nn
 
 from shmsync import WeightStrategy
 from shmsync.schemes.remote.distributed.distributed_transport import DistributedCarrier, DistributedTransport
-from shmsync.schemes.remote.distributed.rank_worker import Inbox, Receipt
+from shmsync.schemes.remote.distributed.rank_worker import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
 from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
 from support.processes import wait_until_dead
@@ -69,7 +69,7 @@ def interrupt_when_an_answer_is_heard(state):
 def interrupt_receipt(state, where):
     """One Ctrl-C in the next receive()."""
     owner, name, before = {
-        "while it waits": (Receipt, "wait", True),
+        "while it waits": (Inbox, "_wait", True),
         "when it has it": (Inbox, "next", False),
         "while it applies": (WeightStrategy, "apply_weights", True),
         "before it answers": (Inbox, "answer", True),

@@ -1,5 +1,5 @@
 """Weights for the ranks of torch.distributed.
 
-A store announces and answers, and a process group of gloo moves the bytes.
+A connection to each rank announces and answers, and a process group of gloo moves the bytes.
 May be imported by schemes/remote/__init__ alone.
 """

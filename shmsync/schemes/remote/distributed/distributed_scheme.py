@@ -36,9 +36,9 @@ class DistributedWeightSyncScheme(RemoteScheme):
 
     init_on_sender() takes `store`, which all ranks use (else the default process group's); `ranks`, or `num_workers`
     for the ranks 1 to num_workers (else every rank but this one); `model` (or `source_model`). init_on_worker() takes
-    `store` and `rank` (else the default process group's) and `model`, and tells the sender where this rank is. Each may
-    be an argument or come from the context, which is held weakly. Both raise ProtocolError without a process group when
-    one is needed.
+    `store` and `rank` (else the default process group's) and `model`, and writes into the store where senders reach
+    this rank. Each may be an argument or come from the context, which is held weakly. Both raise ProtocolError without
+    a process group when one is needed.
     """
 
     sender_takes = RemoteScheme.sender_takes | {"store", "ranks"}
@@ -135,7 +135,8 @@ class DistributedReceiver(RemoteReceiver):
         Args:
             timeout: seconds to wait for the first message; 0 only looks, None is the scheme's.
 
-        Raises WriterDied when the store cannot be reached any more, ValueError without a model.
+        Raises WriterDied when the sender dies in the middle of a transfer, or when no sender is there and the store
+        cannot be reached; ValueError without a model.
         """
         self._scheme.check_open("receive")
         deadline = deadline_after(timeout, self._timeout)
@@ -154,7 +155,7 @@ class DistributedReceiver(RemoteReceiver):
                     raise
                 self._resolve_model_ref()  # a receiver without a model raises here too
                 return False
-            inbox.answer(message["serial"])
+            inbox.answer(message)
             return True
 
     @override

@@ -1,4 +1,4 @@
-"""The transport over torch.distributed: announced and answered through a store, moved by the process group."""
+"""The transport over torch.distributed: a connection to each rank announces and answers, the process group moves."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from ..location import Site, here
 from ..packed_weights import PackedWeights, Stamp
 from ..relay import RelayOptions
 from ..remote_carrier import Carrier
-from ..remote_requests import Call, RemoteSend
+from ..remote_requests import Call, Destination, RemoteSend
 from ..remote_transport import RemoteTransport, checked_word
 from .initial_weights import initial_receiver, initial_sender
-from .rank_requests import Outbox
+from .rank_messages import UPDATED
+from .rank_sender import RankEnd, wait_for
 from .rank_worker import Inbox
-from .store_channel import UPDATED, Mailbox
-from .store_poller import wait_for
 from .transfers import need_group
 
 _STRATEGY = WeightStrategy()
@@ -107,9 +106,8 @@ class DistributedTransport(RemoteTransport):
         self.store = store
         self.rank = rank
         self.sync = sync
-        mailbox = None if store is None or rank is None else Mailbox(store, rank)
-        self.outbox = None if mailbox is None else Outbox(mailbox)
-        self.inbox = None if mailbox is None else Inbox(mailbox)
+        self.outbox = None if store is None or rank is None else RankEnd(store, rank)
+        self.inbox = None if store is None or rank is None else Inbox(store, rank)
 
     # The sender's side.
 
@@ -121,15 +119,10 @@ class DistributedTransport(RemoteTransport):
     @property
     @override
     def busy(self) -> bool:
-        latest = None if self.outbox is None else self.outbox.latest
-        if self.outbox is not None and latest is not None:
-            if not latest.finished():  # perhaps one that an interrupt has lost
-                return True
-            self.outbox.latest = None
-        return super().busy
+        return super().busy or (self.outbox is not None and self.outbox.busy)
 
     @property
-    def sender_end(self) -> Outbox:
+    def sender_end(self) -> RankEnd:
         """Of a transport that is connected."""
         assert self.outbox is not None, "this transport has no rank"
         return self.outbox
@@ -156,13 +149,13 @@ class DistributedTransport(RemoteTransport):
     def check_ack(self, message: str = "updated", *, timeout: float | None = None) -> None:
         """Wait for the answer to the last send_weights_async(), which should be `message`.
 
-        With none pending it waits for the worker's next word, such as the one of a loop of the user's own.
+        With none pending it waits for the next word that the worker says with send_ack().
 
         Raises RuntimeError for another word, AckTimeout when none comes in time.
         """
         timeout = timeout_or_none(timeout)
         outbox = self.outbox
-        word = checked_word(message).encode()
+        word = checked_word(message)
         if outbox is None or self.pending:
             if outbox is not None:
                 outbox.expected = word
@@ -173,9 +166,9 @@ class DistributedTransport(RemoteTransport):
                     outbox.expected = UPDATED
             return
         sending = RemoteSend(self._carrier.wait)
-        sending.ask(0, self, partial(outbox.wait_word, word))
+        sending.ask(0, Destination(), partial(outbox.wait_word, word))  # which keeps no send waiting afterwards
         sending.finish(deadline_after(timeout, self.timeout))
-        sending.check(f"a message that {message!r} answers", None, {0: self})
+        sending.check(f"a message that {message!r} answers", None, {})
 
     # The worker's side.
 
@@ -209,12 +202,12 @@ class DistributedTransport(RemoteTransport):
 
     @override
     def send_ack(self, message: str = "updated") -> None:
-        """Answer what receive_weights() returned last, with this message.
+        """Answer what receive_weights() returned last, with this message; without one it is a word of the worker's own.
 
-        Raises WriterDied when the store cannot be reached any more.
+        Raises WriterDied when the store cannot be reached, before the first word or message.
         """
         if self.inbox is not None:
-            self.inbox.acknowledge(message.encode())
+            self.inbox.acknowledge(message)
 
     def receive_initial_weights(self) -> Any:
         """What rank 0 sends with send_initial_weights(); None without a rank. Raises TimeoutError after `timeout`."""

@@ -10,6 +10,7 @@ A thread waits for the question, or for the answer: one for each rank and proces
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 import weakref
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from ...link.serial_executor import SerialExecutor, Task
 from ..packed_weights import PackedWeights, unpack
-from . import store_channel as mailbox
 from .transfers import SENDER, receive, wait
 
 _QUESTION, _ANSWER = 1, 0  # tags
@@ -59,7 +59,7 @@ class InitialSender:
         except IndexError:  # its call has given up; the next one begins with the answer
             return
         self._asked = False
-        label = torch.frombuffer(bytearray(mailbox.to_text(packed_weights.label).encode()), dtype=torch.uint8)
+        label = torch.frombuffer(bytearray(pickle.dumps(packed_weights.label)), dtype=torch.uint8)
         sizes = torch.tensor([label.numel(), packed_weights.buffer.nbytes], dtype=torch.int64, device="cpu")
         parts = [part for part in (sizes, label, packed_weights.buffer) if part.numel()]
         wait([torch.distributed.isend(part, self._rank, tag=_ANSWER) for part in parts], parts, packed_weights)
@@ -86,7 +86,7 @@ def _ask() -> Any:
     sizes = receive(torch.zeros(2, dtype=torch.int64, device="cpu"), SENDER, _ANSWER)
     label = receive(torch.empty(int(sizes[0]), dtype=torch.uint8, device="cpu"), SENDER, _ANSWER)
     buffer = receive(torch.empty(int(sizes[1]), dtype=torch.uint8, device="cpu"), SENDER, _ANSWER)
-    return unpack(mailbox.from_text(bytes(label.numpy()).decode()), buffer)
+    return unpack(pickle.loads(bytes(label.numpy())), buffer)
 
 
 def _late(who: str, timeout: float) -> TimeoutError:

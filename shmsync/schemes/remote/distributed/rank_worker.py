@@ -1,72 +1,79 @@
-"""The worker's side: one message at a time, which is the worker's until it is answered."""
+"""The worker's end of its senders' connections: one message at a time, which is the worker's until it is answered."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import override
 
+from ....engine.outcome import Failure
+from ....engine.source.pickling import dumps
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
+from ...link.connection import Channel
+from ...link.door import Door, DoorKeeper
 from ...link.send_lock import LockHold, TransportLock
-from ...link.serial_executor import GRACE
-from ...link.timed_queue import TimedQueue
+from ...link.serial_executor import GRACE, Task
 from ..location import here
-from ..packed_weights import Announcement, Label, Stamp, unpack
+from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here
 from ..weight_client import fetch
-from . import store_channel as mailbox
-from .liveness import Beacon
-from .store_channel import Mailbox, tag_of
-from .store_poller import Courier, StoreCall
+from .rank_messages import FAILED, UNTAKEN, UPDATED, RankAnswer, RankMessage, RelayEnd, wrong_with
+from .rendezvous import RankAddress, new_secret, own_host, read_address, store_errors, write_address
 from .transfers import receive
+
+_SLICE = 0.05  # seconds of a wait
+_STORE = 0.5  # seconds between two looks whether the store is still there, while no sender is
+
+
+class Received:
+    """A message that was taken, with its bytes.
+
+    content: a Label, whose bytes are in the buffer; weights; or an Announcement.
+    """
+
+    def __init__(self, channel: Channel, message: RankMessage, content: Any = None) -> None:
+        self.channel = channel
+        self.message = message
+        self.content = content
 
 
 class Inbox:
-    """The worker's end of a mailbox; it carries out messages for the node's relay, and returns the worker's own.
+    """The worker's end. It carries out messages for the node's relay, and returns the worker's own.
 
     INV: a message that was taken is answered, whatever interrupts: until then next() gives it again.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        self._beacon: Beacon | None = None
-        self._manifest: tuple[str, bytes] | None = None
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._keeper = DoorKeeper()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._transport_lock = TransportLock(f"the mailbox of rank {mailbox.rank}")
-        self._message: dict[str, Any] | None = None  # taken, with its bytes, and not answered
-        self._after: str | None = None
-        self._looks = 0
-        # Its own, not the one that all users of a store share: it also waits for the bytes.
-        self._courier = Courier(mailbox.store)
-        self._given: str | None = None  # the serial number of what receive_weights() has returned
-        self._asked: Receipt | None = None  # for the next one
+        self._transport_lock = TransportLock(f"the end of rank {rank}")
+        self._waiting: deque[tuple[Channel, RankMessage]] = deque()  # read, and not taken
+        self._received: Received | None = None  # and not answered
+        self._given: Received | None = None  # what receive_weights() has returned
+        self._asked: Task | None = None  # a look for the next one, that a call has not waited for to its end
+        self._looked = 0.0  # when the store was last looked for
+        self._closed = False
 
     def introduce(self, timeout: float = 60.0) -> None:
-        """Say where this worker is, so that the sender sees its death, and knows which node it is on.
+        """Listen, and write into the store where senders reach this rank.
 
         Raises ProtocolError when the store does not answer within `timeout` seconds.
         """
-        task = self._courier.give(self._introduce)
+        task = self._keeper.give(self._introduce)
         if not task.done_by(time.monotonic() + timeout):
             raise ProtocolError(
                 f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give "
                 "more with timeout="
             )
-        with _store_errors():
-            task.result()
-
-    def _introduce(self) -> None:
-        if self._beacon is None:
-            beacon = Beacon(self._mailbox.store)
-            self._mailbox.introduce(here(), beacon.address)
-            self._beacon = beacon
+        task.result()
 
     def lock(self, deadline: float) -> LockHold:
         """Held by one thread from taking a message to answering it.
@@ -75,107 +82,49 @@ class Inbox:
         """
         return self._transport_lock.hold(deadline, refuse=False)
 
-    def next(self, deadline: float, *, after: str | None = None) -> dict[str, Any] | None:
+    def next(self, deadline: float, *, after: Received | None = None) -> Received | None:
         """The next message, with its bytes; None if none came. Raises WriterDied, RuntimeError for what is no message.
 
-        answer() or fail() it: until then it is given again, unless its serial number is `after`.
+        answer() or fail() it: until then it is given again, unless it is `after`.
         """
-        if self._beacon is not None:
-            self._beacon.tend()
-        self._after = after
-        while (message := self._ready()) is None:
+        if self._received is after:
+            self._received = None
+        grace = GRACE
+        while (received := self._received) is None:
             asked = self._asked
             if asked is None:
-                asked = self._asked = Receipt(self._courier, self._take)
-            if not asked.wait(deadline):
-                return None  # the next call goes on with it
-            if asked.finished():
-                self._asked = None
-                asked.result()
-            if self._ready() is None and time.monotonic() >= deadline:
-                return None
-        return message
-
-    def _ready(self) -> dict[str, Any] | None:
-        message = self._message
-        return None if message is None or message["serial"] == self._after else message
-
-    def _take(self) -> bool:
-        """Take the next message and its bytes, if it is there. On the courier: a sender that stops midway keeps it."""
-        self._introduce()
-        if self._ready() is not None:
-            return True
-        listen, self._looks = self._looks % 16 == 0, self._looks + 1  # now and then
-        message = self._mailbox.take_message(listen=listen)
-        if message is None:
-            return False
-        try:
-            if "bytes" in message:
-                self._fill(message)
-            elif "ticket" in message:
-                message["weights"] = _fetched(message["ticket"])
-        except (WriterDied, torch.distributed.DistError):
-            raise
-        except Exception as error:  # no memory, no process group: the bytes stay there, and no worker will take them
-            self._mailbox.put_answer(message["serial"], mailbox.FAILED, {**mailbox.failure(error), "untaken": True})
-            return False
-        if "close" in message:
-            close_here(message["close"], ended=message["ended"])
-            self._put_answer(message["serial"], mailbox.UPDATED, {})
-        elif "relay" in message:
-            word, content = self._publish(message)
-            if "lone" in message and word == mailbox.UPDATED:  # it goes on to the receiver, who answers
-                self._message = {**message, "announcement": content["result"]}
+                asked = self._asked = self._keeper.give(partial(self._take, deadline))
             else:
-                self._put_answer(message["serial"], word, content)
-        else:
-            self._message = message
-        return self._ready() is not None
+                grace = 0.0  # it was late before
+            if not self._wait(asked, deadline + grace):
+                return None  # the next call goes on with it
+            self._asked = None
+            asked.result()
+            if self._received is None and time.monotonic() >= deadline:
+                return None
+        return received
 
-    def _put_answer(self, serial: str | None, word: bytes, content: dict[str, Any]) -> None:
-        self._mailbox.hush()  # the message may have been taken before its announcement was there
-        self._mailbox.put_answer(serial, word, content)
+    def _wait(self, asked: Task, until: float) -> bool:
+        return asked.done_by(until)
 
-    def _fill(self, message: dict[str, Any]) -> None:
-        """The buffer, and what is known of its layout."""
-        size, layout = int(message["bytes"]), message["layout"]
-        if self._manifest is None or self._manifest[0] != layout:
-            self._manifest = layout, self._mailbox.layout(layout)
-        if self._buffer.numel() != size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        receive(self._buffer, int(message["from"]), tag_of(message["serial"]))
-
-    def unpack(self, message: dict[str, Any]) -> Any:
+    def unpack(self, received: Received) -> Any:
         """Weights with their stamp, as views of a buffer that the next message overwrites, or an announcement."""
-        if "announcement" in message:
-            return mailbox.from_text(message["announcement"])
-        if "weights" in message:
-            return message["weights"]
-        assert self._manifest is not None
-        extra = mailbox.from_text(message["extra"]) if "extra" in message else {}
-        return unpack(Label(Stamp(*message["stamp"]), message["kind"], self._manifest[1], extra), self._buffer)
+        if received.content is None:
+            received.content = pickle.loads(received.message.body)
+        return unpack(received.content, self._buffer) if isinstance(received.content, Label) else received.content
 
-    def _publish(self, message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Be the relay of this node; the answer."""
-        try:
-            announcement = publish_here(RelayOptions(*message["relay"]), self.unpack(message))
-        except Exception as error:
-            return mailbox.FAILED, mailbox.failure(error)
-        return mailbox.UPDATED, {"result": mailbox.to_text(announcement)}
+    def answer(self, received: Received, word: str = UPDATED, content: Any = None) -> None:
+        """Answer this message."""
+        with contextlib.suppress(OSError):  # the sender is gone, and its answer concerns nobody
+            received.channel.send(dumps(RankAnswer(received.message.number, word, content)))
+        if self._received is received:
+            self._received = None
+        if received.channel.unsent and self._keeper.door is not None:
+            self._keeper.door.ring()
 
-    def answer(self, serial: str | None, word: bytes = mailbox.UPDATED, content: dict[str, Any] | None = None) -> None:
-        """Answer the message of this serial number. Raises WriterDied when the store cannot be reached any more."""
-        task = self._courier.give(partial(self._put_answer, serial, word, content or {}))
-        if self._message is not None and self._message["serial"] == serial:
-            self._message = None
-        if task.done_by(time.monotonic() + GRACE):  # else it is under way
-            with _store_errors():
-                task.result()
-
-    def fail(self, message: dict[str, Any], error: BaseException) -> None:
+    def fail(self, received: Received, error: BaseException) -> None:
         """Answer that it could not be applied; the error raises in the sender. To be called where it is handled."""
-        with contextlib.suppress(WriterDied):  # the caller has an error to raise
-            self.answer(message["serial"], mailbox.FAILED, mailbox.failure(error))
+        self.answer(received, FAILED, Failure.of(error))
 
     def receive_weights(
         self, deadline: float, destinations: Iterable[Any], strategy: WeightStrategy
@@ -185,95 +134,131 @@ class Inbox:
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
         with self.lock(deadline) as turn:
-            message = self.next(deadline, after=self._given) if turn.taken else None
-            if message is None:
+            received = self.next(deadline, after=self._given) if turn.taken else None
+            if received is None:
                 return None
             try:
-                received = self.unpack(message)
-                if isinstance(received, Announcement):
+                weights = self.unpack(received)
+                if isinstance(weights, Announcement):
                     raise ProtocolError(
                         'these weights were sent with fan_out="node"; receive them with the receiver of a scheme, '
                         "which binds the model to shared memory"
                     )
                 for destination in destinations:
-                    strategy.apply_weights(destination, received)
+                    strategy.apply_weights(destination, weights)
             except BaseException as error:  # the sender waits for an answer
-                self.fail(message, error)
+                self.fail(received, error)
                 raise
-            self._given = message["serial"]
-            return Stamp(*message["stamp"]).model_id, received
+            self._given = received
+            return weights.stamp.model_id, weights
 
-    def acknowledge(self, word: bytes) -> None:
-        """Answer what receive_weights() returned last. Raises WriterDied when the store cannot be reached any more."""
-        self.answer(self._given, word)
-        self._given = None
+    def acknowledge(self, word: str) -> None:
+        """Answer what receive_weights() returned last; without one it is a word of the worker's own."""
+        received, self._given = self._given, None
+        if received is not None:
+            self.answer(received, word)
+            return
+        payload, door = dumps(RankAnswer(None, word)), self._keeper.door
+        if door is not None:
+            door.send(payload)
+        else:
+            task = self._keeper.give(lambda: self._introduce().send(payload))
+            if task.done_by(time.monotonic() + GRACE):  # else the store does not answer, and it is under way
+                task.result()
 
     def close(self) -> None:
-        """Receive no more; the sender takes this worker for dead. Idempotent."""
-        self._courier.close()
-        if self._beacon is not None:
-            self._beacon.close()
+        """Receive no more; the senders take this worker for dead. Idempotent."""
+        self._closed = True
+        self._keeper.close()
+
+    # On the keeper's thread.
+
+    def _introduce(self) -> Door:
+        if self._keeper.door is None:
+            host, secret = own_host(self._store), new_secret()
+            door = Door(host, secret)
+            try:
+                with store_errors():
+                    write_address(self._store, self._rank, RankAddress(host, door.port, secret, here()))
+            except BaseException:
+                door.close()
+                raise
+            self._keeper.put(door)
+            self._keeper.door = door
+        return self._keeper.door
+
+    def _take(self, deadline: float) -> None:
+        """Take the next message and its bytes, if it comes in time. A sender that stops midway keeps this thread."""
+        door = self._introduce()
+        while self._received is None and not self._closed:
+            for channel in door.tend(0.0 if self._waiting else self._rest(deadline), read=True):
+                self._read(door, channel)
+            if self._waiting:
+                self._receive(*self._waiting.popleft())
+            elif not door.senders and time.monotonic() > self._looked + _STORE:
+                with store_errors():  # without it no sender can find this rank
+                    read_address(self._store, self._rank)
+                self._looked = time.monotonic()
+            elif time.monotonic() >= deadline:
+                return
+
+    def _rest(self, deadline: float) -> float:
+        return min(max(0.0, deadline - time.monotonic()), _SLICE)
+
+    def _read(self, door: Door, channel: Channel) -> None:
+        """What this sender has sent. What it had sent before its farewell is dropped."""
+        wrong = False
+        with contextlib.suppress(EOFError, OSError):
+            while not wrong and (found := channel.peek()) is not None:
+                del channel.arrived[0]
+                message = found[0]
+                if isinstance(message, RankAnswer) or wrong_with(message):
+                    wrong = True
+                elif isinstance(message, RankMessage):
+                    self._waiting.append((channel, message))
+                elif isinstance(message, RelayEnd):
+                    close_here(message.session, ended=message.ended)
+                else:
+                    self._waiting = deque(each for each in self._waiting if each[0] is not channel)
+        wrong = wrong or bool(channel.garbage)
+        if wrong or channel.ended or channel.closed:
+            door.drop(channel)
+            self._looked = 0.0
+        if wrong:
+            raise RuntimeError(
+                f"a sender of rank {self._rank} has sent what is no message of this scheme, and was disconnected; run "
+                "the same shmsync on all ranks"
+            )
+
+    def _receive(self, channel: Channel, message: RankMessage) -> None:
+        received = Received(channel, message)
+        try:
+            if message.kind == "bytes":
+                if self._buffer.numel() != message.size:
+                    self._buffer = torch.empty(message.size, dtype=torch.uint8, device="cpu")
+                receive(self._buffer, message.source, message.number)
+            elif message.kind == "ticket":
+                received.content = _fetched(pickle.loads(message.body))
+        except WriterDied:
+            raise
+        except Exception as error:  # no memory, no process group: the bytes stay there, and no worker will take them
+            self.answer(received, UNTAKEN, Failure.of(error))
+            return
+        if message.relay is not None:
+            try:  # be the relay of this node
+                received.content = publish_here(RelayOptions(*message.relay), self.unpack(received))
+            except Exception as error:
+                self.fail(received, error)
+                return
+            if not message.lone:
+                self.answer(received, UPDATED, received.content)
+                return
+        self._received = received
 
 
-def _fetched(ticket: str) -> Any:
+def _fetched(ticket: Any) -> Any:
     """The weights. Raises what is no death of the sender: it may have given them up, and lives."""
     try:
-        return fetch(mailbox.from_text(ticket))
+        return fetch(ticket)
     except WriterDied as error:
         raise ProtocolError(str(error)) from error
-
-
-class Receipt(StoreCall):
-    """A worker's look for its next message.
-
-    Args:
-        take: takes it, if it is there.
-    """
-
-    def __init__(self, courier: Courier, take: Callable[[], bool]) -> None:
-        super().__init__(courier)
-        self._take = take
-
-        self._overdue = False  # the courier has not returned from an earlier wait, as far as is known
-        self._bell = TimedQueue()
-
-    def wait(self, deadline: float) -> bool:
-        """Wait until there is one, or the deadline has come. False: the courier did not return in time."""
-        assert self._bell is not None
-        rung = not self._bell.empty()
-        while not self._bell.empty():
-            with contextlib.suppress(queue.Empty):
-                self._bell.get(0.0)
-        grace = 0.0 if self._overdue and not rung else GRACE
-        self._overdue = True
-        try:
-            self.courier.attend([self], deadline)
-            self._bell.get(deadline + grace - time.monotonic())
-        except queue.Empty:
-            return False
-        except BaseException:  # an interrupt: no call waits any more
-            self.courier.attend([self], 0.0)
-            raise
-        self._overdue = False
-        return True
-
-    @override
-    def finished(self) -> bool:
-        return self._finished
-
-    @override
-    def try_once(self) -> bool:
-        with _store_errors():
-            return self._take()
-
-    @override
-    def answer(self) -> None:
-        """Nothing: the inbox has the message."""
-
-
-@contextlib.contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except torch.distributed.DistError as error:
-        raise WriterDied(f"the store cannot be reached any more: {str(error)[:200]}") from error

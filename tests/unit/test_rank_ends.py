@@ -1,0 +1,301 @@
+"""The two ends of a rank's connection: right in whatever order their steps come, and whatever dies or lies."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from itertools import permutations
+
+import pytest
+import torch
+from torch.distributed import FileStore, HashStore
+
+from shmsync import ProtocolError
+from shmsync.schemes.link.proved import PROOF
+from shmsync.schemes.remote.distributed import rank_worker
+from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
+from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
+from shmsync.schemes.remote.distributed.rank_worker import Inbox
+from shmsync.schemes.remote.distributed.rendezvous import RankAddress, write_address
+from shmsync.schemes.remote.location import here
+from shmsync.schemes.remote.packed_weights import Packer
+from shmsync.schemes.remote.remote_requests import Failed, Gone
+from support.processes import until
+from support.remote import ranks
+
+SOON = 20.0  # seconds; far more than anything here takes
+
+
+class Ends:
+    """Ends over one store, which are closed at the end of the test."""
+
+    def __init__(self):
+        self.store, self._made = HashStore(), []
+
+    def sender(self):
+        self._made.append(RankEnd(self.store, 1))
+        return self._made[-1]
+
+    def worker(self):
+        self._made.append(Inbox(self.store, 1))
+        self._made[-1].introduce()
+        return self._made[-1]
+
+    def close(self):
+        for each in self._made:
+            each.close()
+
+
+@pytest.fixture
+def ends():
+    made = Ends()
+    yield made
+    made.close()
+
+
+def post(end, version=1):
+    """A message without bytes, so that no process group is needed."""
+    return end.post(Packer().pack({"none": torch.empty(0)}, "policy", version))
+
+
+def posted(end, version=1):
+    call = post(end, version)
+    until(lambda: call.sent)
+    return call
+
+
+def take(inbox, seconds=SOON, **kwargs):
+    return inbox.next(time.monotonic() + seconds, **kwargs)
+
+
+def version_of(inbox, received):
+    return inbox.unpack(received).stamp.version
+
+
+def finish(call):
+    wait_for([call], SOON)
+    assert call.finished()
+    return call.result()
+
+
+def test_a_message_that_was_posted_before_the_worker_was_there_is_answered(ends):
+    end = ends.sender()
+    call, place = post(end), end.ask_place()
+    assert not call.finished()
+    inbox = ends.worker()
+    assert finish(place) == here()
+    received = take(inbox)
+    assert version_of(inbox, received) == 1 and not call.finished()
+    inbox.answer(received)
+    assert finish(call) is None
+    assert not end.busy
+
+
+ORDERS = sorted(
+    order
+    for order in set(permutations(["a posts", "a looks", "b posts", "b looks", "worker", "worker"]))
+    if order.index("a posts") < order.index("a looks") and order.index("b posts") < order.index("b looks")
+)
+
+
+def test_two_senders_of_one_rank_get_their_own_answers_in_every_order(ends):
+    inbox, senders = ends.worker(), {"a": ends.sender(), "b": ends.sender()}
+    version = 0
+    for order in ORDERS:
+        calls, waiting = {}, 0
+        for what in (*order, "worker", "worker", "a looks", "b looks"):
+            if what == "worker":
+                if waiting:
+                    received = take(inbox)
+                    inbox.answer(received, f"version {version_of(inbox, received)}")
+                    waiting -= 1
+            elif what.endswith("posts"):
+                version += 1
+                calls[what[0]] = posted(senders[what[0]], version), version
+                waiting += 1
+            else:
+                calls[what[0]][0].finished()
+        for call, number in calls.values():
+            with pytest.raises(Failed, match=f"'version {number}'"):
+                finish(call)
+        assert take(inbox, 0.0) is None, order
+
+
+def test_a_late_answer_takes_nothing_from_the_next_one(ends):
+    inbox, end = ends.worker(), ends.sender()
+    late, call = posted(end, 1), posted(end, 2)
+    first = take(inbox)
+    inbox.answer(first, "late")
+    wait_for([call], 0.05)
+    assert late.finished() and not call.finished()
+    inbox.answer(take(inbox))
+    assert finish(call) is None
+
+
+def test_a_message_is_given_again_until_it_is_answered(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+    received = take(inbox)
+    assert take(inbox) is received
+    assert take(inbox, 0.0, after=received) is None
+    inbox.answer(received)
+    assert finish(call) is None
+
+
+def test_words_are_kept_in_order_and_answer_no_message(ends):
+    inbox, end = ends.worker(), ends.sender()
+    inbox.acknowledge("before anybody came")
+    call = posted(end)
+    inbox.acknowledge("ready")
+    inbox.answer(take(inbox))
+    assert finish(call) is None
+    assert finish(end.wait_word("before anybody came")) is None
+    with pytest.raises(Failed, match="'ready'"):
+        finish(end.wait_word("another"))
+    assert not end.wait_word("none is left").finished()
+
+
+def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):
+    inbox, first, second = ends.worker(), ends.sender(), ends.sender()
+    lost = posted(first, 1)
+    first.close()
+    until(lambda: lost.trouble is not None)
+    with pytest.raises(Gone, match="closed"):
+        lost.result()
+    call = posted(second, 2)
+    received = take(inbox)
+    assert version_of(inbox, received) == 2
+    inbox.answer(received)
+    assert finish(call) is None
+
+
+def test_the_end_of_a_relay_is_not_dropped_by_a_farewell(ends, monkeypatch):
+    noted = []
+    monkeypatch.setattr(rank_worker, "close_here", lambda session, *, ended: noted.append((session, ended)))
+    inbox, end = ends.worker(), ends.sender()
+    posted(end)
+    end.close_relay("a session", ended=True)
+    end.close()
+    assert take(inbox, 0.2) is None
+    assert noted == [("a session", True)]
+
+
+def test_a_proved_sender_that_sends_no_messages_is_disconnected_and_harms_nobody(ends):
+    inbox, liar, end = ends.worker(), ends.sender(), ends.sender()
+    posted(liar)
+    inbox.answer(take(inbox))
+    for wrong in (("weights", 3), RankAnswer(1, "updated"), RankMessage("one", "bytes", b"", 0, 0, None, False)):
+        liar.channel.send(pickle.dumps(wrong))
+        with pytest.raises(RuntimeError, match="no message of this scheme"):
+            take(inbox)
+        again = posted(liar)  # it connects anew
+        inbox.answer(take(inbox))
+        until(again.finished)
+    call = posted(end)
+    inbox.answer(take(inbox))
+    assert finish(call) is None
+
+
+def test_a_worker_that_sends_no_answers_is_gone_and_may_come_back(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+    take(inbox).channel.send(pickle.dumps("updated"))
+    with pytest.raises(Gone) as caught:
+        finish(call)
+    assert not caught.value.final
+
+
+def test_a_header_of_garbage_from_a_proved_peer_ends_the_connection(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+    received = take(inbox)
+    os.write(received.channel.fd, b"\xff\xff\xff\xfe garbage")
+    with pytest.raises(Gone):
+        finish(call)
+
+
+def test_a_worker_with_a_new_address_is_found_again(ends):
+    old, end = ends.worker(), ends.sender()
+    call = posted(end)
+    take(old)
+    new = ends.worker()
+    old.close()
+    with pytest.raises(Gone) as caught:  # whether it was applied is not known
+        finish(call)
+    assert not caught.value.final
+    call = posted(end, 2)
+    received = take(new)
+    assert version_of(new, received) == 2
+    new.answer(received)
+    assert finish(call) is None
+
+
+def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+    inbox.close()
+    with pytest.raises(Gone, match=f"rank 1, pid {os.getpid()}") as caught:
+        finish(call)
+    assert caught.value.final
+    for later in (post(end), end.ask_place(), end.wait_word("done")):
+        with pytest.raises(Gone):
+            finish(later)
+
+
+@pytest.fixture
+def process(start, tmp_path):
+    """(an end, the process of the rank that it reaches)."""
+    path, worker = str(tmp_path / "store"), start()
+    worker.call(ranks.listen, path)
+    worker.start(ranks.answer_all)
+    end = RankEnd(FileStore(path, 2), 1)
+    yield end, worker
+    end.close()
+
+
+@pytest.mark.parametrize("when", ["before it was reached", "idle", "under way"])
+def test_a_killed_worker_is_gone(process, when):
+    end, worker = process
+    if when != "before it was reached":
+        assert finish(post(end)) is None
+    if when == "under way":
+        worker.stop()
+        call = posted(end)
+    worker.kill()
+    if when != "under way":
+        call = post(end)
+    with pytest.raises(Gone, match=f"pid {worker.pid} ") as caught:
+        finish(call)
+    assert caught.value.final
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["never reached", "reached before"])
+def test_a_stopped_worker_is_late_and_answers_when_it_goes_on(process, first):
+    end, worker = process
+    if not first:
+        assert finish(post(end)) is None
+    worker.stop()
+    call = post(end)
+    wait_for([call], 0.3)
+    assert not call.finished() and end.fall is None
+    worker.resume()
+    assert finish(call) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"\xff\xfe", b'["127.0.0.1", 5]', b"[" * 9999, b'["a name", 5, "00", ["n", "b", 1, 2, 3]]'],
+    ids=lambda content: repr(content[:20]),
+)
+def test_what_no_worker_wrote_into_the_store_is_refused(ends, content):
+    ends.store.set("NODE_1_address", content)
+    with pytest.raises(ProtocolError, match="which no worker of this scheme wrote"):
+        finish(post(ends.sender()))
+
+
+def test_a_loopback_address_of_another_machine_is_refused_and_not_dialled(ends):
+    place = here()._replace(boot_id="0" * 32)
+    write_address(ends.store, 1, RankAddress("127.0.0.1", 9, bytes(PROOF), place))
+    with pytest.raises(ProtocolError, match=r"127\.0\.0\.1 .*no other machine reaches"):
+        finish(post(ends.sender()))
