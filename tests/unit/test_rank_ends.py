@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
-from shmsync import ProtocolError
+from shmsync import ForkedHandle, ProtocolError
 from shmsync.schemes.link.proved import PROOF
 from shmsync.schemes.remote.distributed import rank_worker
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
@@ -241,6 +241,21 @@ def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
     for later in (post(end), end.ask_place(), end.wait_word("done")):
         with pytest.raises(Gone):
             finish(later)
+
+
+def test_a_forked_child_is_told_whose_connection_it_is(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+    child = os.fork()
+    if not child:
+        try:
+            post(end)
+        except ForkedHandle:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    inbox.answer(take(inbox))
+    assert finish(call) is None  # the parent's is as it was
 
 
 @pytest.fixture

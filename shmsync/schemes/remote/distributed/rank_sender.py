@@ -7,10 +7,12 @@ caller waits for the store. Callers read the answers themselves.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import select
 import time
 import weakref
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection
 from functools import partial
@@ -22,7 +24,7 @@ from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....engine.source.pickling import small
-from ....errors import ProtocolError
+from ....errors import ForkedHandle, ProtocolError
 from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
@@ -116,49 +118,51 @@ class MessageCall(RankCall):
             self.payload = self._ticket = None  # so that the next send may have the buffer
 
 
-class WordCall(RankCall):
-    """Waits for a word of the worker's own."""
-
-    def __init__(self, end: RankEnd, word: str) -> None:
-        super().__init__(end)
-        self._word = word
-        self._fall = end.fall
-
-    @override
-    def look(self) -> None:
-        super().look()
-        if self.end.words:
-            self.answer = RankAnswer(None, self.end.words[0])
-        elif self.end.fall is not self._fall:
-            self.trouble = self.end.fall
-
-    @override
-    def result(self) -> None:
-        if self.answer is None:
-            super().result()
-        word = self.end.words.popleft()
-        if word != self._word:
-            raise Failed(f"it answered {word!r}")
-
-
-class PlaceCall(RankCall):
-    """Asks where a rank runs; its address in the store says so."""
+class NewsCall(RankCall):
+    """Waits for what the end gets to know without a message."""
 
     def __init__(self, end: RankEnd) -> None:
         super().__init__(end)
         self._fall = end.fall
 
+    @abstractmethod
+    def find(self) -> Any:
+        """What is known by now; None: nothing."""
+
     @override
     def look(self) -> None:
         super().look()
-        if self.end.fall is not self._fall:
+        if (found := self.find()) is not None:
+            self.answer = RankAnswer(None, self.end.expected, found)
+        elif self.end.fall is not self._fall:
             self.trouble = self.end.fall
-        elif self.end.address is not None:
-            self.answer = RankAnswer(None, UPDATED, self.end.address.place)
+
+
+class PlaceCall(NewsCall):
+    """Asks where a rank runs; its address in the store says so."""
 
     @override
-    def result(self) -> Any:
-        return super().result() if self.answer is None else self.answer.content
+    def find(self) -> Any:
+        address = self.end.address  # another thread may set it
+        return None if address is None else address.place
+
+
+class WordCall(NewsCall):
+    """Waits for a word of the worker's own, which should be this one."""
+
+    def __init__(self, end: RankEnd, word: str) -> None:
+        super().__init__(end)
+        self._word = word
+
+    @override
+    def find(self) -> Any:
+        return self.end.words[0] if self.end.words else None
+
+    @override
+    def result(self) -> None:
+        super().result()
+        if (word := self.end.words.popleft()) != self._word:
+            raise Failed(f"it answered {word!r}")
 
 
 class RankEnd:
@@ -171,7 +175,7 @@ class RankEnd:
         self.channel: Channel | None = None
         self.fall: Exception | None = None  # the last reason for which no answer could come
         self.words: deque[str] = deque(maxlen=_WORDS)
-        self._store = store
+        self._store, self._pid = store, os.getpid()
         self._thread = thread_of(store).join()
         self._calls: dict[int, MessageCall] = {}
         self._connection: Connection | None = None  # the channel holds it weakly
@@ -206,6 +210,11 @@ class RankEnd:
         return self._begin(PlaceCall(self))
 
     def _begin(self, call: RankCall) -> Call:
+        if os.getpid() != self._pid:
+            raise ForkedHandle(
+                f"the connection to rank {self.rank} belongs to process {self._pid}, from which this one was forked; "
+                "make a scheme or transport here"
+            )
         self._thread.give(partial(self._take_on, call))
         return call
 
