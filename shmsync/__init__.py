@@ -24,13 +24,10 @@ except ImportError:
         f"`pip install -e .` in {_folder.parent}, or start Python in another folder to use an installed shmsync"
     ) from None
 
+from importlib import import_module as _import_module
+
 from . import schemes as _schemes
 from ._native import ReadSection
-from .engine.deadlines import Latency
-from .engine.publisher import Publisher
-from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
-from .engine.subscriber import Snapshot, Subscriber, attach
-from .engine.verify.local import Proof
 from .errors import (
     AckTimeout,
     ArenaCorrupt,
@@ -56,6 +53,11 @@ from .memory.control.segment import Handle
 from .memory.system.process import ProcessState
 
 if _TYPE_CHECKING:
+    from .engine.deadlines import Latency
+    from .engine.publisher import Publisher
+    from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
+    from .engine.subscriber import Snapshot, Subscriber, attach
+    from .engine.verify.local import Proof
     from .schemes import *  # noqa: F403
 
 __version__ = "0.1.0"
@@ -96,11 +98,30 @@ __all__ = [
 __all__ += _schemes.__all__
 
 
+# Imported when they are first used: they need torch, which the command line starts without.
+_LATER = {
+    "Latency": ".engine.deadlines",
+    "Proof": ".engine.verify.local",
+    "Publisher": ".engine.publisher",
+    "PublisherStats": ".engine.stats",
+    "ReaderInfo": ".engine.stats",
+    "Snapshot": ".engine.subscriber",
+    "Subscriber": ".engine.subscriber",
+    "SubscriberStats": ".engine.stats",
+    "attach": ".engine.subscriber",
+}
+
+
 def __getattr__(name: str) -> _Any:
-    if name in _schemes.__all__:  # those for several machines are imported when they are first used
-        return getattr(_schemes, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _LATER:
+        found = getattr(_import_module(_LATER[name], __name__), name)
+    elif name in _schemes.__all__:
+        found = getattr(_schemes, name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_schemes.__all__]
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -27,13 +28,14 @@ if SIMULATED:
 
 import torch  # noqa: E402
 
-import shmsync.schemes  # noqa: E402, F401  with what it imports
 from support import schedule, worker  # noqa: E402
 from support.choice import choose  # noqa: E402
 from support.processes import PATIENCE, segment_path, segments  # noqa: E402
 from support.summary import Summary  # noqa: E402
 
 torch.set_num_threads(1)
+for _module in worker.PRELOADED:
+    importlib.import_module(_module)
 RUNNERS_OWN = set(sys._current_frames())  # threads of what runs the tests: pytest-xdist has some
 
 

@@ -10,7 +10,7 @@ import signal
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
-PRELOADED = ["torch", "tensordict", "gymnasium", __name__.replace("helper", "actor")]
+PRELOADED = ["torch", "tensordict", "gymnasium", "shmsync.engine.subscriber", __name__.replace("helper", "actor")]
 
 
 def context() -> ForkServerContext:

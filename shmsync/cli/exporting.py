@@ -1,4 +1,7 @@
-"""`shmsync export NAME FILE`: the weights of a live arena as a safetensors file."""
+"""`shmsync export NAME FILE`: the weights of a live arena as a safetensors file.
+
+This command alone needs torch, and imports it when it runs: the others must start in a moment.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from ..engine.subscriber import Subscriber
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
 from ..memory.inspection import ArenaSeen, manifest_of, ties
 from ..memory.manifest import Manifest
@@ -23,6 +24,11 @@ from ..memory.strides import contiguous
 from .inspecting import find
 from .output import Commands, command, seconds
 from .words import size
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine.subscriber import Subscriber
 
 _EXAMPLES = """
 shmsync export policy policy.safetensors
@@ -56,6 +62,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"export needs {error.name}: pip install 'shmsync[safetensors]'", file=sys.stderr)
         return 2
+    from ..engine.subscriber import Subscriber
+
     path = Path(arguments.file)
     if (problem := _problem(path, arguments.force)) is not None:
         print(f"shmsync export: {problem}", file=sys.stderr)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,6 @@ import psutil
 
 from ..errors import ShmSyncError
 from ..memory.control import leftovers
-from ..memory.cuda import refused as cuda_refused
 from ..memory.inspection import Condition, look
 from ..memory.slab.available import available_bytes
 from ..memory.system.process import Peers
@@ -61,6 +59,8 @@ def _text(path: Path) -> str | None:
 
 def system(root: Path) -> Iterator[Finding]:
     """Kernel, Python and torch."""
+    from importlib.metadata import PackageNotFoundError, version  # here, since other commands need none of its imports
+
     names = []
     for package in ("shmsync", "torch", "tensordict"):
         with suppress(PackageNotFoundError):
@@ -234,11 +234,18 @@ def cuda(root: Path) -> Iterator[Finding]:
     elif (root / "etc/nv_tegra_release").exists():
         cure = "Publisher(device='cpu')"
         yield Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
-    elif (why := cuda_refused()) is not None:
+    elif (why := _cuda_refused()) is not None:
         cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
         yield Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
     else:
         yield Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
+
+
+def _cuda_refused() -> str | None:
+    """Ask CUDA, by way of torch. Only where there is an NVIDIA device: importing torch takes seconds."""
+    from ..memory.cuda import refused
+
+    return refused()
 
 
 CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (

@@ -88,7 +88,7 @@ def _leaves(manifest: Manifest | None) -> list[dict[str, object]] | None:
     return [
         {
             "name": leaf.name,
-            "dtype": str(leaf.dtype).removeprefix("torch."),
+            "dtype": leaf.dtype_name,
             "shape": list(leaf.shape),
             "bytes": leaf.nbytes,
             "offset": leaf.offset,

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from ..errors import ShmSyncError
 from . import completion, doctor, exporting, inspecting, listing, sweeping
@@ -70,9 +69,11 @@ def _parser(name: str, description: str, examples: str) -> argparse.ArgumentPars
 
 
 class _Version(argparse.Action):
-    """Looked up when it is asked for, so that the other commands need no file for it."""
+    """Look the version up when it is asked for: the other commands need neither the file nor the import."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
         print(version("shmsync"))
         parser.exit()
 

@@ -72,7 +72,7 @@ def _below(branch: _Branch, before: str, glyphs: _Glyphs, first: dict[int, str],
 
 
 def _leaf(leaf: Leaf, first: dict[int, str]) -> str:
-    text = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+    text = f"{leaf.dtype_name} {list(leaf.shape)}"
     if leaf.nbytes and first.get(leaf.offset, leaf.name) != leaf.name:
         return f"{text}  = {first[leaf.offset]}"
     return f"{text}  {size(leaf.nbytes)}" + (", cast" if leaf.cast else "")

@@ -6,11 +6,11 @@ import time
 from typing import NamedTuple
 
 from .. import _native
-from ..errors import ArenaCorrupt, ReaderTableFull
+from ..errors import ReaderTableFull
 from .arena import Arena
 from .control import segment
 from .devices import OnDevice, of_kind
-from .manifest import Manifest, fingerprint
+from .manifest import Manifest, checked_manifest
 from .slab import slab
 from .system.calls import refusals
 from .system.exiting import exiting, watch_exit
@@ -70,19 +70,6 @@ def _attach(name: str, session: bytes | None, worker: int | None, timeout: float
 def manifest_of(name: str, control: _native.Control, header: segment.Header) -> Manifest:
     """The manifest in a mapped segment, checked. Raises ArenaCorrupt."""
     return checked_manifest(name, control.manifest(), header)
-
-
-def checked_manifest(name: str, text: bytes, header: segment.Header) -> Manifest:
-    """The manifest of a segment from its bytes, checked against the header. Raises ArenaCorrupt."""
-    if fingerprint(text) != header.fingerprint:
-        raise ArenaCorrupt(
-            f"the manifest of arena {name!r} has fingerprint {fingerprint(text):#x} but its header says "
-            f"{header.fingerprint:#x}; attach again"
-        )
-    manifest = Manifest.from_json(text, header.slot_bytes)
-    if manifest.slot_bytes != header.slot_bytes:
-        raise ArenaCorrupt(f"slots of arena {name!r} are {header.slot_bytes} bytes, not {manifest.slot_bytes}")
-    return manifest
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:

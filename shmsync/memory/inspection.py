@@ -17,12 +17,11 @@ from pathlib import Path
 
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
-from .attaching import checked_manifest
 from .control import header as _header
 from .control.header import Header, locked, opened
 from .control.leftovers import may_live
 from .control.reader_table import figures
-from .manifest import Manifest
+from .manifest import Manifest, checked_manifest
 from .slab.slab import slab_bytes
 from .system.calls import refusals
 from .system.process import Peers, me, pid_of

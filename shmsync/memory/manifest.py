@@ -3,6 +3,8 @@
 A leaf is a key path, a dtype, a shape, strides and an offset. Tied tensors share one offset. The manifest is written as
 JSON into the control segment, with the place of the checksums where there are some; its fingerprint is part of the
 header, so that a mismatched reader refuses to attach.
+
+The command line reads manifests without torch: torch is imported when a leaf is asked for its `dtype`.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, TypeVar
-
-import torch
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArenaCorrupt
 from .slab.slab import SLOT_ALIGNMENT, TENSOR_ALIGNMENT
 from .strides import Strides, contiguous, dense, layout_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from .control.header import Header
 
 Key = tuple[str, ...]
 
@@ -52,16 +57,21 @@ class Leaf:
     """One tensor of the weights. INV: its strides are dense, so its bytes are those from `offset` on."""
 
     key: Key
-    dtype: torch.dtype
+    dtype_name: str  # as torch names it: "float32"
     shape: tuple[int, ...]
     strides: Strides
     offset: int  # bytes from the start of the slot
     cast: bool = False  # dtype= chose its dtype: floating sources of any dtype are cast to it
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """Torch's own object for the dtype."""
+        return _dtypes()[self.dtype_name]
+
+    @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * _element_bytes(self.dtype_name)
 
     @cached_property
     def name(self) -> str:
@@ -130,7 +140,7 @@ class Manifest:
             shape = tuple(tensor.shape)
             identity = tie(tensor)
             at = placed.get(identity) if identity else None
-            leaf = Leaf(key, kept, shape, layout_of(tensor), offset if at is None else at, key in dtypes)
+            leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), offset if at is None else at, key in dtypes)
             leaves.append(leaf)
             if at is None:
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
@@ -142,7 +152,7 @@ class Manifest:
         """UTF-8 JSON; the same leaves give the same bytes."""
         leaves = [
             [
-                list(leaf.key), str(leaf.dtype)[6:], list(leaf.shape), leaf.offset, int(leaf.cast),
+                list(leaf.key), leaf.dtype_name, list(leaf.shape), leaf.offset, int(leaf.cast),
                 *([] if leaf.strides == contiguous(leaf.shape) else [list(leaf.strides)]),
             ]
             for leaf in self.leaves
@@ -171,8 +181,39 @@ class Manifest:
             raise ArenaCorrupt(f"the arena's manifest cannot be read: {str(error)[:500]}") from error
 
 
-# By name. Not getattr(torch, name): that imports modules for some names, and a manifest is another process's text.
-_DTYPES = {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# Bytes of an element, for the dtypes that every supported torch has. Torch is asked for the others.
+ELEMENT_BYTES = {
+    name: size
+    for size, names in {
+        1: ("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+        2: ("int16", "uint16", "float16", "bfloat16"),
+        4: ("int32", "uint32", "float32", "complex32"),
+        8: ("int64", "uint64", "float64", "complex64"),
+        16: ("complex128",),
+    }.items()
+    for name in names
+}
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """Torch's dtypes by name.
+
+    Not getattr(torch, name): that imports modules for some names, and a manifest is another process's text.
+    """
+    import torch
+
+    return {str(value)[6:]: value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _element_bytes(dtype_name: str) -> int:
+    size = ELEMENT_BYTES.get(dtype_name)
+    if size is not None:
+        return size
+    dtype = _dtypes().get(dtype_name)
+    if dtype is None:
+        raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
+    return dtype.itemsize
 
 
 def _typed(value: Any, kind: type[T]) -> T:
@@ -190,18 +231,15 @@ def _number(value: Any) -> int:
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
     key, dtype_name, shape, offset, cast, *strides = _typed(entry, list)
-    dtype = _DTYPES.get(_typed(dtype_name, str))
-    if dtype is None:
-        raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
+    extent = _element_bytes(_typed(dtype_name, str))  # of an empty one the strides count
     sizes = tuple(_number(size) for size in _typed(shape, list))
     path = tuple(_typed(part, str) for part in _typed(key, list))
     name = ".".join(path)
-    extent = dtype.itemsize  # of an empty one the strides count
     for size in sizes:
         extent *= size or 1
         if extent >= _LARGEST:  # before it is a number of a million digits
             raise ValueError(f"leaf {name!r} has the shape {reprlib.repr(sizes)}, which no tensor has")
-    leaf = Leaf(path, dtype, sizes, _strides(name, sizes, *strides), _number(offset), bool(cast))
+    leaf = Leaf(path, dtype_name, sizes, _strides(name, sizes, *strides), _number(offset), bool(cast))
     if not leaf.key or leaf.offset % TENSOR_ALIGNMENT:
         raise ValueError(f"leaf {name!r} is malformed: it has no key, or its offset {offset} is not aligned")
     if leaf.offset + leaf.nbytes > slot_bytes:
@@ -238,11 +276,24 @@ def _check_keys(leaves: Iterable[Leaf]) -> None:
 
 def _check_places(leaves: Iterable[Leaf]) -> None:
     """Leaves are apart, or begin at one place, as tied ones do."""
-    before = Leaf((), torch.uint8, (0,), (1,), 0)
+    before = Leaf((), "uint8", (0,), (1,), 0)
     for leaf in sorted((leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: (leaf.offset, leaf.nbytes)):
         if before.offset < leaf.offset < before.offset + before.nbytes:
             raise ValueError(f"leaves {before.name!r} and {leaf.name!r} overlap")
         before = leaf
+
+
+def checked_manifest(name: str, text: bytes, header: Header) -> Manifest:
+    """The manifest of a segment from its bytes, checked against the header. Raises ArenaCorrupt."""
+    if fingerprint(text) != header.fingerprint:
+        raise ArenaCorrupt(
+            f"the manifest of arena {name!r} has fingerprint {fingerprint(text):#x} but its header says "
+            f"{header.fingerprint:#x}; attach again"
+        )
+    manifest = Manifest.from_json(text, header.slot_bytes)
+    if manifest.slot_bytes != header.slot_bytes:
+        raise ArenaCorrupt(f"slots of arena {name!r} are {header.slot_bytes} bytes, not {manifest.slot_bytes}")
+    return manifest
 
 
 def fingerprint(manifest_json: bytes) -> int:

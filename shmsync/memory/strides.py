@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-
-from .torch_modes import plainly
+if TYPE_CHECKING:
+    import torch
 
 Strides = tuple[int, ...]
 
@@ -39,6 +39,10 @@ def layout_of(tensor: torch.Tensor) -> Strides:
     if strides == rows or not tensor.numel():
         return rows
     if not tensor.is_contiguous():
+        import torch  # here, since the command line reads strides without it
+
+        from .torch_modes import plainly
+
         with plainly():
             strides = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
     return strides if max(strides) < _FARTHEST else rows

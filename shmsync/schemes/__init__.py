@@ -1,6 +1,6 @@
 """Weight-sync schemes: who sends which model to whom, and when it is applied. The shape is TorchRL's API.
 
-The schemes for several machines are imported when they are first used.
+Each name is imported when it is first used: a scheme needs torch, and one for several machines needs more.
 May be imported by collectors and integrations.
 """
 
@@ -9,17 +9,16 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from ..engine.source.strategy import WeightStrategy
-from .api import TransportBackend, WeightSyncScheme
-from .none import NoWeightSyncScheme
-from .pipes.multi_model import send_together
-from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
-from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
-from .receiver import WeightReceiver
-from .sender import WeightSender
-
 if _TYPE_CHECKING:
+    from ..engine.source.strategy import WeightStrategy
+    from .api import TransportBackend, WeightSyncScheme
+    from .none import NoWeightSyncScheme
+    from .pipes.multi_model import send_together
+    from .pipes.multiprocess import MPTransport, MultiProcessWeightSyncScheme
+    from .pipes.shared_memory import SharedMemTransport, SharedMemWeightSyncScheme
+    from .receiver import WeightReceiver
     from .remote import *  # noqa: F403
+    from .sender import WeightSender
 
 __all__ = [
     "DistributedTransport",
@@ -48,7 +47,27 @@ __all__ = [
 ]
 
 
+_HOMES = {  # the others are in remote/
+    "MPTransport": ".pipes.multiprocess",
+    "MultiProcessWeightSyncScheme": ".pipes.multiprocess",
+    "NoWeightSyncScheme": ".none",
+    "SharedMemTransport": ".pipes.shared_memory",
+    "SharedMemWeightSyncScheme": ".pipes.shared_memory",
+    "TransportBackend": ".api",
+    "WeightReceiver": ".receiver",
+    "WeightSender": ".sender",
+    "WeightStrategy": "..engine.source.strategy",
+    "WeightSyncScheme": ".api",
+    "send_together": ".pipes.multi_model",
+}
+
+
 def __getattr__(name: str) -> _Any:
-    if name in __all__:
-        return getattr(_import_module(".remote", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_import_module(_HOMES.get(name, ".remote"), __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

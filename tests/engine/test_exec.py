@@ -171,7 +171,7 @@ def test_trainer_that_execs_itself_gets_its_name_again(name, before):
 WORKER = """
 import os, sys
 import shmsync
-handle = shmsync.memory.control.segment.Handle(sys.argv[1], bytes.fromhex(sys.argv[2]))
+handle = shmsync.Handle(sys.argv[1], bytes.fromhex(sys.argv[2]))
 sub = shmsync.Subscriber(handle, worker=5)
 sub.read().__enter__()
 print("version", sub.version, flush=True)

@@ -111,10 +111,22 @@ class Worker:
         self.conn.close()
 
 
+# What the names of shmsync and shmsync.schemes stand for; `import shmsync` alone imports none of it.
+PRELOADED = [
+    "torch",
+    "tensordict",
+    "shmsync.engine.publisher",
+    "shmsync.engine.subscriber",
+    "shmsync.schemes.none",
+    "shmsync.schemes.pipes.multiprocess",
+    "shmsync.schemes.pipes.shared_memory",
+]
+
+
 def fork_server():
     """The context of multiprocessing whose processes have torch and shmsync imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tensordict", "shmsync"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
-from ..devices import Device
 from ..system.calls import close
 from ..system.process import Peers, pid_of
 from . import placement
@@ -32,6 +29,11 @@ from .memfd import (
     seals_of,
     torch_storage,
 )  # fmt: skip
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..devices import Device
 
 SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes

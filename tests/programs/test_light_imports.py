@@ -1,0 +1,124 @@
+"""The commands that look at arenas, and `import shmsync`, start in a moment: they import no torch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.memory.manifest import ELEMENT_BYTES
+from support.weights import stamped
+
+HEAVY = {"torch", "tensordict", "numpy", "sympy", "torchrl", "gymnasium", "ray"}
+COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["list"],
+    ["list", "-v"],
+    ["list", "--json"],
+    ["inspect", "NAME"],
+    ["inspect", "NAME", "--json"],
+    ["top", "--count", "1"],
+    ["top", "NAME", "--count", "1"],
+    ["doctor"],
+    ["doctor", "--json"],
+    ["gc"],
+    ["gc", "--dry-run"],
+]
+
+
+def imported(*arguments, stdout=subprocess.DEVNULL):
+    """The top-level packages that a Python with these arguments imports, as -X importtime lists them."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, cwd="/")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert done.returncode == 0, [line for line in done.stderr.splitlines() if line not in lines]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.fixture
+def arena():
+    """The name of an arena with a leaf of each common dtype."""
+    weights = {name: torch.zeros(3, dtype=getattr(torch, name)) for name in ("float32", "bfloat16", "int64", "bool")}
+    with shmsync.Publisher(weights) as pub:
+        yield pub.name
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_command_imports_no_torch(arena, command):
+    found = imported("-m", "shmsync", *(arena if word == "NAME" else word for word in command))
+    assert "shmsync" in found
+    assert found & HEAVY == set()
+    assert "rich" not in found  # no terminal, so nothing is drawn
+
+
+def test_top_on_a_terminal_draws_without_torch(arena):
+    pytest.importorskip("rich", reason="top draws with shmsync[top]")
+    ours, theirs = pty.openpty()
+    try:
+        found = imported("-m", "shmsync", "top", arena, "--count", "1", "--interval", "0.05", stdout=theirs)
+        assert arena in os.read(ours, 65536).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "rich" in found
+    assert found & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import shmsync; assert shmsync.Handle('a', b'') and shmsync.errors.ShmSyncError and shmsync.__version__",
+        "from shmsync import AckTimeout, Handle, ProcessState, ReadSection",
+        "import shmsync; assert {'Publisher', 'Handle', 'RayTransport', 'schemes'} <= set(dir(shmsync))",
+        "import shmsync.schemes; assert 'send_together' in dir(shmsync.schemes)",
+        f"import pickle; handle = pickle.loads({pickle.dumps(shmsync.Handle('policy', b'1'))!r}); handle.session",
+    ],
+)
+def test_what_needs_no_torch_imports_none(program):
+    assert imported("-c", program) & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from shmsync import Publisher, Subscriber",
+        "import shmsync; shmsync.schemes.SharedMemWeightSyncScheme()",
+        "from shmsync import *; Publisher, send_together, DistributedWeightSyncScheme",
+    ],
+)
+def test_the_other_names_are_imported_when_they_are_used(program):
+    assert "torch" in imported("-c", program)
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error():
+    for module in (shmsync, shmsync.schemes):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Nothing'"):
+            module.Nothing  # noqa: B018
+    with pytest.raises(ImportError, match="Nothing"):
+        exec("from shmsync import Nothing")
+
+
+def test_the_sizes_that_are_known_without_torch_are_torchs():
+    assert {name: getattr(torch, name).itemsize for name in ELEMENT_BYTES} == ELEMENT_BYTES
+
+
+def test_a_dtype_that_is_not_common_is_asked_of_torch():
+    """Such an arena can be looked at as well, for the price of importing torch."""
+    rare = next((each for each in ("float8_e8m0fnu", "bits8", "quint8") if hasattr(torch, each)), None)
+    assert rare is not None and rare not in ELEMENT_BYTES
+    manifest = shmsync.memory.manifest.Manifest.of({("t",): torch.empty(3, dtype=getattr(torch, rare))})
+    again = shmsync.memory.manifest.Manifest.from_json(manifest.to_json(), manifest.slot_bytes)
+    assert (again, again.leaves[0].dtype, again.used_bytes) == (manifest, getattr(torch, rare), 3)
+
+
+def test_weights_are_published_and_read_by_names_that_came_late():
+    with shmsync.Publisher(stamped(1)) as pub, shmsync.attach(pub.handle) as sub:
+        assert isinstance(sub, shmsync.Subscriber)
+        assert isinstance(pub.stats().publish, shmsync.Latency)
