@@ -21,9 +21,9 @@ from ..memory.inspection import ArenaSeen, manifest_of, ties
 from ..memory.manifest import Manifest
 from ..memory.slab.available import available_bytes
 from ..memory.strides import contiguous
+from .completion import complete_names
 from .inspecting import find
-from .output import Commands, command, seconds
-from .words import size
+from .output import Commands, command, seconds, size
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
     made = command(
         commands, "export", "write a consistent checkpoint of a live arena (needs shmsync[safetensors])", _EXAMPLES
     )
-    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
+    complete_names(made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it"))
     made.add_argument("file", metavar="FILE", help="the safetensors file to make")
     made.add_argument("--force", action="store_true", help="replace the file if there is one")
     made.add_argument(

@@ -22,9 +22,9 @@ import psutil
 from ..errors import ShmSyncError
 from ..memory.control import leftovers
 from ..memory.inspection import Condition, look
-from ..memory.slab.available import available_bytes
+from ..memory.slab.available import cgroup_room
 from ..memory.system.process import Peers
-from .words import size
+from .output import size
 
 
 class Level(str, Enum):
@@ -114,8 +114,8 @@ def arenas(root: Path) -> Iterator[Finding]:
 
 def memory(root: Path) -> Iterator[Finding]:
     """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
-    free = available_bytes(proc=root / "proc/self/cgroup", root=root / "sys/fs/cgroup")
     machine = psutil.virtual_memory().available
+    free = min([machine, *cgroup_room(root / "proc/self/cgroup", root / "sys/fs/cgroup")])
     if free < machine:
         text = f"{size(free)} can be used, less than the {size(machine)} that the machine has left: a cgroup limits it"
         cure = "raise the container's limit (--memory, resources.limits.memory) if weights x slots need more"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..errors import ArenaNotFound, ShmSyncError
-from ..memory.control import leftovers
+from ..errors import ShmSyncError
 from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
 from ..memory.manifest import Manifest
+from .completion import complete_names
 from .listing import as_dict
-from .measures import look_twice
-from .output import Commands, Page, command, seconds
+from .measures import look_twice, not_found
+from .output import Commands, Page, command, duration, per_second, seconds, size
 from .tree import lines_of
-from .words import duration, per_second, size
 
 _EXAMPLES = """
 shmsync inspect policy
@@ -26,7 +25,7 @@ _HEAD = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN"
 def add(commands: Commands) -> None:
     """Add the command."""
     made = command(commands, "inspect", "weights, slots and readers of one arena", _EXAMPLES)
-    made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it")
+    complete_names(made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it"))
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
     made.add_argument("--depth", type=int, default=None, metavar="N", help="show so many levels of the weights")
     made.add_argument(
@@ -39,8 +38,7 @@ def find(name: str, interval: float) -> tuple[ArenaSeen, float | None]:
     """One arena, and its versions per second. Raises ArenaNotFound, which names those that there are."""
     found = look_twice(interval, [name])
     if not found:
-        others = ", ".join(leftovers.names()) or "none"
-        raise ArenaNotFound(f"there is no arena {name!r} (any more); there are: {others}")
+        raise not_found(name)
     return found[0]
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..memory.inspection import ArenaSeen, command_of
 from .measures import look_twice
-from .output import Commands, Page, command, seconds
-from .words import duration, per_second, size
+from .output import Commands, Page, command, duration, per_second, seconds, size
 
 _EXAMPLES = """
 shmsync list

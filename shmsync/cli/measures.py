@@ -1,9 +1,10 @@
-"""What the commands derive from looks at an arena: versions per second, and the readers that hold the publisher up."""
+"""What the commands derive from looks at an arena: versions per second, and the readers that block the publisher."""
 
 from __future__ import annotations
 
 import time
 
+from ..errors import ArenaNotFound
 from ..memory.control import leftovers
 from ..memory.inspection import ArenaSeen, Condition, ReaderSeen, look, look_at_all
 from ..memory.system.process import Peers
@@ -50,6 +51,14 @@ def slowest(seen: ArenaSeen) -> ReaderSeen | None:
     return max(late, key=lambda reader: (reader.lag, reader.pin_age), default=None)
 
 
-def name_of(reader: ReaderSeen) -> str:
-    """How a sentence names a reader: by its index, or by its process."""
-    return f"pid {reader.pid}" if reader.worker is None else f"worker {reader.worker}"
+def described(reader: ReaderSeen) -> str:
+    """How a sentence names a reader: "worker 7 (pid 812, stopped)", "pid 813"."""
+    stopped = "stopped" if reader.condition is Condition.STOPPED else ""
+    if reader.worker is None:
+        return f"pid {reader.pid}" + (stopped and f" ({stopped})")
+    return f"worker {reader.worker} (pid {reader.pid}{stopped and ', ' + stopped})"
+
+
+def not_found(name: str) -> ArenaNotFound:
+    """The error for a name that there is no arena of; it lists those that there are."""
+    return ArenaNotFound(f"there is no arena {name!r} (any more); there are: {', '.join(leftovers.names()) or 'none'}")

@@ -1,4 +1,4 @@
-"""Where the text goes: how wide it is, which characters it can show, and tables that fit."""
+"""What the commands write: numbers as people read them, and text and tables that fit where they go."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
@@ -94,18 +95,10 @@ class Page:
 
     def wrapped(self, text: str, indent: str, first: str | None = None) -> None:
         """A sentence, over as many lines as it needs. `first`: the indent of the first of them."""
-        current = indent if first is None else first
-        empty = True
-        for word in text.split():
-            if self.width and not empty and len(current) + len(word) + 1 > self.width:
-                self.line(current)
-                current, empty = indent, True
-            current += word if empty else f" {word}"
-            empty = False
-            while self.width and len(current) > self.width > len(indent):  # one word that is longer than a line
-                self.line(current[: self.width])
-                current = indent + current[self.width :]
-        self.line(current)
+        before = indent if first is None else first
+        width = self.width or sys.maxsize
+        for line in textwrap.wrap(text, width, initial_indent=before, subsequent_indent=indent, break_on_hyphens=False):
+            self.line(line)
 
 
 def _columns(stream: TextIO) -> int | None:
@@ -121,6 +114,38 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def colours_wanted() -> bool:
-    """https://no-color.org, and terminals that have none."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
+
+def size(count: int) -> str:
+    """Bytes: 512 B, 1.2 MiB."""
+    if count < 1024:
+        return f"{count} B"
+    number = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        number /= 1024
+        if number < 1024:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:.1f} TiB"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds: 12 ms, 3.4 s, 5 min, 2.5 h, 3 days; "-" for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 172_800:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.0f} days"
+
+
+def per_second(rate: float | None, measured: float) -> str:
+    """Versions in a second, from a look of so many seconds; "-" where there was none."""
+    if rate is None:
+        return "-"
+    if rate == 0:
+        return f"<{1 / measured:.2g}"
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}" if rate < 10 else f"{rate:.1f}"

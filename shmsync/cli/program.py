@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command (None: that of sys.argv); returns the exit status."""
     whole = parser()
+    completion.complete(whole)
     arguments, rest = whole.parse_known_args(argv)
     if arguments.command == "demo":
         return _demo(rest)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..memory.inspection import ties
 from ..memory.manifest import Leaf, Manifest
-from .words import size
+from .output import size
 
 
 class _Glyphs(NamedTuple):

@@ -122,3 +122,42 @@ def test_weights_are_published_and_read_by_names_that_came_late():
     with shmsync.Publisher(stamped(1)) as pub, shmsync.attach(pub.handle) as sub:
         assert isinstance(sub, shmsync.Subscriber)
         assert isinstance(pub.stats().publish, shmsync.Latency)
+
+
+WITHOUT = "import sys; sys.modules[sys.argv[1]] = None; from shmsync import cli; sys.exit(cli.main(sys.argv[2:]))"
+
+
+def run_without(package, *command):
+    """The command where this package is not installed, on a terminal: (status, lines on stderr)."""
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT, package, *command],
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd="/",
+            env=os.environ | {"TERM": "xterm-256color"},
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [("rich", ["top"], "top"), ("rich", ["demo"], "demo"), ("argcomplete", ["completion", "zsh"], "completion")],
+    ids=["top", "demo", "completion"],
+)
+def test_a_missing_package_is_one_line_that_names_its_extra(package, command, extra):
+    status, (line,) = run_without(package, *command)
+    assert status == 2
+    assert f"needs {package}" in line
+    assert f": pip install 'shmsync[{extra}]'" in line
+
+
+def test_the_other_commands_need_no_rich(arena):
+    for command in (["list"], ["inspect", arena], ["gc", "--dry-run"], ["doctor"]):
+        assert run_without("rich", *command) == (0, [])

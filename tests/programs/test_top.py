@@ -59,7 +59,8 @@ def test_it_draws_what_there_is_room_for(policy, name, columns, lines, terminal_
     quick.start(read_for_ever)
     trainer.start(publish_for_ever)
     with terminal_of("top", name, "--interval", "0.1", columns=columns, lines=lines) as terminal:
-        frame = terminal.until(lambda text: "worker 0 is furthest behind" in text and re.search(r"[▁-█]{3}", text))
+        late = f"worker 0 (pid {slow.pid}) is furthest behind"
+        frame = terminal.until(lambda text: late in " ".join(text.split()) and re.search(r"[▁-█]{3}", text))
         assert len(frame) <= lines
         assert max(map(len, frame)) <= columns
         assert any(re.match(r" +0 .*alive", line) for line in frame)
@@ -69,7 +70,7 @@ def test_it_draws_what_there_is_room_for(policy, name, columns, lines, terminal_
         assert terminal.restored()
 
 
-def test_who_holds_everybody_up_stands_in_front(start, name, terminal_of, run):
+def test_who_blocks_the_publisher_stands_in_front(start, name, terminal_of, run):
     trainer, holder, other = start(3)
     handle = trainer.call(open_arena, 1, name=name, timeout=3600.0)
     other.call(attach, handle, worker=0)
@@ -78,14 +79,15 @@ def test_who_holds_everybody_up_stands_in_front(start, name, terminal_of, run):
     trainer.start(begin_update, 2)  # it waits for the section
     until(lambda: state(trainer.pid) == "S")
     with terminal_of("top", name, "--sort", "worker", "--interval", "0.05", columns=60, lines=14) as terminal:
-        frame = terminal.until(lambda text: f"worker 7 (pid {holder.pid}) holds everybody up" in text)
+        frame = terminal.until(lambda text: f"worker 7 (pid {holder.pid}) blocks the publisher" in text)
         rows = [line for line in frame if re.match(r"[> ] +[07] ", line)]
         assert rows[0].startswith(">") and rows[0].split()[1] == "7"
         holder.stop()
-        terminal.until(lambda text: "which is stopped, holds everybody up" in " ".join(text.split()))
+        stopped = f"worker 7 (pid {holder.pid}, stopped)"
+        terminal.until(lambda text: f"{stopped} blocks the publisher: " in " ".join(text.split()))
     status, text, _ = run("top", name, "--count", "1")
     assert status == 0
-    assert f"held up by worker 7 (pid {holder.pid})" in text
+    assert f"blocked by {stopped} for " in text
 
 
 def test_all_arenas_and_their_order(start, name, terminal_of):
@@ -252,7 +254,8 @@ def test_in_tmux(policy, name, tmp_path, columns, lines, run):
     program = f"echo before; {sys.executable} -m shmsync top {name} --interval 0.1; echo status $?; cat"
     tmux("new-session", "-d", "-s", "top", "-x", str(columns), "-y", str(lines), "sh", "-c", program)
     try:
-        until(lambda: "worker 0 is furthest behind" in shown() and "q quit" in shown())
+        late = f"worker 0 (pid {slow.pid}) is furthest behind"
+        until(lambda: late in " ".join(shown().split()) and shown().splitlines()[-1].startswith("q quit"))
         first = shown().splitlines()[0]
         assert first.startswith(name[: columns - 10])
         assert "before" not in shown()

@@ -119,9 +119,12 @@ class Terminal:
             assert time.monotonic() < end, f"waited in vain; it shows {frame}"
 
     def frame(self):
-        """The newest whole frame, without colours."""
-        whole = [part for part in self.text.split("\x1b[H")[1:] if "\x1b[J" in part]
-        return [ESCAPES.sub("", line) for line in whole[-1].partition("\x1b[J")[0].split("\r\n")] if whole else []
+        """The newest whole frame of the present size, without colours. rich fills each line, the last one too."""
+        for part in reversed(self.text.split("\x1b[H")):
+            lines = [ESCAPES.sub("", line) for line in part.partition("\x1b[?")[0].split("\r\n")]
+            if len(lines) == self.lines and len(lines[-1]) >= self.columns:
+                return [line.rstrip() for line in lines]
+        return []
 
     def ended(self):
         """Wait for its end; the exit status."""

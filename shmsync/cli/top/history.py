@@ -24,12 +24,14 @@ class History:
     def __init__(self, names: list[str] | None) -> None:
         self._names = names  # None: all
         self._peers = Peers()
+        self.looks = 0
         self.arenas: list[ArenaSeen] = []
         self.rates: dict[str, deque[float]] = {}
         self.lags: dict[tuple[str, int, int], deque[float]] = {}
 
     def look(self) -> None:
         """Look again."""
+        self.looks += 1
         before = {seen.name: seen for seen in self.arenas}
         self.arenas = look_at_all(leftovers.names() if self._names is None else self._names, self._peers)
         for seen in self.arenas:

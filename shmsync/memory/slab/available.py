@@ -16,10 +16,11 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 
 def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can be allocated now: the least that the machine and the enclosing cgroups (v1 or v2) have left."""
-    return min([psutil.virtual_memory().available, *_cgroup_room(proc, root)])
+    return min([psutil.virtual_memory().available, *cgroup_room(proc, root)])
 
 
-def _cgroup_room(proc: Path, root: Path) -> list[int]:
+def cgroup_room(proc: Path, root: Path) -> list[int]:
+    """Bytes that each enclosing cgroup with a limit has left."""
     text = _content(proc)
     if text is None:
         return []
