@@ -67,10 +67,19 @@ def pytest_collection_modifyitems(config, items):
     items[:] = sorted(chosen, key=lambda item: schedule.rank(item.nodeid))
 
 
-def pytest_collection_finish():
-    # The million objects of what is imported are nobody's garbage: without them a gc.collect() takes milliseconds.
+def collect_garbage():
+    """gc.collect(), which looks at no object of what was imported: with those it takes up to half a second a test.
+
+    What a test imports is a million objects too, where it compiles a module. So what is alive when a collection took
+    long is set aside for good: it is not garbage now, and fixtures of a module or a session are closed by name.
+    """
+    begun = time.thread_time()
     gc.collect()
-    gc.freeze()
+    if time.thread_time() - begun > 0.02:
+        gc.freeze()
+
+
+pytest_collection_finish = collect_garbage
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,7 +90,7 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Most tests wait for other processes: two for each core. A single file or test runs in this process."""
-    if all(Path(argument.partition("::")[0]).is_file() for argument in config.args):
+    if len(config.args) == 1 and Path(config.args[0].partition("::")[0]).is_file():
         return 0
     return min(8, 2 * len(os.sched_getaffinity(0)))
 
@@ -106,7 +115,7 @@ def nothing_left() -> Iterator[None]:
     arenas, before, modes = set(segments()), threads(), modes_of_torch()
     yield
     assert modes_of_torch() == modes
-    gc.collect()
+    collect_garbage()
     assert set(segments()) <= arenas
     # an executor that is closed while Ray or a store has not answered it yet ends when they have.
     end = time.monotonic() + PATIENCE
