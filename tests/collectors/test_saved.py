@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.choice import first
 from support.environments import SCHEMES, Constant, Counting, Drawing, Policy, flat
 
 
@@ -50,7 +51,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", first(["forkserver", "spawn"]))
 @pytest.mark.parametrize("called", [False, True])
 def test_a_compiled_policy_is_collected(collector, how, scheme, start_method, called):
     policy = COMPILED[how](Policy())

@@ -35,7 +35,7 @@ TROUBLES = [a_worker_that_does_not_receive, a_stopped_worker]
 def check(fleet, sender, call, trouble):
     sender.send(Stamped(1))
     with trouble(fleet):
-        said, late = fleet.with_sender(sender, calls.overrun, call, 0.4)
+        said, late = fleet.with_sender(sender, calls.overrun, call, 0.25)
     assert said <= {"AckTimeout", "returned"} and "AckTimeout" in said
     assert late < LATE
 
@@ -73,5 +73,5 @@ def test_a_full_pipe_does_not_keep_a_send(fleet, call):
     sender = fleet.open("policy", Stamped, 0, 1 << 18, timeout=60.0)
     sender.send(Stamped(1, 1 << 18))
     with a_stopped_worker(fleet):
-        said, late = calls.overrun(sender, call, 0.4, 1 << 18)
+        said, late = calls.overrun(sender, call, 0.25, 1 << 18)
     assert "AckTimeout" in said and late < LATE

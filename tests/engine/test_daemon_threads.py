@@ -198,7 +198,7 @@ atexit.register(lambda: thread.join())
     assert "ClosedError" in done.stderr
 
 
-@pytest.mark.parametrize("wait", first(WAITS, 3))
+@pytest.mark.parametrize("wait", first(WAITS))
 def test_a_daemon_thread_in_a_wait_does_not_disturb_the_exit(wait):
     source = START + textwrap.dedent(WAITS[wait])
     done = subprocess.run(

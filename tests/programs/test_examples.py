@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 import shmsync
-from support.choice import first
 from support.processes import until
 
 EXAMPLES = Path(shmsync.__file__).parent / "examples"
@@ -89,6 +88,7 @@ def run():
         each.kill()
 
 
+@pytest.mark.full  # `make test` runs the README's first example, in test_quickstart.py
 def test_raw_loop_delivers_the_last_version(run):
     output = run("raw_loop.py").end()
     # Two workers write to one pipe: their lines may run together.
@@ -109,7 +109,8 @@ class TestCleanRL:
         assert int(end["versions"]) > 15, output
         assert 0 < float(end["mean_lag"]) < 5, output  # 0: nobody acted while the learner trained
 
-    @pytest.mark.parametrize("killed", first([1, 2]))
+    @pytest.mark.full  # `make test` kills an actor of the demo
+    @pytest.mark.parametrize("killed", [1, 2])
     def test_it_goes_on_without_killed_workers_but_not_without_any(self, run, killed):
         example = run("cleanrl_ppo_async.py", "--target-return", "0", "--total-timesteps", "20000", "--log-every", "1")
         example.read_until("lag=")

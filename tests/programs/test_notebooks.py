@@ -78,7 +78,7 @@ def notebook(tmp_path):
     opened.end()
 
 
-@pytest.mark.full  # three times the workers of the tutorial, which `make test` follows
+@pytest.mark.full  # three times the workers of the tutorial
 def test_the_cells_print_what_the_page_shows_also_after_interrupt_second_run_and_restart(notebook):
     notebook.prints_what_it_shows(1, 2, 3)
     said, error = notebook.run(4, interrupt_when_it_says="training")

@@ -125,7 +125,8 @@ def test_each_iteration_is_played_with_the_version_that_was_sent_for_it(run, kin
     assert rows[-1][1] > 2 * rows[0][1]  # it learns, so the versions were used
 
 
-@pytest.mark.parametrize("kind", [pytest.param("rpc", marks=full), "torchrun"])
+@full  # `make test` has fan_out= in remote/test_node_fan_out.py, and this program in the test above
+@pytest.mark.parametrize("kind", ["rpc", "torchrun"])
 def test_a_node_can_share_one_copy(run, kind):
     launcher = TORCHRUN if kind == "torchrun" else ()
     example = run(f"{kind}_cartpole.py", "--iterations", "4", "--fan-out", "node", launcher=launcher)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -249,6 +250,7 @@ def test_in_tmux(policy, name, tmp_path, columns, lines, run):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def shown():
+        time.sleep(0.05)  # a look starts a program, which takes more than a frame of top
         return tmux("capture-pane", "-p", "-t", "top")
 
     program = f"echo before; {sys.executable} -m shmsync top {name} --interval 0.1; echo status $?; cat"

@@ -10,7 +10,7 @@ from support.choice import first
 from support.processes import until
 from support.remote import parts, ray_trainer, storms
 
-SECONDS = 2.0
+SECONDS = 0.5  # at least; a storm goes on until enough interrupts have landed
 LONGEST = 0.015  # seconds after which one comes at most: a send takes some 5 ms
 
 

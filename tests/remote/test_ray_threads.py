@@ -13,7 +13,7 @@ from support.remote import parts, ray_trainer, threads
 def test_one_sender_in_two_threads(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 2)
     assert ray_driver.call(parts.send, 1.0) == 1
-    results = ray_driver.call(threads.send_in_threads, 2, 30, 20.0)
+    results = ray_driver.call(threads.send_in_threads, 2, 10, 20.0)
     assert [raised for raised, _ in results] == [[], []]
     version = ray_driver.call(parts.send, 9.0)
     assert ray_driver.call(ray_trainer.look) == [(9.0, version)] * 2
@@ -23,7 +23,7 @@ def test_one_sender_in_two_threads(ray_driver, kind):
 def test_one_transport_in_two_threads(ray_driver, kind):
     ray_driver.call(ray_trainer.open_sender, kind, 1)
     ray_driver.call(ray_trainer.open_transport, 20.0)
-    results = ray_driver.call(threads.send_over_one_transport, 2, 30, 20.0)
+    results = ray_driver.call(threads.send_over_one_transport, 2, 10, 20.0)
     assert [raised for raised, _ in results] == [[], []]
     assert ray_driver.call(threads.refuse_in_the_same_thread) == ["WriterBusy"]
     assert ray_driver.call(ray_trainer.look)[0][0] == 7.0

@@ -8,13 +8,14 @@ import pytest
 
 from support import storm
 
-HERE = ["engine", "engine-device", "multiprocess", "shared-memory", "shared-memory-3", "groups"]
+HERE = ["engine", "multiprocess", "shared-memory", "collector"]
+VARIANTS = ["engine-device", "shared-memory-3", "groups"]
 AFAR = ["ray", "ray-fan-out", "ray-module", "rpc", "rpc-fan-out", "distributed", "distributed-fan-out"]
 NEEDS = {"ray": "ray", "collector": "gymnasium", "torchrl": "torchrl"}
 
 
 @pytest.mark.parametrize(
-    "name", [*HERE, "collector", *(pytest.param(each, marks=pytest.mark.full) for each in [*AFAR, "torchrl"])]
+    "name", [*HERE, *(pytest.param(each, marks=pytest.mark.full) for each in [*VARIANTS, *AFAR, "torchrl"])]
 )
 def test_a_storm_breaks_no_promise(name, request):
     needed = NEEDS.get(name.partition("-")[0])

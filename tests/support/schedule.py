@@ -15,6 +15,7 @@ ONE_RAY = (
     "remote/test_ray_modules.py",
     "remote/test_ray_threads.py",
     "remote/test_ray_interrupts.py",
+    "remote/test_ray_tensor_transport.py",
     "remote/test_updaters.py",
 )
 TWO_NODES_OF_RAY = ("remote/test_ray_nodes.py", "remote/test_ray_lost_nodes.py")

@@ -15,6 +15,7 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.copy.converting import STAGED_BYTES
+from shmsync.engine.source.casting import cast_weights
 from shmsync.memory.manifest import Manifest
 from support.choice import first
 
@@ -162,6 +163,12 @@ def test_where_nothing_tells_parameters_all_floating_leaves_are_cast(publisher, 
 def test_an_instance_of_buffer_is_known_by_its_type(publisher):
     pub = publisher({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}, dtype=BF16)
     assert dtypes_of(pub) == {"w": BF16, "table": F32}
+
+
+@pytest.mark.parametrize("form", [dict, lambda leaves: TensorDict(leaves)], ids=["dict", "tensordict"])
+def test_weights_that_a_scheme_casts_keep_their_instances_of_buffer(form):
+    cast = cast_weights(form({"w": torch.zeros(2), "table": nn.Buffer(torch.zeros(2))}), BF16, partial=False)
+    assert (cast["w"].dtype, cast["table"].dtype) == (BF16, F32)
 
 
 def test_a_filter_does_not_change_what_is_a_parameter(publisher):

@@ -7,6 +7,7 @@ import torch
 from torchrl.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
+from support.choice import first
 from support.torchrl import children, parts, recurrent
 
 PROCESSES = [MultiSyncCollector, MultiAsyncCollector, AsyncCollector]
@@ -45,7 +46,7 @@ def test_the_state_goes_on_over_updates(collector, kind, which, slots):
     assert collected(collector, which, kind, slots=slots).over_updates
 
 
-@pytest.mark.parametrize("which", PROCESSES)
+@pytest.mark.parametrize("which", first(PROCESSES))
 @pytest.mark.parametrize("kind", ["LSTM", "nn.GRU"])
 def test_spawn(kind, which):
     with parts.collectors("spawn") as make:
@@ -75,7 +76,7 @@ def forked(say, which, kind):
 
 
 @pytest.mark.parametrize("kind", ["GRU", "nn.LSTM"])
-@pytest.mark.parametrize("which", PROCESSES)
+@pytest.mark.parametrize("which", first(PROCESSES))
 def test_fork(which, kind):
     with children.child(forked, which, kind, method="spawn") as child:
         assert child.hear() == {"fork"}
