@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc') pyproject.toml README.md tools/readme_elsewhere.py
+SOURCES := $(shell find shmsync native/include native/src native/bind native/CMakeLists.txt examples -type f -not -name '*.pyc' -not -name _native.pyi) pyproject.toml README.md tools/readme_elsewhere.py
 
-.PHONY: fuzz demo test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
+.PHONY: fuzz demo quick planted-faults test test-device storm-device test-pairs test-rest test-all test-gpu test-failpoints zoo storm soak test-torchrl-0.13 test-upstream lint types native-test sanitize model litmus bench wheel docs clean
 
 demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
@@ -17,9 +17,30 @@ JOBS ?= auto
 PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .)
 
 # Every test function but long trainings. Where one is for all start methods, schemes and forms of weights, each of
-# these in some test.
+# these in some test. CHANGED=1, or CHANGED=main: of these test files only those that reach what has changed since
+# HEAD, or since that commit (tests/support/changed.py).
+ifdef CHANGED
+TESTS := $(shell $(PYTHON) tests/support/changed.py $(CHANGED))
+endif
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
+	@$(if $(strip $(TESTS)),,echo "no test reaches what has changed"; exit 0;) $(PYTEST) -n $(JOBS) --choice covering $(addprefix $(abspath .)/,$(TESTS)) $(ARGS)
+
+# The shape of the project, the public names, what calls cost, and tests of each promise of docs/guarantees.md: over
+# pipes to workers of a fork server, where a test is for all schemes and start methods.
+QUICK := $(addprefix unit/test_,layers.py docstrings.py project.py choice.py changed.py calls_of_a_send.py linear_work.py \
+    arguments.py publish.py publish_wait.py update.py subscribe.py sections.py consistency.py carry.py bind.py adopt.py \
+    verify.py weights.py) \
+  $(addprefix engine/test_,never_torn.py reader_death.py writer_death.py stopped.py stray_writes.py leftovers.py) \
+  $(addprefix conformance/test_,send.py refused.py death.py partial.py) zoo/test_zoo.py \
+  $(addprefix programs/test_,quickstart.py docs.py)
+OTHER_CREWS := spawn- -spawn fork- -fork- -fork] ray- -ray rpc distributed socket
+quick: $(STAMP)
+	$(PYTEST) -n $(JOBS) --choice covering $(abspath $(addprefix tests/,$(QUICK))) \
+	  -k "not ($(subst $() , or ,$(OTHER_CREWS)))" $(ARGS)
+
+# A set of faults, each planted in a copy: do tests find it? ARGS="engine/write" takes some (tools/planted_faults.py).
+planted-faults: $(STAMP)
+	$(BIN)/python tools/planted_faults.py $(ARGS)
 
 # The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py), and
 # what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
@@ -89,7 +110,7 @@ lint: $(STAMP)
 # The tests of the integration beside the oldest TorchRL that works.
 test-torchrl-0.13: $(STAMP)
 	[ -d $(VENV)/torchrl-0.13 ] || $(BIN)/pip install -q --no-deps --target $(VENV)/torchrl-0.13 'torchrl~=0.13.0'
-	export PYTHONPATH=$(abspath $(VENV))/torchrl-0.13 && $(PYTEST) -n $(JOBS) $(abspath tests/integrations) $(ARGS)
+	export PYTHONPATH=$(abspath $(VENV))/torchrl-0.13 && $(PYTEST) -n $(JOBS) --choice covering $(abspath tests/integrations) $(ARGS)
 
 # TorchRL's own tests with the integration's scheme, where TORCHRL_CHECKOUT names a checkout of its sources.
 test-upstream: $(STAMP)

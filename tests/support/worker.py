@@ -6,6 +6,7 @@ The `state` lasts as long as the worker. So a test reads in the order in which t
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -157,6 +158,7 @@ def begun(state, function, *args, **kwargs):
 def serve(conn, between=None):
     """Answer calls; before each, and while there is none, `between(state)` may do something of its own."""
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection here walks, and so copies, what the fork server has imported
     state = SimpleNamespace(sub=None, pub=None, conn=conn)
     while True:
         if between is not None:

@@ -1,0 +1,221 @@
+"""Plant one fault at a time in a copy of the package, and show that the tests named beside it fail.
+
+    make planted-faults                          every fault; those of the native core need a build each
+    make planted-faults ARGS="engine/write"      those whose path contains a word
+    make planted-faults ARGS=--check             only that each text to replace is there, once
+
+Run it before and after tests are made fewer: what was found before must be found after. A fault is a text of one file,
+what stands in its place, and test files that must notice. A text that is not there exactly once is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build" / "planted"
+
+
+class Fault(NamedTuple):
+    """A fault. `path`: below the root; `tests`: below tests/, one of which must fail."""
+
+    path: str
+    text: str
+    instead: str
+    tests: str
+
+
+FAULTS = [
+    # engine
+    Fault("shmsync/engine/outcome.py", "if self.dead:", "if False:", "conformance/test_death.py"),
+    Fault("shmsync/engine/deadlines.py", "not seconds >= 0:", "seconds < 0:", "unit/test_arguments.py"),
+    Fault("shmsync/engine/source/sources.py", "if not filters or filter.admits(", "if True or filter.admits(",
+          "unit/test_weights.py unit/test_publish.py"),
+    Fault("shmsync/engine/source/leaf_check.py", "if held < needed:", "if False:", "unit/test_odd_tensors.py"),
+    Fault("shmsync/engine/source/casting.py", "kept=kept_leaves(weights, named) | set(kept)", "kept=set(kept)",
+          "unit/test_dtypes.py"),
+    Fault("shmsync/engine/copy/plan_cache.py", "if kept is not None and kept.still_valid(self._arena):",
+          "if kept is not None:", "unit/test_replaced_tensors.py"),
+    Fault("shmsync/engine/copy/converting.py", "assign(copy, source)", "pass", "unit/test_dtypes.py"),
+    Fault("shmsync/engine/copy/source_signature.py", "_LEVELS, TensorDict), order", "_LEVELS, TensorDict), order[::-1]",
+          "unit/test_sources_made_anew.py"),
+    Fault("shmsync/engine/write/dirty_leaves.py", "known.update(given)", "pass", "unit/test_carry.py"),
+    Fault("shmsync/engine/write/acks.py", "[worker for worker in workers if worker not in done]", "[]",
+          "unit/test_publish_wait.py"),
+    Fault("shmsync/engine/write/slot_wait.py", "if not self._peers.alive(owner)]", "if False]",
+          "engine/test_reader_death.py"),
+    Fault("shmsync/engine/write/slot_wait.py", "return any(self._peers.state(owner) is stopped",
+          "return False and any(self._peers.state(owner) is stopped", "engine/test_stopped.py"),
+    Fault("shmsync/engine/write/update.py", "side.refuse_poisoned()", "pass", "unit/test_update.py"),
+    Fault("shmsync/engine/read/failover.py", "if manifest != current.manifest:", "if False:", "engine/test_follow.py"),
+    Fault("shmsync/engine/read/snapshot_cache.py", "if not same or table.moved:", "if not same:",
+          "unit/test_snapshot_kept.py"),
+    Fault("shmsync/engine/bind/read_guard.py", "clones = any(each.clones for each in self.members)", "clones = False",
+          "unit/test_outputs_that_stay.py"),
+    Fault("shmsync/engine/bind/watching.py", 'refuse_to_share(self, "DataParallel")', "pass",
+          "unit/test_bind_tools.py"),
+    Fault("shmsync/engine/adopt/optimizer_hooks.py", "refuse = not all(", "refuse = False and not all(",
+          "unit/test_adopt_steps.py unit/test_adopt_optimizers.py"),
+    Fault("shmsync/engine/adopt/adoptable.py", "apart += stuck_states(optimizer, turned)", "pass",
+          "unit/test_adopt_optimizers.py unit/test_adopt.py"),
+    Fault("shmsync/engine/verify/checksums.py", "if offset in self._given or offset not in self._known}",
+          "if offset not in self._known}", "unit/test_verify.py"),
+    Fault("shmsync/engine/verify/local.py", "if same and tensor.stride() == view.stride():", "if True:",
+          "unit/test_verify.py"),
+    # memory
+    Fault("shmsync/memory/manifest.py", "            _check_places(leaves)", "            pass",
+          "unit/test_hostile_segments.py fuzz/test_fuzz.py"),
+    Fault("shmsync/memory/control/leftovers.py", "return not Peer(owner=header.owner).dead", "return False",
+          "engine/test_leftovers.py"),
+    Fault("shmsync/memory/control/segment.py", "if session is not None and header.session != session:", "if False:",
+          "unit/test_subscribe.py engine/test_writer_death.py"),
+    Fault("shmsync/memory/slab/sealed.py", "if found & seals != seals or", "if", "unit/test_sealed.py"),
+    Fault("shmsync/memory/system/process.py", "self._replaced = not _native.may_be_same_owner(found, self._owner)",
+          "self._replaced = False", "engine/test_exec.py limits/test_identities.py"),
+    Fault("shmsync/memory/cuda/blocks.py", "mapping.users += 1", "pass", "unit/test_cuda_calls.py"),
+    # schemes
+    Fault("shmsync/schemes/unacked.py", "self._due[worker] = {**due, **part.leaves}",
+          "self._due[worker] = dict(part.leaves)", "conformance/test_partial.py"),
+    Fault("shmsync/schemes/link/exchange.py", "if all(end.answered(tag) for tag in tags[index]):", "if True:",
+          "conformance/test_send.py"),
+    Fault("shmsync/schemes/link/messages.py", "if message.tag is not None and not is_tag(message.tag):", "if False:",
+          "conformance/test_wire.py fuzz/test_fuzz.py"),
+    Fault("shmsync/schemes/link/send_lock.py", "if holder is not None and holder.thread == self.thread", "if False",
+          "conformance/test_threads.py"),
+    Fault("shmsync/schemes/arenas/subscriptions.py", "subscriber.arena.session != session:", "False:",
+          "conformance/test_verify.py"),
+    Fault("shmsync/schemes/pipes/shared_carrier.py", "writer_of(publisher).forget_acks(index)", "pass",
+          "conformance/test_death.py"),
+    Fault("shmsync/schemes/pipes/pipe_carrier.py", "posted.model_id, index) and link.finished:",
+          "posted.model_id, index):", "conformance/test_death.py conformance/test_shared.py"),
+    Fault("shmsync/schemes/remote/relay.py", "if stamp.session in _ended:", "if False:", "unit/test_remote.py"),
+    Fault("shmsync/schemes/remote/packed_weights.py", "copy = not views_will_do(label)", "copy = False",
+          "conformance/test_copies.py conformance/test_receive.py remote/test_distributed_schemes.py"),
+    Fault("shmsync/schemes/remote/distributed/cas_key.py", "if found == wanted:", "if True:", "unit/test_mailbox.py"),
+    Fault("shmsync/schemes/remote/ray/ray_requests.py", "if not ray.is_initialized():", "if False:",
+          "conformance/test_scheme.py conformance/test_arguments.py remote/test_ray_schemes.py"),
+    Fault("shmsync/schemes/remote/rpc/rpc_scheme.py", "if len(infos) != len(rrefs):", "if False:",
+          "conformance/test_arguments.py remote/test_rpc_schemes.py"),
+    # collectors, integrations, cli
+    Fault("shmsync/collectors/trainer/batches.py", "return index if newest - oldest[index] >= self._max_lag else None",
+          "return None", "collectors/test_weights.py"),
+    Fault("shmsync/collectors/worker/singles.py", "self._returns[i] = 0.0", "pass", "collectors/test_frames.py"),
+    Fault("shmsync/collectors/worker/rng_state.py", "torch.set_rng_state(torch", "(torch", "collectors/test_saved.py"),
+    Fault("shmsync/integrations/torchrl/trainer/groups.py", "others = member.workers.difference(chosen, absent)",
+          "others = ()", "integrations/scheme/test_sends.py integrations/scheme/test_own_weights.py"),
+    Fault("shmsync/integrations/torchrl/worker/clock.py", "self.flight.due = True  # roots", "pass  # roots",
+          "integrations/scheme/test_workers.py integrations/collectors/test_versions.py"),
+    Fault("shmsync/cli/sweeping.py", 'return f"would remove {seen.name}{_why(seen)}"',
+          'return f"would keep {seen.name}{_why(seen)}"', "engine/test_observed.py"),
+    Fault("shmsync/cli/top/history.py", 'holding = {reader.row: number for number', "holding = {0: number for number",
+          "programs/test_top.py"),
+    # the native core
+    Fault("native/src/publication.cpp", "if (k == current_slot_ || pinned[k]) continue;",
+          "if (k == current_slot_) continue;", "unit/test_sections.py engine/test_never_torn.py"),
+    Fault("native/src/publication.cpp", "return acked >= version && acked <= version_;", "return acked >= version;",
+          "engine/test_garbage_in_the_reader_table.py"),
+    Fault("native/src/read_side.cpp", "if (half_written && state() != State::open) return Enter::poisoned;", "",
+          "unit/test_update.py engine/test_failed_updates.py"),
+    Fault("native/src/reader_table.cpp", "  unname(rows_[row]);\n  clear(rows_[row]);", "",
+          "engine/test_reader_death.py"),
+    Fault("native/src/copy.cpp", "total > kStreamAbove ? CopyPath::streaming",
+          "total > kStreamAbove ? (--count, CopyPath::streaming)",
+          "unit/test_publish.py conformance/test_large_weights.py"),
+    Fault("native/bind/turns.cpp", "if (held.lock->mine())", "if (false)", "conformance/test_threads.py"),
+]  # fmt: skip
+
+
+def planted(fault: Fault) -> str:
+    """The file with the fault in it."""
+    text = (ROOT / fault.path).read_text()
+    if (found := text.count(fault.text)) != 1:
+        raise SystemExit(f"{fault.path} has {fault.text!r} {found} times, but once is needed; choose another text")
+    return text.replace(fault.text, fault.instead)
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command, from a folder in which no shmsync/ shadows the package under test."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd="/", env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def copy_of_the_package() -> Path:
+    """The installed package once more, in a folder that PYTHONPATH puts before it."""
+    site = WORK / "site"
+    where = "import importlib.util as i; print(i.find_spec('shmsync').submodule_search_locations[0])"
+    installed = run(sys.executable, "-c", where).stdout.strip()
+    shutil.rmtree(site, ignore_errors=True)
+    shutil.copytree(installed, site / "shmsync", ignore=shutil.ignore_patterns("__pycache__"))
+    return site
+
+
+def built(path: str, text: str) -> Path:
+    """The package with another text of a native file."""
+    source, site = WORK / "source", WORK / "built"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in listed:
+        there = source / name
+        content = text.encode() if name == path else (ROOT / name).read_bytes()
+        if not there.exists() or there.read_bytes() != content:  # else cmake would compile it again
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.write_bytes(content)
+    shutil.rmtree(site, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site]
+    done = run(*pip, "-C", f"build-dir={WORK}/cmake", source)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return site
+
+
+def first_failure(fault: Fault, site: Path) -> str:
+    """The first test that fails with the fault; "" when all of them pass."""
+    options = ["-q", "-x", "--choice", "covering", "--timeout", "100", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT]
+    tests = [ROOT / "tests" / name for name in fault.tests.split()]
+    done = run(sys.executable, "-m", "pytest", *options, *tests, PYTHONPATH=str(site))
+    if done.returncode == 0:
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if found is None:  # a timeout ends the process where it stands
+        hangs = re.search(r"Timeout", done.stdout + done.stderr)
+        end = (done.stdout + done.stderr)[-500:]
+        return "a test hangs" if hangs else f"the run ended with {done.returncode}: {end}"
+    return found[1]
+
+
+def main() -> int:
+    """Plant the faults that are asked for; 1 when the tests miss one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only faults whose path contains one of these")
+    parser.add_argument("--check", action="store_true", help="plant nothing")
+    arguments = parser.parse_args()
+    chosen = [each for each in FAULTS if not arguments.words or any(word in each.path for word in arguments.words)]
+    texts = [planted(fault) for fault in chosen]
+    if arguments.check:
+        return 0
+    site, missed = copy_of_the_package(), 0
+    for fault, text in zip(chosen, texts, strict=True):
+        begun = time.monotonic()
+        if fault.path.startswith("native/"):
+            found = first_failure(fault, built(fault.path, text))
+        else:
+            target = site / fault.path
+            kept = target.read_text()
+            target.write_text(text)
+            found = first_failure(fault, site)
+            target.write_text(kept)
+        missed += not found
+        print(f"{time.monotonic() - begun:5.0f} s  {fault.path}: {fault.text!r}: {found or 'MISSED'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
