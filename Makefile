@@ -30,8 +30,10 @@ test: $(STAMP)
 QUICK := $(addprefix unit/test_,layers.py docstrings.py project.py choice.py changed.py calls_of_a_send.py linear_work.py \
     arguments.py publish.py publish_wait.py update.py subscribe.py sections.py consistency.py carry.py bind.py adopt.py \
     verify.py weights.py) \
-  $(addprefix engine/test_,never_torn.py reader_death.py writer_death.py stopped.py stray_writes.py leftovers.py) \
-  $(addprefix conformance/test_,send.py refused.py death.py partial.py) zoo/test_zoo.py \
+  $(addprefix engine/test_,never_torn.py reader_death.py writer_death.py stopped.py isolation.py mapping.py) \
+  engine/test_leftovers.py::test_what_is_proven_dead_is_swept \
+  $(addprefix conformance/test_,send.py refused.py death.py partial.py) \
+  $(addprefix zoo/test_zoo.py::test_a_bound_module_computes_what_the_trainers_does,[policy] [recurrent] [normalised]) \
   $(addprefix programs/test_,quickstart.py docs.py)
 OTHER_CREWS := spawn- -spawn fork- -fork- -fork] ray- -ray rpc distributed socket
 quick: $(STAMP)
