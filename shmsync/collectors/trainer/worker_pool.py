@@ -22,8 +22,8 @@ _AWAITED = "the next message of a collector's workers"
 _WORDING = Wording(
     "an environment may be slow or stuck",
     sent="was awaited",
-    apply="send it",
-    applying="sending it",
+    do="send it",
+    doing="sending it",
     after_death="Its unfinished frames are lost; restart_workers=True restarts such a worker",
     after_lateness="Give more time with timeout=",
 )

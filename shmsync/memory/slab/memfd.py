@@ -11,6 +11,8 @@ it, and its descriptor replaces the dummy's. This relies on two internals of tor
 `_share_fd_cpu_`), which tests/unit/test_memory.py checks. Where they fail, a plain mmap is used: equally zero-copy and
 read-only, but torch does not know that the tensors are shared.
 
+Functions that call torch import it themselves: the command line takes what lies in slab.py without torch.
+
 INV: a reader trusts nothing before it has seen the seals, the size, the inode and the token that it was told.
 INV: no process resizes one. Only the maker of a Reusable writes into it; no process writes into a Sealed.
 """
@@ -26,15 +28,16 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
 from ...errors import ArenaCorrupt, NoSpace, WriterDied
 from ..system.calls import close, refusals
 from ..system.process import me, owner_word, pid_of
 from .available import available_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x8, 0x10
 TOKEN = 16  # bytes at the end, by which a reader knows it
@@ -149,6 +152,8 @@ class Reusable(_Memfd):
             os.posix_fallocate(fd, 0, size + TOKEN)
             self._mapping = mmap.mmap(fd, size + TOKEN)
 
+        import torch
+
         super().__init__(size, fill, _FIXED | SEAL_FUTURE_WRITE)
         self.maker = os.getpid()
         self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size)
@@ -156,6 +161,8 @@ class Reusable(_Memfd):
 
     def split(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
+        import torch
+
         pieces, begin = [], 0
         for size in sizes:
             empty = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -252,6 +259,8 @@ def _gone(place: MemfdAt) -> WriterDied:
 
 def torch_storage(fd: int, size: int) -> torch.UntypedStorage:
     """A storage of torch over a mapping of `fd`; it keeps a duplicate of the descriptor."""
+    import torch
+
     next_free = os.dup(fd)
     close(next_free)
     try:
@@ -286,6 +295,8 @@ def map_readonly(fd: int, size: int) -> torch.UntypedStorage:
 
 def over(mapping: mmap.mmap) -> torch.UntypedStorage:
     """A storage over a plain mapping."""
+    import torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable", which is intended
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
@@ -295,6 +306,8 @@ def log_fallback(error: BaseException) -> None:
     """Say once that torch makes no shared storages."""
     global _fallback_logged
     if not _fallback_logged:
+        import torch
+
         _fallback_logged = True
         _log.warning(
             "torch %s does not let shmsync make a shared storage (%s); using a plain mapping: as safe and zero-copy, "

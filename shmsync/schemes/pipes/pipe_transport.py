@@ -22,8 +22,8 @@ from .pipe_carrier import PipeCarrier, Posted
 _WORDING = Wording(
     "its own loop sends it",
     sent="was awaited",
-    apply="send it",
-    applying="sending it",
+    do="send it",
+    doing="sending it",
     after_death="Start another worker in its place",
     after_lateness="Give more time with timeout=",
 )
