@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,7 +138,8 @@ class Calls:
                         unacked.value -= 1
                         if unacked.value == 0:
                             raise
-                        _log.warning("worker %d has answered an earlier send with an error", index, exc_info=True)
+                        said = traceback.format_exc()  # a kept log record keeps neither weights nor this thread alive
+                        _log.warning("worker %d has answered an earlier send with an error:\n%s", index, said)
                     else:
                         unacked.value -= 1
 
