@@ -6,7 +6,10 @@
     ├── ArenaCorrupt       the segment is not what its header says
     ├── NoSpace            no memory, descriptor or room in /dev/shm is left; nothing was changed
     ├── ManifestMismatch   keys, shapes, dtypes or devices differ; nothing was written          (ValueError)
+    │   └── DataMismatch       what an environment or a policy gave does not fit its space
     ├── WriterBusy         a concurrent writer call, or a reader could not enter in time        (TimeoutError)
+    │   ├── SubscriberBusy     another thread stays in a read section of this Subscriber
+    │   └── DeviceBusy         a device has not done in time what the call waits for
     ├── WriterDied         the publisher is gone, and what was asked for needs it
     ├── Poisoned           the last update failed half way; a full publish() repairs it
     ├── ReaderStalled      readers hold every slot; nothing was written                         (TimeoutError)
@@ -89,8 +92,20 @@ class ManifestMismatch(ShmSyncError, ValueError):
     leaves: tuple[str, ...] = ()  # the dotted keys of the weights that it is about, where it was raised and known
 
 
+class DataMismatch(ManifestMismatch):
+    """What an environment or a policy of a collector gave does not fit its space; it is not about weights."""
+
+
 class WriterBusy(ShmSyncError, TimeoutError):
     """Another writer call is under way, or the writer kept a reader out until its deadline."""
+
+
+class SubscriberBusy(WriterBusy):
+    """Another thread stays in a read section of this Subscriber."""
+
+
+class DeviceBusy(WriterBusy):
+    """A device has not done in time what the call waits for."""
 
 
 class WriterDied(ShmSyncError):

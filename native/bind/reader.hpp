@@ -355,12 +355,14 @@ class Reader {
     const std::string who =
         mutex.owner()->ended.load(std::memory_order_acquire) ? "a thread that has ended" : name_of(*mutex.owner());
     if (abandoned())
-      raise("WriterBusy", (who + " entered a read section of this Subscriber and nobody can leave it any more; close() "
-                                 "gives it up, then attach again")
-                              .c_str());
-    raise("WriterBusy", (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
-                               "parallel")
-                            .c_str());
+      raise("SubscriberBusy",
+            (who + " entered a read section of this Subscriber and nobody can leave it any more; close() "
+                   "gives it up, then attach again")
+                .c_str());
+    raise("SubscriberBusy",
+          (who + " kept this Subscriber in a read section; make one Subscriber per thread that reads in "
+                 "parallel")
+              .c_str());
   }
 
   // Does what the publisher asks for, as far as it may now.

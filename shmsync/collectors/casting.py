@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ManifestMismatch
+from ..errors import DataMismatch
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -21,13 +21,13 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Any:
     """The value, as something that can be written into an array of this dtype and shape without changing it.
 
-    Raises ManifestMismatch, which calls the value `what`.
+    Raises DataMismatch, which calls the value `what`.
     """
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype == dtype and value.shape == shape:
         return value
     array = _as_array(value, what)
     if array.shape != shape:
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"{what} has shape {array.shape} but the space says {shape}; nothing is repeated to fill it. Correct the "
             "space, or what the environment returns"
         )
@@ -35,7 +35,7 @@ def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> 
 
 
 def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """The array in this dtype. Raises ManifestMismatch where a value would become another one."""
+    """The array in this dtype. Raises DataMismatch where a value would become another one."""
     if array.dtype == dtype:
         return array
     if np.can_cast(array.dtype, dtype, "safe"):
@@ -56,7 +56,7 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     if not kept.all():
         at = np.argwhere(~np.atleast_1d(kept))[0]
         before, after = np.atleast_1d(array)[tuple(at)], np.atleast_1d(made)[tuple(at)]
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"{what} has the value {before} in {array.dtype}, which would be {after} in {dtype}, the dtype of the "
             "space; let the space have a dtype that can hold it, or convert it before"
         )
@@ -64,25 +64,25 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
 
 
 def number(value: Any, what: str) -> float:
-    """A reward. Raises ManifestMismatch where it is not one number, or too large for float32."""
+    """A reward. Raises DataMismatch where it is not one number, or too large for float32."""
     found = float(value) if isinstance(value, float) else _one(value, what)
     if -LARGEST_FLOAT32 <= found <= LARGEST_FLOAT32 or math.isinf(found) or math.isnan(found):
         return found
-    raise ManifestMismatch(f"{what} is {found}, and rewards are float32, up to {LARGEST_FLOAT32}; scale it")
+    raise DataMismatch(f"{what} is {found}, and rewards are float32, up to {LARGEST_FLOAT32}; scale it")
 
 
 def flag(value: Any, what: str) -> bool:
-    """True or False. Raises ManifestMismatch for anything that is not one of them."""
+    """True or False. Raises DataMismatch for anything that is not one of them."""
     if value is True or value is False:
         return value
     found = bool(value) if type(value) is np.bool_ else _one(value, what)
     if found not in (0, 1):
-        raise ManifestMismatch(f"{what} is {found}, and must be True or False")
+        raise DataMismatch(f"{what} is {found}, and must be True or False")
     return bool(found)
 
 
 def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
-    """The rewards of that many environments. Raises ManifestMismatch as number() does."""
+    """The rewards of that many environments. Raises DataMismatch as number() does."""
     array = _one_each(values, count, what)
     found = array.astype(np.float64, copy=False)
     if not np.abs(found).max() <= LARGEST_FLOAT32:  # NaN too
@@ -92,7 +92,7 @@ def numbers(values: Any, count: int, what: str) -> NDArray[np.float64]:
 
 
 def flags(values: Any, count: int, what: str) -> NDArray[np.bool_]:
-    """True or False for that many environments. Raises ManifestMismatch as flag() does."""
+    """True or False for that many environments. Raises DataMismatch as flag() does."""
     array = _one_each(values, count, what)
     if array.dtype == np.bool_:
         return array
@@ -102,14 +102,14 @@ def flags(values: Any, count: int, what: str) -> NDArray[np.bool_]:
 def _one(value: Any, what: str) -> float:
     array = _as_array(value, what)
     if array.size != 1:
-        raise ManifestMismatch(f"{what} has shape {array.shape}, and must be one value")
+        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value")
     return float(array.reshape(()))
 
 
 def _one_each(values: Any, count: int, what: str) -> NDArray[Any]:
     array = _as_array(values, what)
     if array.shape != (count,):
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
         )
     return array
@@ -119,7 +119,7 @@ def _as_array(value: Any, what: str) -> NDArray[Any]:
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise ManifestMismatch(f"{what} is a {type(value).__name__} that is no array: {error}") from error
+        raise DataMismatch(f"{what} is a {type(value).__name__} that is no array: {error}") from error
     if array.dtype.kind not in "biuf":
-        raise ManifestMismatch(f"{what} is a {type(value).__name__} with dtype {array.dtype}, and must have numbers")
+        raise DataMismatch(f"{what} is a {type(value).__name__} with dtype {array.dtype}, and must have numbers")
     return array

@@ -115,7 +115,7 @@ class MultiprocessCollector:
         TypeError: arguments of another type.
         NoSpace: the batches, the observations or the weights need more memory than is left.
         WorkerDied: a worker died while it started.
-        ManifestMismatch: what an environment or a policy gave does not fit its space.
+        DataMismatch: what an environment or a policy gave does not fit its space.
         Exception: that of a worker's environment or policy, with the worker's traceback as its cause; one that is no
             Exception (SystemExit), or would end the loop (StopIteration), is a RuntimeError that quotes it.
     """

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from ..engine.source.leaf_check import problem_with_key
-from ..errors import ManifestMismatch
+from ..errors import DataMismatch
 from ..memory.manifest import Key
 from .casting import cast
 
@@ -25,22 +25,22 @@ _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
     """The leaves of one observation, as tensors without values. A Dict space is a nested key.
 
-    Raises TypeError for a space that has no fixed shape, ManifestMismatch for keys that a batch cannot have.
+    Raises TypeError for a space that has no fixed shape, DataMismatch for keys that a batch cannot have.
     """
     if isinstance(space, spaces.Dict):
         found: dict[Key, torch.Tensor] = {}
         if not space.spaces:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"{'.'.join(key)} is a Dict without keys: {space}; leave it out, or wrap the environment"
             )
         for name, inner in space.spaces.items():
             if not isinstance(name, str):
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the space {'.'.join(key)} has the key {name!r} ({type(name).__name__}), and the keys of a batch "
                     f"are words; name it {str(name)!r}"
                 )
             if reason := problem_with_key((*key, name)):
-                raise ManifestMismatch(f"the space {'.'.join(key)} has a key that {reason}: {name!r}")
+                raise DataMismatch(f"the space {'.'.join(key)} has a key that {reason}: {name!r}")
             found |= leaves(inner, (*key, name))
         return found
     if not isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)):
@@ -53,13 +53,13 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
 
 
 def part(observation: Any, path: Key, what: str) -> Any:
-    """The leaf of an observation at a path below the observation itself. Raises ManifestMismatch if it is not there."""
+    """The leaf of an observation at a path below the observation itself. Raises DataMismatch if it is not there."""
     for depth, name in enumerate(path):
         try:
             observation = observation[name]
         except (KeyError, IndexError, TypeError) as error:
             has = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"{what} lacks {'.'.join(path[: depth + 1])}: it has {has}. Correct the space, or what the environment "
                 "returns"
             ) from error
@@ -108,7 +108,7 @@ def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callabl
 
     def discrete(actions: torch.Tensor) -> list[Any]:
         if actions.dtype not in _WHOLE:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"the policy gave {actions.dtype} {tuple(actions.shape)} as actions of {space}; let it return the "
                 "index of the action, for example logits.argmax(-1)"
             )
@@ -116,13 +116,13 @@ def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callabl
         if len(shape) == 2 and shape[1] == count > 1:  # one-hot
             hot = actions != 0
             if not bool((hot.sum(-1) == 1).all()) or not bool((actions[hot] == 1).all()):
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the policy gave {actions.tolist()} as one-hot actions of {space}; each row must have one 1, "
                     "and 0 elsewhere"
                 )
             return [start + i for i in hot.to(torch.uint8).argmax(-1).tolist()]
         if len(shape) != 1 and actions.numel() != shape[0]:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"the policy gave actions of shape {tuple(actions.shape)} but {space} needs one index for each "
                 f"environment, [{len(actions)}], or one-hot, [{len(actions)}, {count}]"
             )
@@ -131,7 +131,7 @@ def _discrete(space: spaces.Discrete, choice: DiscreteActions | None) -> Callabl
         chosen: list[Any] = (actions if len(shape) == 1 else actions.reshape(shape[0])).tolist()
         for action in chosen:
             if not 0 <= action < count:
-                raise ManifestMismatch(f"the policy gave the action {action}, which is not in {space}")
+                raise DataMismatch(f"the policy gave the action {action}, which is not in {space}")
         return chosen
 
     return discrete
@@ -141,7 +141,7 @@ def _started(space: Any, choice: DiscreteActions | None) -> Callable[[NDArray[An
     """How actions of a space whose first one is not 0 are understood: as indices, or as values of the space."""
     count, start = np.asarray(getattr(space, "nvec", getattr(space, "n", 0))), np.asarray(space.start)
     if choice is None and np.any((start != 0) & (np.abs(start) < count)):
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"an action of {space} may be meant as an index from 0 or as a value from {start.tolist()}, and some "
             'numbers are both; say which the policy gives: discrete_actions="index" (argmax) or "value"'
         )
@@ -151,7 +151,7 @@ def _started(space: Any, choice: DiscreteActions | None) -> Callable[[NDArray[An
         is_index, is_value = (given >= 0) & (given < count), (given >= start) & (given < start + count)
         taken = {"index": is_index, "value": is_value, None: is_index | is_value}[choice]
         if not taken.all():
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"the policy gave the actions {given.tolist()}, which are not all in {space}"
                 + (f', as discrete_actions="{choice}" understands them' if choice else " or indices of it")
             )
@@ -170,7 +170,7 @@ def _array(
 
     def array(actions: torch.Tensor) -> NDArray[Any]:
         if tuple(actions.shape[1:]) != shape:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"the policy gave actions of shape {tuple(actions.shape[1:])} but {space} has {shape}; let it "
                 f"return [environments, {', '.join(map(str, shape))}]"
             )
@@ -181,7 +181,7 @@ def _array(
             given = started(cast(given, np.dtype(np.int64), f"the policy's action of {space}"))
         made = cast(given, dtype, f"the policy's action of {space}")
         if counts is not None and not ((made >= 0) & (made < counts)).all():
-            raise ManifestMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
+            raise DataMismatch(f"the policy gave the actions {made.tolist()}, which are not all in {space}")
         # An environment may write into its action, and the policy's tensor may be a view of the weights.
         return made.copy() if made is given else made
 

@@ -27,6 +27,7 @@ from .deadlines import (
     timeout_or_default,
     timeout_or_none,
 )  # fmt: skip
+from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
 from .stats import PublisherStats, ReaderInfo, reader_infos
@@ -49,9 +50,9 @@ class Publisher:
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
-        device: where the arena lies. None: where the weights are; everything published later must be there
-            too. "cpu": in the host's memory. "cuda", "cuda:1": in that GPU's memory. With a name, tensors are brought
-            there from wherever they are.
+        device: where the arena lies. None, or "cpu": in the host's memory, so that workers need no GPU. "cuda",
+            "cuda:1": in that GPU's memory. Weights are brought there from wherever they are. "same": where the weights
+            are; everything published later must be there too.
         dtype: floating parameters are cast to it on publish; buffers keep theirs. Where no leaf is an nn.Parameter or
             nn.Buffer, as in a state_dict(), all floating leaves are cast. A mapping of glob patterns on dotted keys to
             dtypes casts the leaves that match, buffers too, to the dtype of the first pattern that does.
@@ -90,7 +91,7 @@ class Publisher:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
         check_dtypes(dtype)
-        if device is not None:
+        if device is not None and device != SAME:
             named(device)
         name = segment.new_name() if name is None else segment.check_name(name)
         timeout = timeout_or_default(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch._dynamo.decorators import skip
 
 from .. import _native
+from .._native import State
 from ..errors import Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
 from .bind.guarded_methods import GuardNames
@@ -73,9 +75,9 @@ class Subscriber(_native.Sections):
         self._snapshot_cache = SnapshotCache()
         try:
             copy_by_value()
-            reader.refresh()
-        except Poisoned:  # attaching works; the next section raises
-            pass
+            if reader._state != State.POISONED:  # else attaching works, and the next section waits for the repair
+                with suppress(Poisoned):
+                    reader.refresh()
         except BaseException:
             reader.close()
             raise

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.engine import (
     attach,
     look,
@@ -27,8 +28,8 @@ def test_failed_update_in_place_poisons_until_a_full_publish(start):
     waiter = start()
     with (
         shmsync.Publisher(stamped(1)) as pub,
-        shmsync.Subscriber(pub.handle) as sub,
-        shmsync.Subscriber(pub.handle, consistency="optimistic") as optimistic,
+        shmsync.Subscriber(pub.handle, timeout=0.1) as sub,
+        shmsync.Subscriber(pub.handle, timeout=0.1, consistency="optimistic") as optimistic,
     ):
         waiter.call(attach, pub.handle)
         with pytest.raises(ZeroDivisionError):
@@ -47,7 +48,7 @@ def test_failed_update_in_place_poisons_until_a_full_publish(start):
             pass
         with pytest.raises(shmsync.Poisoned):
             read(sub)
-        with shmsync.Subscriber(pub.handle) as joiner:
+        with shmsync.Subscriber(pub.handle, timeout=0.1) as joiner:
             with pytest.raises(shmsync.Poisoned):
                 read(joiner)
             assert pub.publish(stamped(2)) == 2  # the number of the one that failed
@@ -57,6 +58,32 @@ def test_failed_update_in_place_poisons_until_a_full_publish(start):
         with pub.update() as weights:
             stamp(weights, 3)
         assert read(sub) == (3, 3, 3)
+
+
+CALLS = {
+    "read": read,
+    "run": lambda sub: sub.run(lambda: (sub.version, *stamps(sub.weights))),
+    "snapshot": lambda sub: (lambda found: (found.version, *stamps(found.weights)))(sub.snapshot()),
+    "refresh": lambda sub: (sub.refresh(), read(sub))[1],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, call):
+    with shmsync.Publisher(stamped(1)) as pub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        with (  # attaching does not wait
+            shmsync.Subscriber(pub.handle, timeout=for_ever, consistency=consistency) as sub,
+            shmsync.Subscriber(pub.handle, timeout=0.05, consistency=consistency) as hasty,
+        ):
+            with pytest.raises(shmsync.Poisoned):
+                CALLS[call](hasty)
+            waiting = Call(CALLS[call], sub)
+            until_waits(waiting, "_try_again")
+            pub.publish(stamped(2))
+            assert waiting.result() == CALLS[call](hasty) == (2, 2, 2)
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])

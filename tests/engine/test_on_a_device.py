@@ -55,9 +55,9 @@ def stream_of(handle):
     return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
 
 
-def value(sub):
+def value(sub, **kwargs):
     """What a section sees; all elements are one value."""
-    with sub.read() as section:
+    with sub.read(**kwargs) as section:
         (found,) = set(section.weights["t"].tolist())
         return section.version, found
 
@@ -267,7 +267,7 @@ def test_a_failure_that_comes_late_takes_the_version_back(arena, device, slots):
     device.failed = None  # so that the arena can be closed; a real device would need a new process
     if slots == 1:
         with pytest.raises(shmsync.Poisoned):
-            value(sub)
+            value(sub, timeout=0.1)
         pub.publish(wait=[])
     assert value(sub)[1] == 1.0
 

@@ -43,8 +43,18 @@ def lies(pub):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_without_a_name_the_arena_lies_where_the_weights_are(two, place):
-    with shmsync.Publisher({"a": made(place, two, 1), "b": torch.empty(0)}) as pub:
+def test_without_a_name_the_arena_lies_in_the_hosts_memory(two, place):
+    with shmsync.Publisher({"a": made(place, two, 1), "b": made("cpu", two, 1)}) as pub:
+        assert lies(pub) == "cpu"
+        for version, source in enumerate(PLACES, 2):
+            assert pub.publish({"a": made(source, two, version)}) == version
+            with shmsync.Subscriber(pub.handle) as sub:
+                assert seen(sub)["a"] == {float(version)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_same_is_where_the_weights_are(two, place):
+    with shmsync.Publisher({"a": made(place, two, 1), "b": torch.empty(0)}, device="same") as pub:
         assert lies(pub) == place
         other = next(each for each in PLACES if each != place)
         with pytest.raises(shmsync.ManifestMismatch, match=f"a is on {place} in the arena but on {other}"):
@@ -53,11 +63,11 @@ def test_without_a_name_the_arena_lies_where_the_weights_are(two, place):
         assert pub.publish({"a": made(place, two, 2)}, wait=[]) == 2
 
 
-def test_weights_in_several_places_need_a_name(two):
+def test_weights_in_several_places_have_no_same_one(two):
     before = segments()
     weights = {"a": made("cpu", two, 1), "b": made("simulated:1", two, 1), "c": made("simulated:1", two, 1)}
     with pytest.raises(shmsync.ManifestMismatch, match=r"1 on cpu, such as a; 2 on simulated:1, such as b.*device="):
-        shmsync.Publisher(weights)
+        shmsync.Publisher(weights, device="same")
     assert segments() == before
     with shmsync.Publisher(weights, device="simulated:1") as pub:
         assert lies(pub) == "simulated:1"
@@ -205,7 +215,7 @@ def test_a_module_is_adopted_on_a_device(two):
     there = [device.tensor(parameter.data) for parameter in net.parameters()]  # memory that goes with these
     for parameter, data in zip(net.parameters(), there, strict=True):
         parameter.data = data
-    with shmsync.Publisher(net) as pub, shmsync.Subscriber(pub.handle) as sub:
+    with shmsync.Publisher(net, device="same") as pub, shmsync.Subscriber(pub.handle) as sub:
         assert lies(pub) == "simulated:0"
         pub.adopt(net)
         with pub.update(wait=[]), torch.no_grad():

@@ -210,7 +210,7 @@ def test_a_forward_that_was_wrapped_survives_a_new_binding(publisher, subscriber
 def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscriber):
     trainer, worker = Policy(), Policy()
     pub = publisher(trainer)
-    sub = subscriber(pub)
+    sub = subscriber(pub, timeout=0.1)
     with pytest.raises(RuntimeError, match="half"), pub.update() as weights:
         weights["head", "weight"].fill_(0.0)
         raise RuntimeError("half way")

@@ -291,7 +291,7 @@ def test_a_conversion_that_fails_is_undone(publisher, subscriber, slots, monkeyp
         with pytest.raises(RuntimeError, match="size of tensor"):
             pub.publish()
     if slots == 1:
-        with pytest.raises(shmsync.Poisoned), sub.read():
+        with pytest.raises(shmsync.Poisoned), sub.read(timeout=0.05):
             pass
     else:
         assert pub.version == 2

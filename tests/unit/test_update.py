@@ -50,7 +50,7 @@ def test_a_failed_update_poisons_one_slot_until_a_whole_publish(publisher, subsc
     with pytest.raises(ZeroDivisionError), pub.update() as weights:
         weights["a"].fill_(1)
         raise ZeroDivisionError
-    with pytest.raises(shmsync.Poisoned), sub.read():
+    with pytest.raises(shmsync.Poisoned), sub.read(timeout=0.05):
         pass
     with pytest.raises(shmsync.Poisoned), pub.update():
         pass

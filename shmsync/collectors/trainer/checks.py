@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import torch
 
-from ...errors import ManifestMismatch
+from ...errors import DataMismatch
 from ..buffers import Leaves
 
 _LARGEST = 1 << 48  # of anything that is counted
@@ -118,7 +118,7 @@ def agreed(layouts: dict[int, tuple[Leaves, int]]) -> tuple[Leaves, int]:
                 "collector need the same spaces"
             )
         if environments != count:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
                 "number, also inside of vector environments"
             )

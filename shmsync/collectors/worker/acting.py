@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ...errors import ManifestMismatch
+from ...errors import DataMismatch
 from ...memory.arena import nested
 from ...memory.devices import fetched, named
 from ...memory.manifest import Key
@@ -64,12 +64,12 @@ class Actor:
                 continue  # the recorded observation is the one that the policy got, whatever it made of it
             _check_words(key)
             if key in ours:
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the policy returned {'.'.join(key)!r}, which is the collector's own; rename it"
                 )
             value = output(out, key)
             if value.ndim == 0 or len(value) != self._count:
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the policy returned {'.'.join(key)!r} of shape {tuple(value.shape)} for {self._count} "
                     f"environment(s); its first dimension must be {self._count}"
                 )
@@ -88,14 +88,14 @@ class Actor:
         """Write what the policy returned for these rows, as these steps."""
         if not self._known.issuperset(out):
             more = next(key for key in out if key not in self._known)
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"the policy returned {'.'.join(map(str, more))!r}, which it did not the first time; it must return "
                 "the same keys each time"
             )
         for key, tensor, array, shape in self._wanted[buffer]:
             value = output(out, key)
             if value.shape != shape or value.dtype is not tensor.dtype:
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the policy returned {'.'.join(key)!r} as {value.dtype} {tuple(value.shape)} but its first "
                     f"was {tensor.dtype} {shape}; it must return the same form each time"
                 )
@@ -139,7 +139,7 @@ def _at_home(value: Any) -> Any:
 
 def _check_words(key: Key) -> None:
     if not all(isinstance(name, str) for name in key):
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"the policy returned the key {key[0] if len(key) == 1 else key!r}, and the keys of a batch are words; "
             "name it with a string"
         )

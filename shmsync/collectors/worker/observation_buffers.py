@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces as gym_spaces
 from numpy.typing import NDArray
 
-from ...errors import ManifestMismatch, NoSpace
+from ...errors import DataMismatch, NoSpace
 from ...memory.manifest import Key
 from ...memory.slab.available import available_bytes
 from .. import spaces
@@ -58,14 +58,14 @@ class Observations:
         return some
 
     def check_keys(self, observation: Any, call: str) -> None:
-        """Raise ManifestMismatch for an observation that has keys which its space lacks. Take its leaves first."""
+        """Raise DataMismatch for an observation that has keys which its space lacks. Take its leaves first."""
         for path, size in self._sizes:
             level = observation
             for name in path:
                 level = level[name]
             if isinstance(level, Mapping) and len(level) != size:
                 extra = spaces.unknown(observation, self.space)
-                raise ManifestMismatch(
+                raise DataMismatch(
                     f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
                     "add them to the space, or leave them out"
                 )
@@ -84,7 +84,7 @@ class Observations:
 def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:
     """A leaf of an observation, as it can be written. The words are made only if it cannot.
 
-    Raises ManifestMismatch for one that is not there, or does not have this shape.
+    Raises DataMismatch for one that is not there, or does not have this shape.
     """
     value = observation
     try:
@@ -99,31 +99,31 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
 
 
 def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
-    """Raise ManifestMismatch unless these pairs of observation space and action space have the same form."""
+    """Raise DataMismatch unless these pairs of observation space and action space have the same form."""
     space, action_space = found[0]
     layout, form = frame(spaces.leaves(space, OBSERVATION)), spaces.form(action_space)
     for index, (other, other_action) in enumerate(found):
         if frame(spaces.leaves(other, OBSERVATION)) != layout or spaces.form(other_action) != form:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"environments 0 and {index} of worker {worker} have different spaces: {space} and {other}, "
                 f"{action_space} and {other_action}; all environments of a collector need the same spaces"
             )
 
 
-def not_a_tuple(result: Any, call: str, names: str) -> ManifestMismatch:
+def not_a_tuple(result: Any, call: str, names: str) -> DataMismatch:
     """The error for an environment that returned something else than Gymnasium's API says."""
     what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-    return ManifestMismatch(f"{call} returned {what}, and must return a tuple: {names}, as Gymnasium's API says")
+    return DataMismatch(f"{call} returned {what}, and must return a tuple: {names}, as Gymnasium's API says")
 
 
 def check_step(result: Any) -> None:
-    """Raise ManifestMismatch unless this is what step() returns."""
+    """Raise DataMismatch unless this is what step() returns."""
     if type(result) is not tuple or len(result) != 5:
         raise not_a_tuple(result, "step()", "observation, reward, terminated, truncated, info")
 
 
 def check_reset(result: Any) -> None:
-    """Raise ManifestMismatch unless this is what reset() returns."""
+    """Raise DataMismatch unless this is what reset() returns."""
     if type(result) is not tuple or len(result) != 2:
         raise not_a_tuple(result, "reset()", "observation, info")
 

@@ -11,7 +11,7 @@ from gymnasium import vector
 from numpy.typing import NDArray
 from torch import nn
 
-from ...errors import ManifestMismatch
+from ...errors import DataMismatch
 from ...memory.manifest import Key
 from .. import spaces
 from ..buffers import RESULTS, Buffers, Leaves
@@ -45,11 +45,11 @@ class Rollout:
         kinds = [is_vector(env) for env in envs]
         of_vectors = any(kinds)
         if of_vectors and not all(kinds):
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"worker {worker} has single environments and vector environments; let create_env_fn make one kind"
             )
         if in_threads and of_vectors:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"envs_in_threads=True gives single environments a thread each, but worker {worker} has a vector "
                 "environment; leave it out, or let create_env_fn make a single one, and envs_per_worker= say how many"
             )
@@ -100,7 +100,7 @@ class Rollout:
     def use(self, buffers: Buffers, rows: slice) -> None:
         """Write into these rows of the buffers from now on."""
         if rows.stop - rows.start != self.count:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 f"worker {self._worker} has {self.count} environment(s) now but its part of a batch has "
                 f"{rows.stop - rows.start}; let create_env_fn make the same number each time"
             )

@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium import vector
 from numpy.typing import NDArray
 
-from ...errors import ManifestMismatch
+from ...errors import DataMismatch
 from ..casting import flags, numbers
 from .observation_buffers import Observations, Part, check_reset, check_step, leaf
 from .singles import Results
@@ -117,7 +117,7 @@ class VectorGroup:
         """The last observations of the episodes that have ended: (environment, its leaves)."""
         found = info.get("final_obs") if isinstance(info, Mapping) else None
         if found is None:
-            raise ManifestMismatch(
+            raise DataMismatch(
                 'step() has ended an episode but its info has no "final_obs", and the environment says that it resets '
                 "in the same step (SAME_STEP); let it return them, or use another autoreset_mode"
             )
@@ -153,7 +153,7 @@ def _final(found: Any, i: int, part: Part) -> Any:
 
 
 def leaf_of(value: Any, part: Part, call: str) -> Any:
-    """A leaf that was taken out of its observation already. Raises ManifestMismatch where it does not fit."""
+    """A leaf that was taken out of its observation already. Raises DataMismatch where it does not fit."""
     return leaf(value, part._replace(path=()), part.shape, call)
 
 
@@ -164,7 +164,7 @@ def _mode(env: Any) -> str:
     plain = str(name).replace("_", "").lower()
     known = {each.replace("_", "").lower(): each for each in (SAME_STEP, NEXT_STEP, DISABLED)}
     if plain not in known:
-        raise ManifestMismatch(
+        raise DataMismatch(
             f"{type(env).__name__} has the autoreset_mode {mode!r}, and known are {', '.join(known.values())}"
         )
     return known[plain]

@@ -55,7 +55,7 @@ def parts_of(
     tensors = without(collected.tensors, second)
     collected = collected._replace(tensors=tensors)
     problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="module")
-    problems = problems or elsewhere(tensors, arena)
+    problems = problems or [f"{each}; make the Publisher with device='same'" for each in elsewhere(tensors, arena)]
     if arena.manifest.casts:
         problems += [
             f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module: that casts it"

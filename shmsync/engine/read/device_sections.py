@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..._native import HostCall
-from ...errors import DeviceFailed, ProtocolError, WriterBusy
+from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.arena import Arena
 from ...memory.devices import Stream
 from ..deadlines import slice_until
@@ -70,7 +70,7 @@ class SectionStreams:
 
 
 def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
-    """For close(): wait until the device has done what sections have asked for. Raises WriterBusy at the deadline."""
+    """For close(): wait until the device has done what sections have asked for. Raises DeviceBusy at the deadline."""
     place = arena.on_device
     while place is not None and place.reads is not None and not place.reads.wait(slice_until(deadline)):
         try:
@@ -78,7 +78,7 @@ def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
         except DeviceFailed:
             return  # it does nothing any more
         if time.monotonic() >= deadline:
-            raise WriterBusy(
+            raise DeviceBusy(
                 f"{place.device.name} still does what was asked for in read sections of arena {name!r}; nothing was "
                 "closed, call close() again when it has done so"
             )

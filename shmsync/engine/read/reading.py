@@ -233,7 +233,6 @@ class ReadPath(WaitPath):
         started = time.perf_counter()
         deadline = deadline_after(timeout, self.timeout)
         pinned = isinstance(timeout, Pinned)
-        patient = timeout is not None and not pinned
         if version is not None:
             version = check_version(version)
             self._wait_for(version, deadline, entering=True)
@@ -244,7 +243,7 @@ class ReadPath(WaitPath):
         waited = False
         while outcome not in (Enter.SAME, Enter.MOVED):
             waited = True
-            outcome = self._try_again(outcome, deadline, pinned, patient)
+            outcome = self._try_again(outcome, deadline, pinned)
         if version is not None and self._held_version != version:
             raise ProtocolError(
                 f"version {version} is gone, the arena is at {self._held_version}; read without version=, or make the "
@@ -258,13 +257,13 @@ class ReadPath(WaitPath):
             if self._trace is not None:
                 self._trace.span("wait at the gate", int(started * 1e9), self._held_version, self._entered_at)
 
-    def _try_again(self, outcome: Enter, deadline: float, pinned: bool, patient: bool) -> Enter:
-        """One slice of the wait. `patient`: wait for the repair of a poisoned arena too, as long as it can come."""
+    def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
+        """One slice of the wait: for the gate, and for the repair of a poisoned arena as long as it can come."""
         self._look_up()
         if outcome == Enter.POISONED:
             if self._follow():
                 return self._try_enter(pinned)
-            if patient and not self.gone and time.monotonic() < deadline:
+            if not self.gone and time.monotonic() < deadline:
                 self._wait(slice_until(deadline))
                 self._look_up()
                 return self._try_enter(pinned)

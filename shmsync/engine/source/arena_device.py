@@ -1,4 +1,4 @@
-"""Where an arena lies: on the device that was asked for, or where its weights are."""
+"""Where an arena lies: in the host's memory, on the device that was asked for, or where its weights are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ...memory import devices
 from ...memory.devices import Device
 from ...memory.manifest import Key
 
+SAME = "same"  # where the weights are
+
 
 class ArenaPlace(NamedTuple):
     """Where an arena lies, and whether its sources may lie elsewhere."""
@@ -21,11 +23,13 @@ class ArenaPlace(NamedTuple):
 
 
 def place_for(tensors: Mapping[Key, Any], device: torch.device | str | None) -> ArenaPlace:
-    """Where an arena for these tensors lies. `device`: as in Publisher; named ones are TypeError and ValueError.
+    """Where an arena for these tensors lies. `device`: as in Publisher; wrong ones are TypeError and ValueError.
 
-    Raises ManifestMismatch when none was named and the tensors lie in several places, or where no arena can lie.
+    Raises ManifestMismatch for "same" when the tensors lie in several places, or where no arena can lie.
     """
-    if device is not None:
+    if device is None:
+        return ArenaPlace(devices.default(), True)
+    if device != SAME:
         return ArenaPlace(devices.named(device), True)
     places: dict[str, list[str]] = {}
     for key, tensor in tensors.items():
@@ -37,7 +41,7 @@ def place_for(tensors: Mapping[Key, Any], device: torch.device | str | None) -> 
     if len(places) > 1:
         lying = "; ".join(f"{len(names)} on {place}, such as {names[0]}" for place, names in places.items())
         raise ManifestMismatch(
-            f"these weights lie in {len(places)} places ({lying}); say with device= where the arena shall lie, as in "
+            f"these weights lie in {len(places)} places ({lying}), so device='same' names none; name one, as in "
             f"device={next(iter(places))!r}"
         )
     ((place, names),) = places.items()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import _native
-from ...errors import DeviceFailed, ProtocolError, WriterBusy
+from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.devices import Device, OnDevice, Piece, Stream
 from ...memory.manifest import Manifest
 from ...memory.system.exiting import stay_if_exiting
@@ -27,7 +27,7 @@ _SLICE = 50_000_000  # ns
 def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: object = None) -> None:
     """Wait until these devices have made what the calling thread's own streams, and `after`, have been asked for.
 
-    Raises ValueError for `after` without devices, TypeError where it is none of theirs; WriterBusy, DeviceFailed.
+    Raises ValueError for `after` without devices, TypeError where it is none of theirs; DeviceBusy, DeviceFailed.
     """
     if after is not None:
         if not devices:
@@ -51,12 +51,12 @@ def fetch_order(devices: Sequence[Device], name: str, deadline: float, after: ob
 
 
 def _await(device: Device, stream: Stream, deadline: float, late: str) -> None:
-    """Wait for what a stream has now. Raises WriterBusy, which says `late`, at the deadline; DeviceFailed."""
+    """Wait for what a stream has now. Raises DeviceBusy, which says `late`, at the deadline; DeviceFailed."""
     while not device.wait(stream, slice_until(deadline) / 1e9):
         stay_if_exiting()
         device.check()
         if time.monotonic() >= deadline:
-            raise WriterBusy(late)
+            raise DeviceBusy(late)
     device.check()
 
 
@@ -88,7 +88,7 @@ class DeviceWrites:
     def settle(self, deadline: float) -> bool:
         """Wait until the version that is under way is published. False: there is none.
 
-        Raises DeviceFailed when it never will be; then it is taken back. WriterBusy at the deadline.
+        Raises DeviceFailed when it never will be; then it is taken back. DeviceBusy at the deadline.
         """
         commit = self._commit
         if commit is None:
@@ -105,7 +105,7 @@ class DeviceWrites:
                     f"version {self._number} of arena {self._name!r} was not published: {error}", version=self._number
                 ) from error
             if time.monotonic() >= deadline:
-                raise WriterBusy(
+                raise DeviceBusy(
                     f"version {self._number} of arena {self._name!r} is still being copied on {self._device.name}, and "
                     "nothing newer was published; give it more time with timeout=",
                     version=self._number,
@@ -163,7 +163,7 @@ class DeviceWrites:
     def finish(self, deadline: float) -> None:
         """Wait until all that was written is there, what the calling thread's stream does to it too.
 
-        Raises WriterBusy at the deadline, DeviceFailed.
+        Raises DeviceBusy at the deadline, DeviceFailed.
         """
         self._device.follow(self._stream, self._device.current())
         late = (

@@ -19,7 +19,6 @@ from ...engine.source.second_names import tied_along
 from ...engine.source.sources import EVERYTHING, Weights, collect, not_saved
 from ...engine.source.strategy import WeightStrategy
 from ...errors import ManifestMismatch
-from ...memory.devices import usual
 from ...memory.manifest import Key
 from .worker_devices import DeviceChoice, WorkerDevices, devices_for
 
@@ -233,7 +232,7 @@ class Publishers:
             source,
             slots=self._slots,
             max_readers=max(64, 2 * readers),
-            device=device if device is not None or self._alias else usual(),  # a trainer on a GPU sends too
+            device="same" if device is None and self._alias else device,
             dtype=self._dtype_for(source, known),
             include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
             timeout=self._timeout,

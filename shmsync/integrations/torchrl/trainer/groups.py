@@ -270,7 +270,8 @@ class Groups:
     def _make(
         self, weights: Any, name: str, device: str | None, members: Collection[int] = (), *, dtype: Dtypes = None
     ) -> Group:
-        publisher = Publisher(weights, name=name, device=device, dtype=dtype, **self._options)
+        where = "same" if device is None else device
+        publisher = Publisher(weights, name=name, device=where, dtype=dtype, **self._options)
         self._groups.append(Group(publisher, members))
         return self._groups[-1]
 
