@@ -58,6 +58,7 @@ from .memory.system.process import ProcessState
 if _TYPE_CHECKING:
     from .engine.deadlines import Latency
     from .engine.publisher import Publisher
+    from .engine.read.section_values import VersionStamp
     from .engine.stats import PublisherStats, ReaderInfo, SubscriberStats
     from .engine.subscriber import Snapshot, Subscriber, attach
     from .engine.verify.local import Proof
@@ -96,6 +97,7 @@ __all__ = [
     "Subscriber",
     "SubscriberBusy",
     "SubscriberStats",
+    "VersionStamp",
     "WorkerDied",
     "WriterBusy",
     "WriterDied",
@@ -114,6 +116,7 @@ _LATER = {
     "Snapshot": ".engine.subscriber",
     "Subscriber": ".engine.subscriber",
     "SubscriberStats": ".engine.stats",
+    "VersionStamp": ".engine.read.section_values",
     "attach": ".engine.subscriber",
 }
 

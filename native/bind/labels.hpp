@@ -51,9 +51,10 @@ class Labels {
     const Label* mine = find();
     return mine ? mine->version : applied_;
   }
-  const std::string& session() const {
+  const std::string& session() const { return *used_session(); }
+  std::shared_ptr<const std::string> used_session() const {
     const Label* mine = find();
-    return mine ? *mine->session : *session_;
+    return mine ? mine->session : session_;
   }
 
  private:

@@ -5,6 +5,9 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
+#include <string_view>
+
 #include "trace.hpp"
 
 namespace nb = nanobind;
@@ -57,12 +60,14 @@ class Section {
         reader_(other.reader_),
         asked_(std::move(other.asked_)),
         timeout_(std::move(other.timeout_)),
+        session_(std::move(other.session_)),
         entered_(std::exchange(other.entered_, 0)) {}
 
   void enter() {
     reader_->enter(owner_, asked_, timeout_);
     ++entered_;
     version = version_of(reader_->side->held());
+    session_ = reader_->labels.used_session();
     torn = false;
   }
   void exit() {
@@ -82,6 +87,11 @@ class Section {
     if (entered_ > 0) reader_->labels.use(version);
   }
   nb::object weights() const { return owner_.attr("weights"); }
+  nb::object numpy() const { return values().attr("arrays_of")(owner_.attr("weights")); }
+  nb::object stamp() const {
+    const std::string_view session = session_ ? std::string_view(*session_) : std::string_view();
+    return values().attr("VersionStamp")(nb::bytes(session.data(), session.size()), version);
+  }
   void release_after(nb::object stream) const {
     if (entered_ == 0 || !reader_->in_section())
       raise("ProtocolError", "release_after() is for a read section of this thread that is open");
@@ -92,9 +102,12 @@ class Section {
   bool torn = false;
 
  private:
+  static nb::module_ values() { return nb::module_::import_("shmsync.engine.read.section_values"); }
+
   nb::object owner_;
   Reader* reader_;
   nb::object asked_, timeout_;
+  std::shared_ptr<const std::string> session_;  // of the arena that was entered; null before
   int entered_ = 0;
 };
 
@@ -218,7 +231,11 @@ void bind_reader(nb::module_& m) {
       .def_ro("version", &Section::version, "The version used inside.")
       .def_ro("torn", &Section::torn, "After exit: did the weights change meanwhile? Always False when pinned.")
       .def_prop_ro("weights", &Section::weights, nb::sig("def weights(self) -> tensordict.TensorDictBase"),
-                   "The weights, zero-copy.");
+                   "The weights, zero-copy.")
+      .def_prop_ro("stamp", &Section::stamp, "Session and version used inside, as a value to keep beside a result.")
+      .def("numpy", &Section::numpy, nb::sig("def numpy(self) -> dict[str, Any]"),
+           "The weights by dotted key as read-only numpy arrays, zero-copy; protected only inside the section.\n\n"
+           "Raises ProtocolError for weights on a device, and for a dtype that numpy lacks, such as bfloat16.");
 
   nb::class_<Exclusive>(m, "Exclusive", "Holds a Subscriber's re-entrant lock.")
       .def("__enter__", [](Exclusive& e) { e.enter(); })

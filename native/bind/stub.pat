@@ -8,6 +8,12 @@ shmsync._native.Reader.refresh|_native.Reader.refresh:
     def refresh(self) -> bool:
         \doc
 
+shmsync._native.ReadSection.stamp|_native.ReadSection.stamp:
+    \from shmsync.engine.read.section_values import VersionStamp
+    @property
+    def stamp(self) -> VersionStamp:
+        \doc
+
 shmsync._native.Sections.read|_native.Sections.read:
     def read(self, *, version: int | None = None, timeout: float | None = None) -> ReadSection:
         \doc

@@ -27,10 +27,11 @@ from .by_value import copy_by_value
 from .copy.copy_plan import CopyPlan
 from .copy.plan_cache import PlanCache
 from .deadlines import deadline_after
+from .read.state import copied_state
 from .source.arena_device import place_for
 from .source.dtypes import Dtypes, cast_leaves, kept_leaves
 from .source.manifest_check import same_bytes
-from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, problem_with
+from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved, problem_with
 from .verify.checksums import check_checksum, refuse_without_checksums
 from .verify.local import Proof
 from .verify.request import VerifyRequest
@@ -80,11 +81,11 @@ class ArenaWriter:
         self._closing: list[bool] = []  # filled by close(), which holds the writer's lock itself
         self._finalizer = util.Finalize(self, _clean_up, (self._created.fd, self.side, self._closing), exitpriority=20)
 
-    def open(self) -> None:
-        """Publish the first version, and let readers attach."""
+    def open(self, first_version: int = 1) -> None:
+        """Publish the first version, under this number, and let readers attach."""
         timeout = self.side.timeout
         self.side.traces.begin_requested(deadline_after(None, timeout), self.side.check)
-        self.publish(None, deadline_after(None, timeout))
+        self.publish(None, deadline_after(None, timeout), version=first_version)
         self.side.settle(deadline_after(None, timeout))
         segment.make_ready(self._created)
 
@@ -99,8 +100,24 @@ class ArenaWriter:
         self.side.check()
         return self.arena.weights(self.side.current[1])
 
-    def publish(self, weights: Weights | None, deadline: float, acks: Acks = NO_ACKS, after: object = None) -> int:
-        """As Publisher.publish()."""
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """As Publisher.state_dict()."""
+        side = self.side
+        side.check()
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            side.refuse_poisoned()
+            return copied_state(self.arena, side.current[1])
+
+    def publish(
+        self,
+        weights: Weights | None,
+        deadline: float,
+        acks: Acks = NO_ACKS,
+        after: object = None,
+        version: int | None = None,
+    ) -> int:
+        """As Publisher.publish(). `version`: publish this one instead of the next."""
         self.side.check()
         with self.side.lock:
             self.side.ready(deadline)
@@ -108,7 +125,7 @@ class ArenaWriter:
                 plan = self.plan(weights)
                 if after is not None:
                     self.side.await_sources(plan, deadline, after)
-                return self.side.publish(plan, deadline, acks)
+                return self.side.publish(plan, deadline, acks, version)
             finally:
                 self.plans.release()
 
@@ -274,7 +291,10 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
     if problems:
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
     dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
-    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum)
+    unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
+    return tensors, Manifest.of(
+        tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved
+    )
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:

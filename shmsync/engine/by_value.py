@@ -27,6 +27,7 @@ from torch import nn
 
 from ..memory.arena import Arena, arena_around, has_address
 from ..memory.devices import clone
+from ..memory.dotted import DottedTensorDict
 from ..memory.slab import slab
 from ..memory.torch_modes import run_plainly
 from .deadlines import deadline_after
@@ -252,7 +253,8 @@ def copy_by_value() -> None:
     """From now on, copies and pickles of arenas' tensors in this process are private copies of one version."""
     table = getattr(copy, "_deepcopy_dispatch", None)  # deepcopy() asks no copyreg, but the object itself
     if table is not None:
-        table.update({torch.Tensor: _deepcopied, nn.Parameter: _deepcopied, TensorDict: _deepcopied_levels})
+        table.update({torch.Tensor: _deepcopied, nn.Parameter: _deepcopied})
+        table.update(dict.fromkeys((TensorDict, DottedTensorDict), _deepcopied_levels))
     for kind in (torch.Tensor, nn.Parameter):
         usual = copyreg.dispatch_table.get(kind, _as_torch)
         copyreg.pickle(kind, functools.partial(_reduced, reduce=usual))

@@ -37,15 +37,15 @@ from .write.acks import NO_ACKS, Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 
-Wait = Literal["all"] | Sequence[int] | None
+Wait = Literal["all", True] | Sequence[int] | None
 
 
 class Publisher:
     """Publishes the weights of one model to any number of subscribers on this machine.
 
     Args:
-        weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted key to tensor. Published
-            as version 1. Kept, so that publish() can read it again; never changed.
+        weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted key to tensor or numpy
+            array. Published as `first_version`. Kept, so that publish() can read it again; never changed.
         name: under which other processes find the arena; None makes one up.
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
             readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
@@ -62,6 +62,8 @@ class Publisher:
         timeout: the arena's default, in seconds; math.inf waits without limit, None is 10.
         checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
             publish() then reads what it has written once more, each update() everything. Needs shmsync[verify].
+        first_version: the number of the first version. A trainer that starts again with the last number that it saved
+            plus one goes on counting.
 
     Raises:
         ArenaExists: the name belongs to a publisher that lives.
@@ -87,9 +89,11 @@ class Publisher:
         exclude: Patterns = None,
         timeout: float | None = DEFAULT_TIMEOUT,
         checksum: bool = False,
+        first_version: int = 1,
     ) -> None:
         slots = check_count("slots", slots, _native.MAX_SLOTS)
         max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
+        first_version = check_count("first_version", first_version, _native.MAX_VERSION)
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
@@ -107,7 +111,7 @@ class Publisher:
             checksum=checksum,
         )
         try:
-            self._writer.open()
+            self._writer.open(first_version)
         except BaseException:
             self.close()
             raise
@@ -119,13 +123,21 @@ class Publisher:
 
     @property
     def version(self) -> int:
-        """The published version; the first is 1."""
+        """The published version."""
         return self._writer.version
 
     @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only: writing into them is a SIGSEGV. Use update() to write."""
         return self._writer.weights
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A private copy of the published version by dotted key, for torch.save() and load_state_dict().
+
+        It has the leaves that the module's own state_dict() has. Raises Poisoned after an update() that failed half
+        way, and WriterBusy while another call writes.
+        """
+        return self._writer.state_dict()
 
     @property
     def handle(self) -> Handle:
@@ -148,7 +160,7 @@ class Publisher:
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.
-            wait: None returns at once; "all" waits until every subscriber alive at the commit has applied the
+            wait: None returns at once; True, or "all", waits until every subscriber alive at the commit has applied the
                 version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
             after: for weights on a device that were made on another stream than the current one: that stream, or an
@@ -325,8 +337,8 @@ def writer_of(publisher: Publisher) -> ArenaWriter:
 def _acks(wait: Wait) -> Acks:
     if wait is None:
         return NO_ACKS
-    if isinstance(wait, str) and wait == "all":
+    if wait is True or (isinstance(wait, str) and wait == "all"):
         return Acks(True)
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
-        raise ValueError(f'wait is None, "all" or a list of worker indices, not {wait!r}')
+        raise ValueError(f'wait is None, True (or "all"), or a list of worker indices, not {wait!r}')
     return Acks(True, [check_worker(worker) for worker in wait])

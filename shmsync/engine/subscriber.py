@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch._dynamo.decorators import skip
@@ -24,6 +25,8 @@ from .read.opening import open_reader
 from .read.reading import ReadPath
 from .read.snapshot import Snapshot
 from .read.snapshot_cache import SnapshotCache
+from .read.state import state_of
+from .read.versions import versions_of
 from .stats import SubscriberStats
 from .verify.local import Proof
 
@@ -37,7 +40,7 @@ class Subscriber(_native.Sections):
     """Reads the weights of one arena, zero-copy.
 
     Args:
-        handle_or_name: `pub.handle`, or the arena's name.
+        handle_or_name: `pub.handle`, or the arena's name. A name is waited for, at most `timeout` seconds.
         consistency: "pinned": what a section sees does not change while it lasts. "optimistic": sections never hold
             the publisher up, and say afterwards if they were torn; run() repeats. "live": plain shared memory.
         worker: an index by which the publisher names this subscriber.
@@ -48,7 +51,7 @@ class Subscriber(_native.Sections):
             wait_version(); sections warn, and read the old weights on.
 
     Raises:
-        ArenaNotFound: there is none of this name.
+        ArenaNotFound: there is none of this name, also after `timeout`; or not any more the one of the handle.
         ArenaCorrupt: there is something else.
         WriterDied: its publisher is dead.
         ReaderTableFull: all rows are taken; see Publisher(max_readers=).
@@ -151,6 +154,23 @@ class Subscriber(_native.Sections):
         """Counts since this subscriber was attached."""
         return self._reader.stats()
 
+    def versions(self, timeout: float | None = None) -> Iterator[int]:
+        """`for version in sub.versions():` — apply each new version; versions that were missed are skipped.
+
+        The first one is the version that is published when the loop begins. The loop ends when the publisher closes
+        its arena, or when the trainer leaves `Workers`. With follow=True it waits for a restarted trainer.
+
+        Args:
+            timeout: seconds to wait for each next version; None is the subscriber's default.
+
+        Raises:
+            PublishTimeout: no new version came in time.
+            WriterDied: the publisher died.
+            ProtocolError: the loop runs inside a read section of this thread, which keeps its version.
+            ShmSyncError: as in refresh() and wait_version().
+        """
+        return versions_of(self, timeout, self._reader.timeout, follows=self._reader._follows)
+
     def bind(
         self,
         module: M,
@@ -231,7 +251,15 @@ class Subscriber(_native.Sections):
         reader.run_as_is(copy)
         made = targets.made if out is None else out
         assert made is not None
-        return Snapshot(made, version)
+        return Snapshot.of(made, version, reader.arena.manifest)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A private copy of the newest version by dotted key, for torch.save() and load_state_dict().
+
+        It has the leaves that the published module's own state_dict() has; leaves that are tied share their memory.
+        Raises as read() does.
+        """
+        return state_of(self.snapshot().weights, self._reader.arena.manifest)
 
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.

@@ -18,6 +18,7 @@ from . import deferred_free as lent
 from .buffer_alloc import Fresh, tensordict_of
 from .control import segment
 from .devices import Device, OnDevice, checked_slots
+from .dotted import dotted
 from .manifest import Key, Leaf, Manifest, fingerprint
 from .slab import slab
 from .slab.slab import Slab
@@ -144,7 +145,7 @@ class Arena:
         weights = self._weights.get((slot, writable))
         if weights is None:
             with plainly():
-                weights = nested(self.views(slot, writable=writable)).lock_()
+                weights = dotted(nested(self.views(slot, writable=writable))).lock_()
             self._weights[slot, writable] = weights
         return weights
 

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from .dotted import dotted
 from .manifest import Key, Manifest
 from .torch_modes import plainly
 
@@ -41,7 +42,7 @@ class Fresh:
             tensors = [_empty(shape, strides, dtype=dtype, device=_cpu) for shape, strides, dtype in self._leaves]
             addresses = [tensor.data_ptr() for tensor in tensors]
         pieces = [(to, *place) for to, place in zip(addresses, self._places, strict=True) if place[1]]
-        return pieces, _filled(self._tree, tensors)
+        return pieces, dotted(_filled(self._tree, tensors))
 
 
 def _put(tree: dict[str, Any], key: Key, number: int) -> None:

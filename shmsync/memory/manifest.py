@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +33,7 @@ CHECKSUM_BYTES = 8
 
 T = TypeVar("T")
 _LARGEST = 2**63
+_CAST, _UNSAVED = 1, 2  # marks of a leaf
 
 
 def round_up(size: int, alignment: int) -> int:
@@ -62,6 +63,7 @@ class Leaf:
     strides: Strides
     offset: int  # bytes from the start of the slot
     cast: bool = False  # dtype= chose its dtype: floating sources of any dtype are cast to it
+    saved: bool = field(default=True, compare=False)  # False: a buffer that is in no state_dict()
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -129,8 +131,12 @@ class Manifest:
         dtypes: Mapping[Key, torch.dtype] | None = None,
         filtered: bool = False,
         checksum: bool = False,
+        unsaved: Collection[Key] = (),
     ) -> Manifest:
-        """Lay out the tensors in their order; `dtypes` has the leaves that are cast, and to what."""
+        """Lay out the tensors in their order; `dtypes` has the leaves that are cast, and to what.
+
+        `unsaved`: buffers that are in no state_dict().
+        """
         dtypes = dtypes or {}
         leaves = []
         offset = 0
@@ -140,7 +146,8 @@ class Manifest:
             shape = tuple(tensor.shape)
             identity = tie(tensor)
             at = placed.get(identity) if identity else None
-            leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), offset if at is None else at, key in dtypes)
+            place = offset if at is None else at
+            leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), place, key in dtypes, key not in unsaved)
             leaves.append(leaf)
             if at is None:
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
@@ -152,7 +159,8 @@ class Manifest:
         """UTF-8 JSON; the same leaves give the same bytes."""
         leaves = [
             [
-                list(leaf.key), leaf.dtype_name, list(leaf.shape), leaf.offset, int(leaf.cast),
+                list(leaf.key), leaf.dtype_name, list(leaf.shape), leaf.offset,
+                _CAST * leaf.cast + _UNSAVED * (not leaf.saved),
                 *([] if leaf.strides == contiguous(leaf.shape) else [list(leaf.strides)]),
             ]
             for leaf in self.leaves
@@ -230,7 +238,7 @@ def _number(value: Any) -> int:
 
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
-    key, dtype_name, shape, offset, cast, *strides = _typed(entry, list)
+    key, dtype_name, shape, offset, marks, *strides = _typed(entry, list)
     extent = _element_bytes(_typed(dtype_name, str))  # of an empty one the strides count
     sizes = tuple(_number(size) for size in _typed(shape, list))
     path = tuple(_typed(part, str) for part in _typed(key, list))
@@ -239,7 +247,9 @@ def _leaf(entry: Any, slot_bytes: int) -> Leaf:
         extent *= size or 1
         if extent >= _LARGEST:  # before it is a number of a million digits
             raise ValueError(f"leaf {name!r} has the shape {reprlib.repr(sizes)}, which no tensor has")
-    leaf = Leaf(path, dtype_name, sizes, _strides(name, sizes, *strides), _number(offset), bool(cast))
+    marks = _number(marks)
+    cast, saved = bool(marks & _CAST), not marks & _UNSAVED
+    leaf = Leaf(path, dtype_name, sizes, _strides(name, sizes, *strides), _number(offset), cast, saved)
     if not leaf.key or leaf.offset % TENSOR_ALIGNMENT:
         raise ValueError(f"leaf {name!r} is malformed: it has no key, or its offset {offset} is not aligned")
     if leaf.offset + leaf.nbytes > slot_bytes:

@@ -65,6 +65,7 @@ CALLS = {
     "run": lambda sub: sub.run(lambda: (sub.version, *stamps(sub.weights))),
     "snapshot": lambda sub: (lambda found: (found.version, *stamps(found.weights)))(sub.snapshot()),
     "refresh": lambda sub: (sub.refresh(), read(sub))[1],
+    "versions": lambda sub: (next(sub.versions()), read(sub))[1],
 }
 
 

@@ -154,6 +154,15 @@ def wait_version(state, version, **kwargs):
     return state.sub.wait_version(version, **kwargs)
 
 
+def collect_versions(state, **kwargs):
+    """Every version of the loop, and what the weights said meanwhile."""
+    seen = []
+    for version in state.sub.versions(**kwargs):
+        with state.sub.read() as section:
+            seen.append((version, section.version, *stamps(section.weights)))
+    return seen
+
+
 def apply_until(state, version):
     """Apply version after version until this one."""
     while state.sub.version < version:

@@ -21,10 +21,12 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert_type(pub.publish(), int)
         assert_type(pub.publish({"weight": torch.zeros(2)}, wait="all", timeout=1.0), int)
         assert_type(pub.publish(wait=[0, 1]), int)
-        with pub.update(wait="all") as weights:
+        assert_type(pub.publish(wait=True, timeout=None), int)
+        with pub.update(wait=True) as weights:
             assert_type(weights, TensorDictBase)
         pub.adopt(module, optimizer)
         assert_type(pub.handle, shmsync.Handle)
+        assert_type(pub.state_dict(), dict[str, torch.Tensor])
         assert_type(pub.readers(), list[shmsync.ReaderInfo])
         assert_type(pub.readers()[0].state, shmsync.ProcessState)
         assert_type(pub.stats().publish, shmsync.Latency)
@@ -39,6 +41,7 @@ def trainer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def casting(module: nn.Module) -> None:
     with shmsync.Publisher(module, dtype={"*.inv_freq": torch.float32, "*": torch.bfloat16}):
         pass
+    shmsync.Publisher(module, timeout=None, first_version=17)
     shmsync.Publisher(module, dtype="bfloat16")  # type: ignore[arg-type]
 
 
@@ -53,9 +56,16 @@ def worker(handle: shmsync.Handle, module: nn.Module) -> None:
             assert_type(section, shmsync.ReadSection)
             assert_type(section.weights, TensorDictBase)
             assert_type((section.version, section.torn), tuple[int, bool])
+            assert_type(section.stamp, shmsync.VersionStamp)
+            assert_type(section.stamp.session, bytes)
+            assert_type(section.numpy(), dict[str, Any])
+        for version in sub.versions(timeout=1.0):
+            assert_type(version, int)
         assert_type(sub.run(half, 2), float)
         assert_type(sub.run(half, 2, with_version=True), tuple[float, int])
         assert_type(sub.snapshot(), shmsync.Snapshot)
+        assert_type(sub.snapshot().state_dict(), dict[str, torch.Tensor])
+        assert_type(sub.state_dict(), dict[str, torch.Tensor])
         assert_type(sub.refresh(), bool)
         assert_type(sub.wait_version(2), int)
         assert_type(sub.publisher_alive, bool)

@@ -65,7 +65,7 @@ def test_a_class_of_ones_own_leads_where_its_parent_does():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python shows the notes of an exception from 3.11 on")
 def test_a_traceback_ends_with_it():
     with pytest.raises(shmsync.ArenaNotFound) as caught:
-        shmsync.Subscriber(f"no-such-arena-{os.getpid()}")
+        shmsync.Subscriber(f"no-such-arena-{os.getpid()}", timeout=0)
     error = caught.value
     assert traceback.format_exception(error)[-1] == f"help: {error.help}\n"
     error.add_note("mine")  # and those of others are left alone

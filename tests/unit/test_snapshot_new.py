@@ -58,7 +58,7 @@ def test_every_leaf_arrives_as_a_tensor_of_its_own(publisher, subscriber, slots,
     shown = pub.weights
     for _ in range(3):
         taken = sub.snapshot().weights
-        assert type(taken) is TensorDict and not taken.is_locked and taken.batch_size == torch.Size([])
+        assert isinstance(taken, TensorDict) and not taken.is_locked and taken.batch_size == torch.Size([])
         assert list(taken.keys(True, True)) == list(shown.keys(True, True))
         leaves = dict(taken.items(True, True))
         for key, tensor in shown.items(True, True):

@@ -93,7 +93,7 @@ def test_attach_arguments(publisher):
     with pytest.raises(ValueError, match="worker"):
         shmsync.Subscriber(pub.handle, worker=-1)
     with pytest.raises(shmsync.ArenaNotFound, match="no arena 'nobody'"):
-        shmsync.attach("nobody")
+        shmsync.attach("nobody", timeout=0)
     with shmsync.attach(pub.name) as sub:
         assert sub.name == pub.name
 

@@ -11,7 +11,8 @@ from ... import _native
 from ...memory.arena import Arena, lies_in, nested, readonly_ranges
 from ...memory.buffer_alloc import Pieces
 from ...memory.devices import assign, holding
-from ...memory.manifest import Key, Leaf
+from ...memory.dotted import dotted
+from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import direct
@@ -21,11 +22,36 @@ from ..source.targets import collisions, made_anew, problem_with_target
 Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
 
 
-class Snapshot(NamedTuple):
-    """A private, consistent copy of the weights, and their version."""
-
+class _OfVersion(NamedTuple):
     weights: TensorDictBase
     version: int
+
+
+class Snapshot(_OfVersion):
+    """A private, consistent copy of the weights, and their version.
+
+    Attributes:
+        weights: the copy; a leaf has its key path or its dotted key.
+        version: the version that was copied.
+    """
+
+    _unsaved: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, weights: TensorDictBase, version: int, manifest: Manifest) -> Snapshot:
+        """The snapshot of a version whose leaves a `manifest` lists."""
+        made = cls(weights, version)
+        made._unsaved = frozenset(leaf.name for leaf in manifest.leaves if not leaf.saved)
+        return made
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The leaves by dotted key, for torch.save() and load_state_dict(): the same tensors as in `weights`.
+
+        It has the leaves that the published module's own state_dict() has.
+        """
+        leaves = self.weights.items(include_nested=True, leaves_only=True)
+        named = {key if isinstance(key, str) else ".".join(key): leaf for key, leaf in leaves}
+        return {name: leaf for name, leaf in named.items() if name not in self._unsaved}
 
 
 class Targets:
@@ -47,7 +73,7 @@ class Targets:
             with plainly():
                 fresh = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
             self._others = [(fresh[leaf.key], leaf) for leaf in arena.manifest.leaves]
-            self.made = nested(fresh)
+            self.made = dotted(nested(fresh))
             return
         if not isinstance(out, TensorDictBase):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")

@@ -16,6 +16,7 @@ from torch import nn
 from ... import _native
 from ...errors import ManifestMismatch
 from ...memory.arena import ADDRESSED
+from ...memory.arrays import is_array
 from ...memory.manifest import Key
 
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
@@ -89,6 +90,8 @@ def problem_with(value: Any) -> str | None:
     """Why this object cannot be a leaf at all, or None."""
     if type(value) in _CLASSES and _native.surely_plain(value):
         return None  # the common case, in 1 µs
+    if is_array(value):
+        return f"is a numpy array of dtype {value.dtype}, which torch lacks; convert it, or leave it out with exclude="
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):

@@ -17,6 +17,8 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_coll
 from torch import nn
 
 from ...errors import ManifestMismatch
+from ...memory.arrays import is_array, tensor_over
+from ...memory.dotted import DottedTensorDict
 from ...memory.manifest import Key, Manifest
 from .leaf_check import check_depth, loaded_class, problem_with, problem_with_key, shown
 from .wrappers import spelled_in, unwrapped, walk, wrapped_by
@@ -109,10 +111,10 @@ def collect(
         return collected if to_write else _arrived(collected)
     if isinstance(source, Mapping):
         collected = _from_mapping(source, filter, manifest)
-        return collected if to_write else _arrived(collected)
+        return collected if to_write else _arrived(_over_arrays(collected))
     inner = wrapped_by(source)
     raise TypeError(
-        f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors, "
+        f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors or numpy arrays, "
         f"not {type(source).__name__}"
         + ("" if inner is None else f"; pass the {type(inner).__name__} inside it (.func, .__wrapped__ or .__self__)")
     )
@@ -136,6 +138,13 @@ def _arrived(collected: Collected) -> Collected:
         for key, value in collected.tensors.items():
             if type(value) is kind:
                 collected.tensors[key] = value.wait()
+    return collected
+
+
+def _over_arrays(collected: Collected) -> Collected:
+    for key, value in collected.tensors.items():
+        if is_array(value):
+            collected.tensors[key] = tensor_over(value)
     return collected
 
 
@@ -201,7 +210,7 @@ def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest 
 def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
     # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
     check_depth(path)
-    store = getattr(source, "_tensordict", None) if type(source) is TensorDict else None
+    store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
     watch.add(store)
     if watch.guards is not None:  # select(inplace=True) and others give the TensorDict another dict
         watch.guards.append((vars(source), [("_tensordict", store)], False))

@@ -1,8 +1,8 @@
 """Has update() handed out anything that can be written? If not, a body that fails has changed nothing.
 
 A TensorDict hands its leaves out in many ways. So it has another class until the first use of any attribute, which
-makes it a plain TensorDict and counts as a hand-out. Looking up a missing key does not count. What a body kept from an
-earlier update(), a leaf or a level of the TensorDict, is found by its reference count.
+makes it the usual TensorDict and counts as a hand-out. Looking up a missing key does not count. What a body kept from
+an earlier update(), a leaf or a level of the TensorDict, is found by its reference count.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from ...memory.dotted import DottedTensorDict, dotted_names
 from ...memory.manifest import Key
 from ..source.aliases import shown_by_others
 
@@ -34,6 +35,7 @@ class HandOut:
         self._leaves = list({id(view): view for view in views.values()}.values())
         self._below = [each for each in weights.values(include_nested=True) if isinstance(each, TensorDictBase)]
         self._known = {key[:size] for key in views for size in range(1, len(key) + 1)}
+        self._names = dotted_names(self._known)
         self._counts = self._references()
         self.done = False
 
@@ -45,7 +47,7 @@ class HandOut:
 
     def end(self) -> None:
         """Watch no more."""
-        self._weights.__class__ = TensorDict
+        self._weights.__class__ = DottedTensorDict
         vars(self._weights).pop(_ATTRIBUTE, None)  # a cycle would keep the slab until the next garbage collection
 
     def may_have_written(self) -> bool:
@@ -56,7 +58,7 @@ class HandOut:
         """Is this the key of no leaf and of no level? False for what may be an index."""
         path = (key,) if type(key) is str else key
         named = type(path) is tuple and path != () and all(type(part) is str for part in path)
-        return named and path not in self._known
+        return named and path not in self._known and ".".join(path) not in self._names
 
     def hand_out(self) -> None:
         """Something may have been handed out."""
@@ -67,7 +69,7 @@ class HandOut:
         return [sys.getrefcount(each) for each in (*self._leaves, *self._below)]
 
 
-class Untouched(TensorDict):
+class Untouched(DottedTensorDict):
     """The weights, of which nothing was used yet."""
 
     def __getattribute__(self, name: str) -> Any:

@@ -28,6 +28,7 @@ from .leftovers import sweep, sweep_some
 
 T = TypeVar("T")
 
+_LOOK_FOR_NAME = 0.005  # seconds between two looks for an arena that does not exist yet
 _LOCK_WAIT = 1.0  # seconds; a sweeper that is not stopped has the lock for microseconds
 
 
@@ -158,17 +159,22 @@ def make_ready(created: Created) -> None:
 
 
 def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
-    """Map the segment of a live arena, after checking all of its header. `session`: the handle's; None accepts any."""
+    """Map the segment of a live arena, after checking all of its header.
+
+    `session`: the handle's. None accepts any, and waits until there is one; a handle's arena was there already.
+    """
     check_name(name)
+    began = time.monotonic()
     unlocked_since: float | None = None
     while True:
         with opened(name) as fd:
             header = None if fd is None else read(fd)
             if fd is None or (header is not None and header.ready):
                 if fd is None or header is None:
-                    raise ArenaNotFound(
-                        f"there is no arena {name!r} (any more); start its publisher first, or check the name"
-                    )
+                    if session is None and time.monotonic() < deadline:
+                        time.sleep(min(_LOOK_FOR_NAME, max(0.0, deadline - time.monotonic())))
+                        continue
+                    raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
                 if session is not None and header.session != session:
                     raise ArenaNotFound(
                         f"arena {name!r} is session {header.session.hex()} but the handle is of session "
@@ -186,6 +192,15 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
         if time.monotonic() > deadline:
             raise ArenaNotFound(f"arena {name!r} is not ready; its publisher is still creating it, or died doing so")
         time.sleep(0.001)
+
+
+def _no_arena(name: str, session: bytes | None, waited: float) -> str:
+    if session is not None:
+        return f"there is no arena {name!r} any more; its publisher was closed or has died, start it again"
+    return (
+        f"there is no arena {name!r}, after waiting {waited:.3g} s for it; start its publisher, check the name, or "
+        "give more time with timeout="
+    )
 
 
 def withdraw(name: str, fd: int) -> None:

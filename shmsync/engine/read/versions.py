@@ -1,0 +1,63 @@
+"""The versions of an arena as an iterator: what a worker's loop runs over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from ...errors import ClosedError, ProtocolError, PublishTimeout, WriterDied
+from ..deadlines import deadline_after
+
+_SLICE = 0.05  # seconds between two looks for a restarted publisher, whose versions begin again
+
+
+class Reads(Protocol):
+    """What the loop needs of a subscriber."""
+
+    @property
+    def version(self) -> int: ...  # noqa: D102
+    @property
+    def session(self) -> bytes: ...  # noqa: D102
+    @property
+    def publisher_alive(self) -> bool: ...  # noqa: D102
+    def refresh(self) -> bool: ...  # noqa: D102
+    def wait_version(self, version: int, timeout: float | None = None) -> int: ...  # noqa: D102
+
+
+def versions_of(sub: Reads, timeout: float | None, default: float, *, follows: bool) -> Iterator[int]:
+    """As Subscriber.versions(). `default`: the subscriber's timeout; `follows`: it was made with follow=True."""
+    shown = None  # session and version: those of a followed publisher may begin again
+    while True:
+        sub.refresh()
+        now = sub.session, sub.version
+        if now != shown:
+            shown = now
+            yield sub.version
+        elif not _next(sub, deadline_after(timeout, default), follows):
+            return
+
+
+def _next(sub: Reads, deadline: float, follows: bool) -> bool:
+    """Wait for a version that is new to this thread. False: none will come."""
+    before = sub.session, sub.version
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            sub.wait_version(sub.version + 1, max(0.0, min(left, _SLICE) if follows else left))
+        except (PublishTimeout, ClosedError, WriterDied) as error:
+            if follows and left > _SLICE:
+                sub.refresh()
+                if (sub.session, sub.version) == before:
+                    continue
+            elif isinstance(error, ClosedError) and not sub.publisher_alive:  # which raises if the subscriber is closed
+                return False
+            else:
+                raise
+        else:
+            sub.refresh()
+            if (sub.session, sub.version) == before:
+                raise ProtocolError(
+                    "versions() applies nothing inside a read section; leave the section first", version=sub.version
+                )
+        return True

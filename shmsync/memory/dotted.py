@@ -1,0 +1,79 @@
+"""TensorDicts that also know their leaves by dotted key, as a state_dict() spells it.
+
+`weights["2.bias"]` is `weights["2", "bias"]`. A key that contains dots itself, as one of a flat TensorDict may, comes
+first. What is pickled of such a TensorDict is a plain one.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, SupportsIndex
+
+from tensordict import TensorDict, TensorDictBase
+
+
+class DottedTensorDict(TensorDict):
+    """A TensorDict of weights, with dotted keys beside its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """As a TensorDict's; also of a dotted key."""
+        return super().__getitem__(self._own(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As a TensorDict's; also of a dotted key."""
+        super().__setitem__(self._own(index), value)
+
+    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """As a TensorDict's; also of a dotted key."""
+        return super().get(self._own(key), *args, **kwargs)
+
+    def set_(self, key: Any, item: Any, **kwargs: Any) -> Any:
+        """As a TensorDict's; also of a dotted key."""
+        return super().set_(self._own(key), item, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return copyreg._reconstructor, (TensorDict, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def _own(self, index: Any) -> Any:
+        """The key that an index stands for; other indices as they are."""
+        path = (index,) if type(index) is str else index
+        if type(path) is not tuple or not all(type(part) is str for part in path) or not any("." in p for p in path):
+            return index
+        return spelled(self, ".".join(path)) or index
+
+
+def spelled(weights: Any, name: str) -> tuple[str, ...] | None:
+    """The key path in a tree of TensorDicts whose dotted form this is, or None."""
+    keys = weights.keys()
+    if name in keys:
+        return (name,)
+    end = name.find(".")
+    while end >= 0:
+        head = name[:end]
+        if head in keys and isinstance(below := weights.get(head), TensorDictBase):
+            rest = spelled(below, name[end + 1 :])
+            if rest is not None:
+                return (head, *rest)
+        end = name.find(".", end + 1)
+    return None
+
+
+def dotted(weights: TensorDict) -> TensorDict:
+    """The same TensorDict, which takes dotted keys from now on."""
+    weights.__class__ = DottedTensorDict
+    return weights
+
+
+def dotted_names(paths: Iterable[tuple[str, ...]]) -> set[str]:
+    """The dotted forms of key paths."""
+    return {".".join(path) for path in paths}
+
+
+DottedTensorDict.__name__ = TensorDict.__name__  # what repr() and errors call it
+
+with suppress(ImportError):  # pytrees know classes, and not those derived from them
+    from tensordict._pytree import _register_td_node
+
+    _register_td_node(DottedTensorDict)
