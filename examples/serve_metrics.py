@@ -4,7 +4,6 @@ Needs `pip install 'shmsync[metrics]'`. docs/grafana.json is a dashboard for the
 """
 
 import argparse
-import multiprocessing
 import time
 
 import torch
@@ -14,12 +13,12 @@ import shmsync
 from shmsync import metrics
 
 
-def work(handle, rank):
-    with shmsync.Subscriber(handle, worker=rank) as sub, torch.no_grad():
-        policy = sub.bind(torch.nn.Linear(64, 4))
-        while sub.publisher_alive:
+def work(sub):
+    policy = sub.bind(torch.nn.Linear(64, 4))
+    with torch.no_grad():
+        for _ in sub.versions():
             policy(torch.ones(16, 64))
-            time.sleep(0.01 * (rank + 1))
+            time.sleep(0.01 * (sub.worker + 1))
 
 
 if __name__ == "__main__":
@@ -28,13 +27,10 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=9400)
     options = parser.parse_args()
     policy = torch.nn.Linear(64, 4)
-    with shmsync.Publisher(policy, name="metrics-example", slots=3) as pub:
-        processes = [
-            multiprocessing.get_context("spawn").Process(target=work, args=(pub.handle, rank)) for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        pub.wait_readers(range(2), procs=processes, timeout=120)
+    with (
+        shmsync.Publisher(policy, name="metrics-example", slots=3) as pub,
+        shmsync.Workers(pub, work, 2),
+    ):
         metrics.prometheus(pub)
         start_http_server(options.port)
         print(f"serving at http://localhost:{options.port}/metrics", flush=True)
@@ -46,5 +42,3 @@ if __name__ == "__main__":
             time.sleep(0.05)
         for name, value in metrics.values(pub).items():  # what a writer of TensorBoard or W&B would be given
             print(f"{name} {value:g}")
-    for process in processes:
-        process.join()

@@ -49,6 +49,7 @@ from .errors import (
     ShmSyncError,
     SubscriberBusy,
     WorkerDied,
+    WorkerFailed,
     WriterBusy,
     WriterDied,
 )
@@ -63,6 +64,7 @@ if _TYPE_CHECKING:
     from .engine.subscriber import Snapshot, Subscriber, attach
     from .engine.verify.local import Proof
     from .schemes import *  # noqa: F403
+    from .workers import Workers
 
 __version__ = "0.1.0"
 
@@ -99,6 +101,8 @@ __all__ = [
     "SubscriberStats",
     "VersionStamp",
     "WorkerDied",
+    "WorkerFailed",
+    "Workers",
     "WriterBusy",
     "WriterDied",
     "attach",
@@ -117,6 +121,7 @@ _LATER = {
     "Subscriber": ".engine.subscriber",
     "SubscriberStats": ".engine.stats",
     "VersionStamp": ".engine.read.section_values",
+    "Workers": ".workers",
     "attach": ".engine.subscriber",
 }
 

@@ -16,6 +16,7 @@
     ├── ReaderTableFull    more subscribers than max_readers
     ├── PublishTimeout     the awaited version was not published                                (TimeoutError)
     ├── WorkerDied         published, but these workers died before they applied it
+    ├── WorkerFailed       what the function of a worker of Workers raised; its cause is that exception
     ├── AckTimeout         published, but these workers have not applied it in time             (TimeoutError)
     ├── NotDelivered       verify(): these leaves, or workers, hold other weights than those that were published
     ├── ProtocolError      the call makes no sense here, for example a publish inside one's own read section
@@ -130,6 +131,10 @@ class PublishTimeout(ShmSyncError, TimeoutError):
 
 class WorkerDied(ShmSyncError):
     """Published, but the named workers died before they applied it."""
+
+
+class WorkerFailed(ShmSyncError):
+    """The function of the named worker raised; `__cause__` is what it raised, with the worker's traceback."""
 
 
 class AckTimeout(ShmSyncError, TimeoutError):

@@ -75,6 +75,7 @@ class Subscriber(_native.Sections):
         super().__init__(reader)
         self._reader = reader
         self._consistency = consistency
+        self._worker = worker
         self._snapshot_cache = SnapshotCache()
         try:
             copy_by_value()
@@ -90,6 +91,11 @@ class Subscriber(_native.Sections):
     def name(self) -> str:
         """The arena's name."""
         return self._reader.name
+
+    @property
+    def worker(self) -> int | None:
+        """The index that it was attached with; in Workers the worker's rank."""
+        return self._worker
 
     @property
     def weights(self) -> TensorDictBase:

@@ -17,7 +17,7 @@ def test_every_export_exists_and_errors_form_one_tree():
         assert getattr(shmsync, name).__module__.startswith("shmsync")
     classes = [value for value in vars(shmsync.errors).values() if isinstance(value, type)]
     errors = [value for value in classes if issubclass(value, Exception)]
-    assert len(errors) == 22
+    assert len(errors) == 23
     for error in errors:
         assert issubclass(error, shmsync.ShmSyncError)
         assert error.__name__ in shmsync.__all__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 
 from ... import _native
 from ..._native import Consistency, State
@@ -46,6 +47,7 @@ class WaitPath(_native.Reader):
         self._release = release
         self._peers = peers
         self._name = name
+        self.look_also: Callable[[], None] | None = None  # raises what else ends the waits
         self._successor = successor
         self._follows = successor is not None
         self._restarts = 0
@@ -79,6 +81,8 @@ class WaitPath(_native.Reader):
         stay_if_exiting()
         if self._ending:
             raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")
+        if self.look_also is not None:
+            self.look_also()
 
     def _follow(self) -> bool:
         """Move to the arena that has taken this one's place, if there is one. Hold the lock, outside of sections."""

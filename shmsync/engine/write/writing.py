@@ -17,6 +17,7 @@ from ...errors import (
     ForkedHandle,
     Poisoned,
     ProtocolError,
+    WorkerDied,
     WriterBusy,
 )
 from ...memory.arena import Arena
@@ -33,6 +34,7 @@ from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
 from .handed_out import HandOut
+from .lookout import Lookout
 from .slot_wait import SlotWait
 
 
@@ -76,6 +78,7 @@ class WriteSide:
         self.closed = False
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
+        self.lookout: Lookout | None = None
         self.close_request = CloseRequest(self.lock)
         self.slot_wait = SlotWait(arena, name, self._writer, self.peers, owner, self.close_request)
         self.traces = TraceSwitch(self._writer, arena.control, name)
@@ -363,9 +366,20 @@ class WriteSide:
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
-            died, pending = self.slot_wait.died, self.close_request.pending
+            died, lookout = self.slot_wait.died, self.lookout
+
+            def ending() -> bool:
+                if lookout is not None:
+                    lookout.look(version)
+                return self.close_request.pending()
+
             with self.close_request.waiting():
-                wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, pending)
+                try:
+                    wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, ending)
+                except WorkerDied as error:
+                    if lookout is None or not lookout.explains(error):
+                        raise
+                ending()
         finally:
             self._waited(self.counts.ack_wait, "wait for acks", started, version)
             if len(self.peers):  # a worker was late; rows that were given back need no pidfd any more

@@ -1,5 +1,5 @@
 """The control segment: its header, its reader table, and what is left of those whose owner died.
 
 segment.py makes and finds one, reader_table.py says what observers are told of a row.
-May be imported by memory, engine, schemes, integrations and cli.
+May be imported by memory, engine, workers, schemes, integrations and cli.
 """

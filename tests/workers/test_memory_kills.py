@@ -1,0 +1,44 @@
+"""Which counters of the kernel say that a process was killed for lack of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shmsync
+from shmsync.workers.memory_kills import memory_kills
+from support import workers_jobs as jobs
+from support.processes import kill
+from support.weights import stamped
+
+
+def test_counters_of_all_kinds_are_added(tmp_path):
+    events, vmstat, control = (tmp_path / name for name in ("memory.events", "vmstat", "memory.oom_control"))
+    events.write_text("low 0\noom 5\noom_kill 2\noom_group_kill 9\n")
+    vmstat.write_text("nr_free_pages 71\noom_kill 1\n")
+    control.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    assert memory_kills([events, vmstat, control, tmp_path / "missing"]) == 7
+    vmstat.write_text("oom_kill nonsense\n")
+    assert memory_kills([vmstat]) == 0
+
+
+def test_this_machine_has_such_a_counter():
+    text = Path("/proc/vmstat").read_text()
+    if "oom_kill" not in text:
+        pytest.skip("this kernel does not count in /proc/vmstat; from Linux 4.13 on it does")
+    assert memory_kills() >= int(text.partition("\noom_kill ")[2].split()[0])
+
+
+def test_a_kill_for_memory_is_named(monkeypatch):
+    # What the kernel does at the end of memory is a SIGKILL, and one more in its counter.
+    with shmsync.Publisher(stamped(1), slots=2, timeout=120.0) as pub, shmsync.Workers(pub, jobs.apply, 2) as workers:
+        kill(workers.procs[0].pid)
+        workers._memory_kills -= 1
+        with pytest.raises(shmsync.WorkerDied, match="killed by SIGKILL.*possibly out of memory"):
+            pub.publish(wait=True)
+        kill(workers.procs[1].pid)
+        workers._memory_kills = memory_kills()
+        with pytest.raises(shmsync.WorkerDied) as caught:
+            pub.publish(wait=True)
+        assert "memory" not in str(caught.value)
