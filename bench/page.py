@@ -9,7 +9,10 @@ from row import Row, cells, figures
 TITLES = ["what", "shmsync, p50 / p99", "floor or peer, p50 / p99", "ratio", "aim", "checked"]
 HEADLINES = (  # of the README, at most six: section, how the row and its floor or peer begin, and what the README says
     ("readers", 'publish(wait="all") 4 bytes, 4', "", 'a small model to 4 readers, `publish(wait="all")`'),
-    ("copy", "publish 100 MB in 14 tensors, 1 thread", "", "100 MB to any number of readers, `publish()`"),
+    (
+        "copy", "publish 100 MB in 14 tensors, 1 thread", "",
+        "100 MB to any number of readers, `publish()` with one thread",
+    ),
     ("lock", "forwards of 4", "share_memory(), lock, a copy", "forwards of 4 workers, new weights every 5 ms"),
     ("schemes", "SharedMem, 5k parameters, 200", "TorchRL", "200 small tensors to 4 workers, SharedMem scheme"),
     ("collectors", "frames, CartPole, 4 workers, sync", "TorchRL", "frames of CartPole, new weights after every batch"),

@@ -42,7 +42,7 @@ def evaluate(rank, seed, handle, pipe):
     with shmsync.Subscriber(handle, worker=rank) as sub:
         sub.bind(model.policy)  # its parameters are views of the shared weights
         while True:
-            # predict() is not forward(), which bind() guards; and all episodes should be played by one version.
+            # Each predict() alone would be one section. This section makes all episodes be played by one version.
             with sub.read() as section:
                 returns, _ = evaluate_policy(model, model.get_env(), EPISODES, return_episode_rewards=True)
             try:

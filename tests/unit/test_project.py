@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import shmsync
+from shmsync.collectors.collector import START_TIMEOUT
+from shmsync.engine.copy.converting import STAGED_BYTES
+from shmsync.engine.deadlines import DEFAULT_TIMEOUT
+from shmsync.schemes.pipes.weights_message import LARGE
 
 PACKAGE = Path(shmsync.__file__).parent
 
@@ -80,3 +85,36 @@ def test_schemes_for_several_machines_are_found_in_both_places():
         assert getattr(shmsync, name) is getattr(shmsync.schemes, name)
     assert not hasattr(shmsync, "NoSuchScheme")
     assert not hasattr(shmsync.schemes, "NoSuchScheme")
+
+
+ROOT = NATIVE.parent
+
+
+def test_the_readme_is_a_front_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert "make demo" in text and "make test" in text
+    assert re.findall(r"\d+ min", text) == []  # the run times of the tests stand in CONTRIBUTING.md
+
+
+def test_the_pages_give_the_limits_of_the_code():
+    def page(name):
+        return (ROOT / "docs" / name).read_text()
+
+    defaults = re.findall(r"(?:one machine|RayWeightUpdater`|start of the workers) \| (\d+) \|", page("guarantees.md"))
+    remote = inspect.signature(shmsync.DistributedWeightSyncScheme).parameters["timeout"].default
+    assert [float(each) for each in defaults] == [DEFAULT_TIMEOUT, remote, START_TIMEOUT]
+    wake = re.search(r"kWakeAbove = std::size_t\{(\d+)\} << 20", (NATIVE / "include/shmsync/copy.hpp").read_text())
+    assert f"They help with copies of {wake[1]} MiB and more" in page("troubleshooting.md")
+    assert f"are at most\n{STAGED_BYTES >> 20} MiB together" in page("weights.md")
+    assert f"Weights of less than {LARGE >> 20} MiB are in the message" in page("schemes.md")
+
+
+def test_only_one_page_says_how_to_install_an_extra():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
+    found = [path.name for path in pages if "pip install 'shmsync[" in path.read_text()]
+    assert found == ["compatibility.md"]
+    listed = re.findall(r"^\| ((?:`[a-z]+`(?:, )?)+) \|", (ROOT / "docs/compatibility.md").read_text(), re.MULTILINE)
+    extras = set(re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`([a-z]+)`", " ".join(listed)))
+    assert named <= extras and {"collectors", "torchrl", "ray", "verify", "top"} <= named
