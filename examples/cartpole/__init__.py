@@ -31,8 +31,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo with the command line `argv` (None: sys.argv[1:]) and return its exit status.
 
-    0: the target return was reached. 1: it was not (step limit, or no actor left). 2: bad options.
-    130: ended by Ctrl-C; 143: by SIGTERM.
+    0: the target return was reached. 1: it was not (step limit, or no actor left). 2: bad options, or a missing
+    package. 130: ended by Ctrl-C; 143: by SIGTERM.
     """
     from .options import parse
     from .stop import Stop
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in ("gymnasium", "matplotlib", "rich") if find_spec(name) is None]
     if missing:
         print(f"The demo needs {', '.join(missing)}: pip install 'shmsync[demo]'", file=sys.stderr)
-        return 1
+        return 2
     with Stop() as stop:
         from .helper import context
 
