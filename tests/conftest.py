@@ -71,7 +71,7 @@ def collect_garbage():
     """gc.collect(), which looks at no object of what was imported: with those it takes up to half a second a test.
 
     What a test imports is a million objects too, where it compiles a module. So what is alive when a collection took
-    long is set aside for good: it is not garbage now, and fixtures of a module or a session are closed by name.
+    long is set aside: it is not garbage now. Where a test leaves something, all of it is looked at again.
     """
     begun = time.thread_time()
     gc.collect()
@@ -116,6 +116,9 @@ def nothing_left() -> Iterator[None]:
     yield
     assert modes_of_torch() == modes
     collect_garbage()
+    if not set(segments()) <= arenas or len(threads()) > len(before):
+        gc.unfreeze()  # garbage now, and alive when the rest was set aside
+        gc.collect()
     assert set(segments()) <= arenas
     # an executor that is closed while Ray or a store has not answered it yet ends when they have.
     end = time.monotonic() + PATIENCE

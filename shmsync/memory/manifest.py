@@ -73,7 +73,7 @@ class Leaf:
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * _element_bytes(self.dtype_name)
+        return math.prod(self.shape) * (ELEMENT_BYTES.get(self.dtype_name) or _element_bytes(self.dtype_name))
 
     @cached_property
     def name(self) -> str:
@@ -148,6 +148,7 @@ class Manifest:
             at = placed.get(identity) if identity else None
             place = offset if at is None else at
             leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), place, key in dtypes, key not in unsaved)
+            leaf.__dict__["dtype"] = kept  # as the cached property would find it
             leaves.append(leaf)
             if at is None:
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
@@ -215,9 +216,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _element_bytes(dtype_name: str) -> int:
-    size = ELEMENT_BYTES.get(dtype_name)
-    if size is not None:
-        return size
+    """Of a dtype that is not in ELEMENT_BYTES."""
     dtype = _dtypes().get(dtype_name)
     if dtype is None:
         raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
@@ -239,7 +238,8 @@ def _number(value: Any) -> int:
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
     key, dtype_name, shape, offset, marks, *strides = _typed(entry, list)
-    extent = _element_bytes(_typed(dtype_name, str))  # of an empty one the strides count
+    known = ELEMENT_BYTES.get(_typed(dtype_name, str))
+    extent = known or _element_bytes(dtype_name)  # of an empty one the strides count
     sizes = tuple(_number(size) for size in _typed(shape, list))
     path = tuple(_typed(part, str) for part in _typed(key, list))
     name = ".".join(path)

@@ -84,7 +84,7 @@ def test_what_would_leave_the_arena_is_refused_before_anything_changes(
 ):
     trainer, worker = Net(), Net()
     pub = publisher(trainer, slots=slots)
-    getattr(subscriber(pub), how)(worker)
+    (bind_copies if how == "bind_copies" else shmsync.Subscriber.bind)(subscriber(pub), worker)
     before = places(worker)
     refused = pytest.raises(shmsync.ProtocolError, match=r"Nothing was changed.*Publisher\(dtype=\)")
     with refused, torch.inference_mode(inference):

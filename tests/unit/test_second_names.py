@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shmsync.errors import ManifestMismatch
+from support.engine import bind_copies
 
 
 class Net(nn.Module):
@@ -129,7 +130,7 @@ def test_module_on_meta_is_bound(publisher, subscriber):
 def test_copies_on_another_device_are_bound(publisher, subscriber):
     trainer, worker = Net("memory"), Net("memory")
     pub = publisher(single(trainer))
-    subscriber(pub).bind_copies(worker)
+    bind_copies(subscriber(pub), worker)
     for value in (1.0, 2.0):
         pub.publish(single(change(trainer, value)))
         show(worker)

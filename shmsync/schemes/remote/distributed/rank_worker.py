@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,8 +67,10 @@ class Inbox:
 
         Raises ProtocolError when the store does not answer within `timeout` seconds.
         """
-        task = self._keeper.give(self._introduce)
+        wanted = [True]
+        task = self._keeper.give(lambda: self._introduce(wanted))
         if not task.done_by(time.monotonic() + timeout):
+            wanted.clear()
             raise ProtocolError(
                 f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give "
                 "more with timeout="
@@ -173,8 +175,12 @@ class Inbox:
 
     # On the keeper's thread.
 
-    def _introduce(self) -> Door:
+    def _introduce(self, wanted: Sequence[bool] = (True,)) -> Door:
         if self._keeper.door is None:
+            with store_errors(), contextlib.suppress(ProtocolError):  # what lies there is replaced
+                read_address(self._store, self._rank)  # a store whose host is stopped keeps this thread here
+            if not wanted or self._closed:  # meanwhile: senders must not be led to an end that no call reads
+                raise ProtocolError(f"the end of rank {self._rank} was given up before the store answered")
             host, secret = own_host(self._store), new_secret()
             door = Door(host, secret)
             try:
