@@ -51,7 +51,7 @@ def test_a_dead_publisher_is_an_error_unless_it_is_followed(start, name):
         versions, followed = sub.versions(timeout=for_ever), follower.versions(timeout=for_ever)
         assert next(versions) == next(followed) == 7
         waiter = Call(next, followed)
-        until_waits(waiter, "_await")
+        until_waits(waiter, "_wait_for")
         trainer.kill()
         with pytest.raises(shmsync.WriterDied):
             next(versions)
@@ -70,7 +70,7 @@ def test_closing_the_subscriber_in_another_thread_is_no_end_of_the_weights():
         versions = sub.versions(timeout=for_ever)
         assert next(versions) == 1
         waiter = Call(next, versions)
-        until_waits(waiter, "_await")
+        until_waits(waiter, "_wait_for")
         sub.close()
         with pytest.raises(shmsync.ClosedError):
             waiter.result()
