@@ -150,7 +150,7 @@ def run_without(package, *command):
     ("package", "command", "extra", "status"),
     [
         ("rich", ["top"], "top", 2),
-        ("rich", ["demo"], "demo", 1),
+        ("rich", ["demo"], "demo", 2),
         ("argcomplete", ["completion", "zsh"], "completion", 2),
     ],
     ids=["top", "demo", "completion"],

@@ -177,6 +177,8 @@ class RankEnd:
         self.words: deque[str] = deque(maxlen=_WORDS)
         self._store, self._pid = store, os.getpid()
         self._thread = thread_of(store).join()
+        self._leave = weakref.finalize(self, self._thread.leave)  # also of one that was never closed
+        self._leave.atexit = False
         self._calls: dict[int, MessageCall] = {}
         self._connection: Connection | None = None  # the channel holds it weakly
         self._dial: Dial | None = None
@@ -262,7 +264,7 @@ class RankEnd:
         if not self._closed:
             self._closed = True
             self._thread.give(self._end)
-            self._thread.leave()
+            self._leave()
 
     # On the store's thread.
 

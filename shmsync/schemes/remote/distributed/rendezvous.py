@@ -113,7 +113,7 @@ class StoreThread(SerialExecutor):
     def __init__(self) -> None:
         super().__init__()
         self._users = 0
-        self._users_lock = threading.Lock()
+        self._users_lock = threading.RLock()  # a garbage collection may end another user in the middle of this
 
     def join(self) -> StoreThread:
         """Add a user."""
