@@ -160,13 +160,16 @@ def test_without_a_descriptor_nobody_is_refused(listener):
 def test_a_forked_child_keeps_no_connection_alive(listener, closing):
     ours, theirs = connect(listener)
     kept, told = os.pipe()
+    ready, forked = os.pipe()
     child = os.fork()
     if not child:
         os.close(told)
+        os.write(forked, b"!")  # what runs after a fork in the child has run
         os.read(kept, 1)  # until the parent ends the test
         os._exit(0)
     os.close(kept)
     try:
+        assert os.read(ready, 1) == b"!"
         one, other = (ours, theirs) if closing == "the dialler" else (theirs, ours)
         one.close()
         with pytest.raises(EOFError):
@@ -176,5 +179,6 @@ def test_a_forked_child_keeps_no_connection_alive(listener, closing):
         with pytest.raises(ConnectionRefusedError):  # the child does not listen either
             socket.create_connection((HOST, listener.port))
     finally:
-        os.close(told)
+        for end in (told, ready, forked):
+            os.close(end)
         os.waitpid(child, 0)
