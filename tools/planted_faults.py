@@ -48,7 +48,7 @@ FAULTS = [
     Fault("shmsync/engine/copy/source_signature.py", "_LEVELS, TensorDict), order", "_LEVELS, TensorDict), order[::-1]",
           "unit/test_sources_made_anew.py"),
     Fault("shmsync/engine/write/dirty_leaves.py", "known.update(given)", "pass", "unit/test_carry.py"),
-    Fault("shmsync/engine/write/acks.py", "[worker for worker in workers if worker not in done]", "[]",
+    Fault("shmsync/engine/row_wait.py", "[worker for worker in self._workers or () if worker not in known]", "[]",
           "unit/test_publish_wait.py"),
     Fault("shmsync/engine/write/slot_wait.py", "if not self._peers.alive(owner)]", "if False]",
           "engine/test_reader_death.py"),
