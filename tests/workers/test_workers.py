@@ -369,7 +369,9 @@ if __name__ == "__main__":
 
 def started(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "program.py"]
-    return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE)
+    # A shell lets its background jobs ignore SIGINT, and so what they start.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=folder, start_new_session=True, stderr=subprocess.PIPE, preexec_fn=heed)
 
 
 @pytest.mark.parametrize("method", METHODS)
