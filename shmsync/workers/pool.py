@@ -144,6 +144,7 @@ class Workers:
         restart: int = 0,
         timeout: float | None = None,
     ) -> None:
+        self._timeout = timeout_or_none(timeout)
         if not isinstance(pub, Publisher):
             raise TypeError(f"pub is a Publisher, not a {type(pub).__name__}")
         if not callable(work):
@@ -157,7 +158,6 @@ class Workers:
         if isinstance(times, bool) or not isinstance(times, Integral) or times < 0:
             raise ValueError(f"restart is a whole number, 0 or more, not {times!r}")
         self._restarts_left = dict.fromkeys(range(self._count), int(times))
-        self._timeout = timeout_or_none(timeout)
         check_importable(work, start_method)
         self._pub = pub
         self._side = writer_of(pub).side

@@ -21,7 +21,7 @@ GONE = (shmsync.WriterDied, shmsync.ArenaNotFound)
 
 def create_and_stall(state, name):
     """A publisher in the middle of its first copy."""
-    ArenaWriter.publish = lambda self, *given: time.sleep(10**6)
+    ArenaWriter.publish = lambda self, *given, **named: time.sleep(10**6)
     shmsync.Publisher(stamped(1), name=name)
 
 

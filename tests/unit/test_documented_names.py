@@ -15,8 +15,8 @@ BESIDE = {"name"}  # a Subscriber has it as a Publisher does
 
 
 def in_the_table(kind):
-    """The names in the first column of README's table whose first row is the constructor."""
-    lines = (ROOT / "README.md").read_text().split("\n")
+    """The names in the first column of the table of docs/api.md whose first row is the constructor."""
+    lines = (ROOT / "docs" / "api.md").read_text().split("\n")
     start = next(number for number, line in enumerate(lines) if line.startswith(f"| `{kind}("))
     rows = [line for line in lines[start : lines.index("", start)] if line.startswith("|")]
     spans = [span for row in rows for span in re.findall("`([^`]+)`", row.split(" | ")[0])]
