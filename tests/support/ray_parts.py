@@ -247,18 +247,23 @@ def actors_of_class(name):
 
 def head_pid():
     """Of the process that knows of all nodes and actors."""
-    (pid,) = (
-        each.pid
-        for each in psutil.process_iter()
-        if each.name() == "gcs_server" and any(_session() in word for word in each.cmdline())
-    )
-    return pid
+    return _the_pid("gcs_server", lambda words: any(_session() in word for word in words))
 
 
 def store_pid():
     """Of the process that has this node's object store."""
     node = f"--node_id={ray.get_runtime_context().get_node_id()}"
-    (pid,) = (each.pid for each in psutil.process_iter() if each.name() == "raylet" and node in each.cmdline())
+    return _the_pid("raylet", lambda words: node in words)
+
+
+def _the_pid(name, wanted):
+    """Of the one process of this name whose command line is wanted; those of other clusters may end meanwhile."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
+            if each.name() == name and wanted(each.cmdline()):
+                found.append(each.pid)
+    (pid,) = found
     return pid
 
 
