@@ -1,4 +1,4 @@
-"""What a writer's waits ask beside the reader table: whoever started the workers knows more about their ends."""
+"""What a writer's waits ask beside the reader table, of the object that started the workers."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class NewsCall(RankCall):
 
 
 class PlaceCall(NewsCall):
-    """Asks where a rank runs; its address in the store says so."""
+    """Asks where a rank runs; its address in the store has that."""
 
     @override
     def find(self) -> Any:
