@@ -37,7 +37,7 @@ from .write.acks import NO_ACKS, Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 
-Wait = Literal["all", True] | Sequence[int] | None
+Wait = Literal["all"] | bool | Sequence[int] | None
 
 
 class Publisher:
@@ -160,7 +160,7 @@ class Publisher:
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.
-            wait: None returns at once; True, or "all", waits until every subscriber alive at the commit has applied the
+            wait: None or False returns at once; True, or "all", waits until every subscriber alive at the commit has applied the
                 version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
             after: for weights on a device that were made on another stream than the current one: that stream, or an
@@ -335,10 +335,10 @@ def writer_of(publisher: Publisher) -> ArenaWriter:
 
 
 def _acks(wait: Wait) -> Acks:
-    if wait is None:
+    if wait is None or wait is False:
         return NO_ACKS
     if wait is True or (isinstance(wait, str) and wait == "all"):
         return Acks(True)
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
-        raise ValueError(f'wait is None, True (or "all"), or a list of worker indices, not {wait!r}')
+        raise ValueError(f'wait is False (or None), True (or "all"), or a list of worker indices, not {wait!r}')
     return Acks(True, [check_worker(worker) for worker in wait])

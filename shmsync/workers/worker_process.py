@@ -56,11 +56,12 @@ class WorkerSubscriber(Subscriber):
         return super().publisher_alive and not self.left
 
     def versions(self, timeout: float | None = None) -> Iterator[int]:
-        """As a Subscriber's; also ends when the trainer leaves Workers. See it for `timeout`."""
+        """As a Subscriber's; also ends when the trainer leaves Workers, after the last version before that."""
         for version in super().versions(timeout):
-            if self.left:
+            last = self.left
+            yield version  # also when the trainer has left: it may have waited for the ack of this version
+            if last:  # another thread of the trainer may go on publishing
                 return
-            yield version
 
     def _check_left(self) -> None:
         if self.left:

@@ -43,8 +43,9 @@ def test_true_waits_as_all_does(pair):
         with pytest.raises(shmsync.AckTimeout):
             pub.publish(wait=wait, timeout=0.05)
     assert sub.refresh()
-    with pytest.raises(ValueError, match="wait is None, True"):
-        pub.publish(wait=False)
+    assert pub.publish(wait=False, timeout=0.05) == pub.publish(timeout=0.05) - 1  # nobody is waited for
+    with pytest.raises(ValueError, match="wait is False"):
+        pub.publish(wait=1)
 
 
 def test_a_stamp_names_the_weights_that_a_section_used(pair):

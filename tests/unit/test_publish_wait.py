@@ -12,7 +12,7 @@ import shmsync
 
 def test_wait_argument_is_checked_before_anything_is_written(publisher):
     pub = publisher({"t": torch.ones(1)})
-    with pytest.raises(ValueError, match="wait is None"):
+    with pytest.raises(ValueError, match="wait is False"):
         pub.publish(wait="everyone")
     assert pub.version == 1
 
