@@ -160,8 +160,8 @@ class Publisher:
 
         Args:
             weights: as in the constructor; None reads the constructor's source again.
-            wait: None or False returns at once; True, or "all", waits until every subscriber alive at the commit has applied the
-                version; a list of worker indices waits for those, attached or not.
+            wait: None or False returns at once; True, or "all", waits until every subscriber alive at the commit has
+                applied the version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
             after: for weights on a device that were made on another stream than the current one: that stream, or an
                 event. The copies wait for what it has to do now.
