@@ -48,12 +48,20 @@ class _RankProcess:
         self.reported = False  # its failure or death was raised, or it was ended on purpose
         ours, self._theirs = context.Pipe()
         self.connection, self.channel = ours, Channel.of(ours)
+        self._method = context.get_start_method()
         name = f"shmsync-worker-{spec.rank}"
         self.process = context.Process(target=run, args=(spec, work, args, self._theirs), name=name, daemon=True)
 
     def start(self) -> None:
         try:
             self.process.start()
+        except RuntimeError as error:
+            if "SemLock" not in str(error):
+                raise
+            raise ProtocolError(
+                "a queue or lock in args= was made by multiprocessing itself, so only forked processes can use it. "
+                f"Make it with multiprocessing.get_context({self._method!r}).Queue(), or pass start_method='fork'"
+            ) from error
         finally:
             self._theirs.close()
 
@@ -115,7 +123,8 @@ class Workers:
         pub: the publisher.
         work: a function that the workers can import, or any function with start_method="fork".
         n: how many.
-        args: more arguments of `work`; queues and locks of multiprocessing may be among them.
+        args: more arguments of `work`. Queues, locks and events among them come from
+            `multiprocessing.get_context(start_method)`.
         start_method: "forkserver" forks them from a server that has imported torch once; "spawn" starts each from
             nothing; "fork" copies the trainer, and with it locks that its other threads hold.
         threads: for torch.set_num_threads() in each worker.
@@ -128,7 +137,7 @@ class Workers:
     `torch.initial_seed() + rank`.
 
     Raises:
-        ProtocolError: the workers cannot import `work`, or the publisher has other Workers.
+        ProtocolError: the workers cannot import `work`, or use a queue in `args`; or the publisher has other Workers.
         WorkerFailed, WorkerDied, AckTimeout: on entry, when they are not all attached.
     """
 
@@ -330,7 +339,7 @@ class Workers:
         if member.process.exitcode == -9 and memory_kills() > self._memory_kills:
             hint = ", possibly out of memory: the kernel has killed a process for that since the workers were started"
         elif (member.process.exitcode or 0) > 0:
-            hint = "; its own output has the reason. A script needs `if __name__ == \"__main__\":` around its start"
+            hint = '; its own output has the reason. A script needs `if __name__ == "__main__":` around its start'
         raise WorkerDied(
             f"worker {member.rank} died ({peer}){hint}. Start another one with workers.restart({member.rank}), or pass "
             "restart= for that",

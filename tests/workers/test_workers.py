@@ -305,6 +305,21 @@ def test_functions_that_no_worker_can_import_are_refused_before_a_process_is_sta
         pass
 
 
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "Event", "Lock"])
+def test_what_forked_processes_alone_can_use_is_refused_with_the_cure(pub, kind, method):
+    forked = getattr(multiprocessing.get_context("fork"), kind)()
+    said = rf"get_context\('{method}'\)\.Queue\(\), or pass start_method='fork'"
+    with (
+        pytest.raises(shmsync.ProtocolError, match=said),
+        shmsync.Workers(pub, jobs.apply, 2, args=(forked,), start_method=method),
+    ):
+        pass
+    assert pub.readers() == []
+    with shmsync.Workers(pub, jobs.ignore, 1, args=(forked,), start_method="fork") as workers:
+        assert workers.alive == [0]
+
+
 def test_wrong_arguments(pub):
     for wrong, error in (
         ({"n": 0}, ValueError),
