@@ -35,6 +35,7 @@ from measure import percentiles
 OURS, ALIAS, PIPE = "shmsync SharedMem", "shmsync SharedMem, alias", "shmsync MultiProcess"
 TORCHRL, TORCHRL_ALIAS = "TorchRL SharedMem", "TorchRL SharedMem, alias"
 TORCHRL_PIPE, TORCHRL_PIPE_ALIAS = "TorchRL MultiProcess", "TorchRL MultiProcess, alias"
+QUEUES, RAY = "a queue for each worker", "Ray's object store"  # of the README's chart; by their names only
 FLOOR, BARE = "ping-pong + memcpy", "ping-pong"
 CONTESTANTS = {
     FLOOR: "baselines.ping_pong:PingPongAndCopy",
@@ -46,6 +47,8 @@ CONTESTANTS = {
     BARE: "baselines.ping_pong:PingPong",
     ALIAS: "scheme_sessions:SharedMemAlias",
     TORCHRL_ALIAS: "baselines.torchrl_schemes:SharedMemAlias",
+    QUEUES: "baselines.queues:Queues",
+    RAY: "baselines.ray_store:RayStore",
 }
 FLOOR_OF = {OURS: FLOOR, ALIAS: BARE, PIPE: FLOOR}
 AT_MOST = 1.4  # x the floor, for SharedMem
@@ -195,6 +198,8 @@ def main() -> None:
     seconds = (2.0 if quick else 8.0) if arguments.seconds is None else arguments.seconds
     kills = (5 if quick else 20) if arguments.kills is None else arguments.kills
     names = [name for name in CONTESTANTS if any(part in name for part in arguments.contestants)]
+    if arguments.contestants == [""]:
+        names = [name for name in names if name not in (QUEUES, RAY)]
     sizes = [size for size in models.SIZES if any(part in size for part in arguments.sizes)]
     print(
         f"torch {torch.__version__}, {multiprocessing.cpu_count()} processors, one thread each; p50 and p99 of a send"

@@ -176,6 +176,8 @@ def main() -> None:
     if arguments.docs:
         page.paste(arguments.root / "docs" / "performance.md", "table", text)
         page.paste(arguments.root / "README.md", "headlines", page.headlines(rows))
+        if (drawing := page.chart(rows)) is not None:
+            (arguments.root / "docs" / "plots" / "send.svg").write_text(drawing)
     if bad := [row.what for row in rows if row.is_bad]:
         raise SystemExit(f"{len(bad)} rows failed: {'; '.join(bad)}")
 
