@@ -6,10 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from ...errors import ClosedError, ProtocolError, PublishTimeout, WriterDied
+from ...errors import ClosedError, ProtocolError
 from ..deadlines import deadline_after
-
-_SLICE = 0.05  # seconds between two looks for a restarted publisher, whose versions begin again
 
 
 class Reads(Protocol):
@@ -34,30 +32,16 @@ def versions_of(sub: Reads, timeout: float | None, default: float, *, follows: b
         if now != shown:
             shown = now
             yield sub.version
-        elif not _next(sub, deadline_after(timeout, default), follows):
-            return
-
-
-def _next(sub: Reads, deadline: float, follows: bool) -> bool:
-    """Wait for a version that is new to this thread. False: none will come."""
-    before = sub.session, sub.version
-    while True:
-        left = deadline - time.monotonic()
+            continue
+        left = max(0.0, deadline_after(timeout, default) - time.monotonic())
         try:
-            sub.wait_version(sub.version + 1, max(0.0, min(left, _SLICE) if follows else left))
-        except (PublishTimeout, ClosedError, WriterDied) as error:
-            if follows and left > _SLICE:
-                sub.refresh()
-                if (sub.session, sub.version) == before:
-                    continue
-            elif isinstance(error, ClosedError) and not sub.publisher_alive:  # which raises if the subscriber is closed
-                return False
-            else:
-                raise
-        else:
-            sub.refresh()
-            if (sub.session, sub.version) == before:
-                raise ProtocolError(
-                    "versions() applies nothing inside a read section; leave the section first", version=sub.version
-                )
-        return True
+            sub.wait_version(sub.version + 1, left)
+        except ClosedError:
+            if not follows and not sub.publisher_alive:  # which raises if the subscriber is closed
+                return
+            raise
+        sub.refresh()
+        if (sub.session, sub.version) == now:
+            raise ProtocolError(
+                "versions() applies nothing inside a read section; leave the section first", version=sub.version
+            )
