@@ -229,7 +229,7 @@ def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> Arena
         why = f"its publisher died before the first version was published; {_CLEAN}"
         return _unseen(name, Condition.DEAD, why, None, age)
     who = "another process" if pid is None else f"pid {pid}"
-    why = f"{who} is making it, and copies the first version; nobody can attach before that is done"
+    why = f"{who} is making it, and copies the first version; no process can attach before that is done"
     return _unseen(name, Condition.NOT_READY, why, pid, age)
 
 

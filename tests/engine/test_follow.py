@@ -203,7 +203,7 @@ def test_waits_have_their_deadline_though_nobody_comes_back(start, name, followe
     trainer.call(open_arena, 1, name=name, slots=2)
     sub = follower(name)
     trainer.kill()
-    with pytest.raises(shmsync.WriterDied, match="not published anew in time"):
+    with pytest.raises(shmsync.WriterDied, match="not published again in time"):
         sub.wait_version(2, timeout=0.2)
     with pytest.raises(shmsync.WriterDied), sub.read(version=2, timeout=0.2):
         pass

@@ -179,7 +179,7 @@ def test_an_optimizer_that_would_step_what_is_gone_is_refused(publisher, subscri
     assert pub.version == 2  # of the load
     with pub.update():  # who steps nothing may go on
         pass
-    with pytest.raises(shmsync.ProtocolError, match="would reach nobody"):
+    with pytest.raises(shmsync.ProtocolError, match="no worker would get its steps"):
         optimizer.step()
     del optimizer
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

@@ -94,8 +94,8 @@ def test_links_in_code_stay_as_they_are():
     spec = importlib.util.spec_from_file_location("readme_elsewhere", ROOT / "tools" / "readme_elsewhere.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = "[a](b.md#c) `x](y)` [`code`](d.py) [e](https://f) [g](#h)\n```\n[i](j)\n```\n"
+    text = "[a](b.md#c) `x](y)` [`code`](d.py) [e](https://f) ![k](l.svg) [g](#h)\n```\n[i](j)\n```\n"
     assert module.absolute(text, "https://home") == (
-        "[a](https://home/blob/main/b.md#c) `x](y)` [`code`](https://home/blob/main/d.py) [e](https://f) [g](#h)\n"
-        "```\n[i](j)\n```\n"
+        "[a](https://home/blob/main/b.md#c) `x](y)` [`code`](https://home/blob/main/d.py) [e](https://f) "
+        "![k](https://home/raw/main/l.svg) [g](#h)\n```\n[i](j)\n```\n"
     )

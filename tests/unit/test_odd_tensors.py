@@ -317,7 +317,7 @@ def test_what_is_no_tensor_in_a_tensordict_is_named():
 def test_weights_are_not_applied_to_a_lazy_stack():
     parts = [TensorDict({"x": torch.zeros(2)}, batch_size=[]) for _ in range(2)]
     into = TensorDict({"lazy": LazyStackedTensorDict(*parts)}, batch_size=[])
-    with pytest.raises(shmsync.ManifestMismatch, match="made anew at each look"):
+    with pytest.raises(shmsync.ManifestMismatch, match="made again at each access"):
         WeightStrategy().apply_weights(into, {"lazy.x": torch.ones(2, 2)})
 
 

@@ -93,7 +93,7 @@ def test_tied_leaves_may_be_one_tensor_in_out(publisher, subscriber):
 def test_what_is_made_anew_at_each_look_is_refused(publisher, subscriber):
     sub = subscriber(publisher({"a": torch.ones(2), "n": {"b": torch.ones(2, 4)}}))
     out = TensorDict({"a": torch.zeros(2), "n": lazy(lambda: torch.zeros(4))}, batch_size=[])
-    with pytest.raises(ValueError, match=r"n\.b of out is made anew"):
+    with pytest.raises(ValueError, match=r"n\.b of out is made again"):
         sub.snapshot(out)
     assert out["a"].tolist() == [0, 0]
 

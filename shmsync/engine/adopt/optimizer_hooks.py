@@ -195,7 +195,7 @@ class OptimizerWatch:
         if gone := orphans_of(optimizer, self.orphans, self._placed):
             warnings.warn(
                 f"an optimizer steps {', '.join(gone)}, but the adopted module has another parameter there now: "
-                "what it steps reaches nobody; make a new optimizer, or put the module's parameters into its groups",
+                "no worker would get its steps; make a new optimizer, or put the module's parameters into its groups",
                 stacklevel=4,
             )
         self._checked[optimizer] = (self._changes, state)
@@ -239,7 +239,7 @@ def refuse_orphans(optimizer: torch.optim.Optimizer, orphans: Orphans, current: 
     if gone := orphans_of(optimizer, orphans, current):
         raise ProtocolError(
             f"{', '.join(gone)} of the adopted module was replaced, but {type(optimizer).__name__} still steps the one "
-            "before: its steps would reach nobody. Make a new optimizer and pass it to adopt() again, or put the "
+            "before: no worker would get its steps. Make a new optimizer and pass it to adopt() again, or put the "
             "module's parameters into param_groups"
         )
 

@@ -40,8 +40,8 @@ class Successor:
             manifest = attaching.manifest_of(self._name, control, header)
             if manifest != current.manifest:
                 refusal = ManifestMismatch(
-                    f"arena {self._name!r} was published anew with another layout, so this subscriber keeps the old "
-                    f"weights: {_differences(current.manifest, manifest)}. Publish the same leaves, or attach anew"
+                    f"arena {self._name!r} was published again with another layout, so this subscriber keeps the old "
+                    f"weights: {_differences(current.manifest, manifest)}. Publish the same leaves, or attach again"
                 )
                 self._refused = session, refusal
                 raise refusal

@@ -159,7 +159,7 @@ class WaitPath(_native.Reader):
         """In each slice of a wait for a version: answer what the publisher asks, if it does."""
 
     def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
-        back = "" if self._successor is None else ", and was not published anew in time"
+        back = "" if self._successor is None else ", and was not published again in time"
         if closed:
             return ClosedError(
                 f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",

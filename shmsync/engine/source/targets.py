@@ -26,7 +26,7 @@ def made_anew(target: object, again: object) -> str | None:
         return None
     if problem_with(target) or problem_with(again) or target.data_ptr() == again.data_ptr():
         return None
-    return "is made anew at each look, as in a LazyStackedTensorDict: what is written is lost; pass a contiguous() one"
+    return "is made again at each access, as in a LazyStackedTensorDict, so a write is lost; pass a contiguous() one"
 
 
 def collisions(targets: Mapping[Key, torch.Tensor], places: Mapping[Key, int]) -> list[str]:

@@ -109,7 +109,7 @@ class WriteSide:
     def writer(self) -> _native.Writer:
         """Who writes. On a device only behind ready(): until a version is committed, it is the device's."""
         if self.later is not None and self.later.under_way:
-            raise ProtocolError(f"a version of arena {self.name!r} is under way, and nobody has waited for it")
+            raise ProtocolError(f"a version of arena {self.name!r} is under way, and no call has waited for it")
         return self._writer
 
     def ready(self, deadline: float) -> None:

@@ -102,7 +102,7 @@ class Subscriptions:
         if applied < version:
             raise ProtocolError(
                 f"{model_id!r} is at version {applied} in the arena that this worker knows, not at "
-                f"{version}; was the scheme restarted? Make the receiver anew",
+                f"{version}; was the scheme restarted? Make a new receiver",
                 version=version,
             )
         bound = self._bound.get(model_id)
@@ -126,7 +126,7 @@ class Subscriptions:
             what = "none" if read is None else f"session {read.hex()[:8]}"
             raise NotDelivered(
                 f"this worker has attached to {what} of the arenas of {model_id!r}, but the sender's is session "
-                f"{session.hex()[:8]}; send again, or make the receiver anew"
+                f"{session.hex()[:8]}; send again, or make a new receiver"
             )
         bound = self._bound.get(model_id)
         if bound is None or bound() is not model:
