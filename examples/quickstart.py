@@ -6,9 +6,9 @@ import shmsync
 def work(sub):
     policy = sub.bind(torch.nn.Linear(4, 1))  # its parameters become views of the shared weights
     with torch.no_grad():
-        for version in sub.versions():  # each new version; ends when the trainer leaves the `with` below
-            out = policy(torch.ones(1, 4))
-            result = f"worker {sub.worker}: {out.item():.2f} at version {version}"
+        for _ in sub.versions():  # once for each new version; ends when the trainer leaves the `with` below
+            out = policy(torch.ones(1, 4))  # one call, one version: the newest
+            result = f"worker {sub.worker}: {out.item():.2f} at version {sub.version}"
     print(result)
 
 

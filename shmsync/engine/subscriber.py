@@ -163,8 +163,10 @@ class Subscriber(_native.Sections):
     def versions(self, timeout: float | None = None) -> Iterator[int]:
         """`for version in sub.versions():` — apply each new version; versions that were missed are skipped.
 
-        The first one is the version that is published when the loop begins. The loop ends when the publisher closes
-        its arena, or when the trainer leaves `Workers`. With follow=True it waits for a restarted trainer.
+        The first one is the version that is published when the loop begins. Calls and sections in the loop's body use
+        the newest version, which may be newer than this one: label results with `sub.version` or `section.version`.
+        The loop ends when the publisher closes its arena, or when the trainer leaves `Workers`. With follow=True it
+        waits for a restarted trainer.
 
         Args:
             timeout: seconds to wait for each next version; None is the subscriber's default.

@@ -154,12 +154,15 @@ def wait_version(state, version, **kwargs):
     return state.sub.wait_version(version, **kwargs)
 
 
-def collect_versions(state, **kwargs):
-    """Every version of the loop, and what the weights said meanwhile."""
+def collect_versions(state, *, reads, **kwargs):
+    """Every version of the loop; with `reads` also the version of a section in its body, and what its weights say."""
     seen = []
     for version in state.sub.versions(**kwargs):
-        with state.sub.read() as section:
-            seen.append((version, section.version, *stamps(section.weights)))
+        if reads:
+            with state.sub.read() as section:
+                seen.append((version, section.version, *stamps(section.weights)))
+        else:
+            seen.append(version)
     return seen
 
 
