@@ -64,6 +64,15 @@ def test_weights_are_in_memory_once(start, slots):
     assert large - small >= 0.95 * slots * 199 * MB  # the measurement sees the slab at all
 
 
+def left(workers, before):
+    """Does one of these hold more than before? The kernel lists a thread for a moment after it has ended."""
+    now = [worker.call(holdings) for worker in workers]
+    threads = [(had["threads"], has.pop("threads")) for had, has in zip(before, now, strict=True)]
+    return any(has > had for had, has in threads) or now != [
+        {name: held for name, held in had.items() if name != "threads"} for had in before
+    ]
+
+
 def test_nothing_is_left_after_close(start):
     worker = start()
     worker.call(live_whole_life)  # what torch and the interpreter keep after a first time
@@ -72,7 +81,7 @@ def test_nothing_is_left_after_close(start):
     for _ in range(3):
         worker.call(live_whole_life)
     until(lambda: worker.call(simulated_streams) == 0)
-    assert worker.call(holdings) == before
+    until(lambda: not left([worker], [before]))
     assert before["slabs"] == 0
     assert before["segments"] == []
     assert not any("memfd:shmsync" in target for target in before["descriptors"])
@@ -87,7 +96,7 @@ def test_nothing_is_left_between_processes(start):
     assert segment_path(handle.name).exists()
     reader.call(detach)
     writer.call(close_publisher)
-    assert [worker.call(holdings) for worker in (writer, reader)] == before
+    until(lambda: not left((writer, reader), before))
     assert not segment_path(handle.name).exists()
     assert writer.finish() == reader.finish() == 0
     assert not [entry for entry in os.listdir("/dev/shm") if entry.startswith(f"shmsync.{writer.pid}-")]
