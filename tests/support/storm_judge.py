@@ -94,7 +94,8 @@ class Judge:
                 raise Violation(f"{call} names worker {index} a second time: {call.error}")
             seen = life.row.seen(number) if number else None  # 0: each has its own
             if life.untouched(call.start, call.end) and seen is not None:
-                early = call.timeout - (seen - call.start) / 1e9
+                # One that had it before the call still has to answer this call's message.
+                early = call.timeout - max(0.0, (seen - call.start) / 1e9)
                 if early > SETTLED + self._lateness.between(call.start, call.end):
                     raise Violation(
                         f"{call} names worker {index}, which computed with it {early:.3f} s before the deadline: "
