@@ -20,6 +20,11 @@ GUIDES = [
     pytest.param("torchrl", 1, ("torchrl", "gymnasium"), marks=pytest.mark.full),
     pytest.param("ray", 4, ("ray", "gymnasium"), marks=pytest.mark.full),
     pytest.param("language-models", 2, ("transformers", "peft"), marks=pytest.mark.full),
+    pytest.param("training-hangs", 4, (), marks=pytest.mark.full),
+    pytest.param("dataloader", 2, (), marks=pytest.mark.full),
+    pytest.param("leagues", 1, (), marks=pytest.mark.full),
+    pytest.param("gpu-learner", 2, (), marks=pytest.mark.full),
+    pytest.param("serving", 1, ("fastapi", "uvicorn"), marks=pytest.mark.full),
 ]
 
 
