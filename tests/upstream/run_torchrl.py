@@ -6,7 +6,7 @@ Without a path, the environment's TORCHRL_CHECKOUT names the checkout. Where the
 and the run succeeds. The checkout must be of the TorchRL release that is installed; nothing of it is copied or changed.
 --both puts the scheme in place of MultiProcessWeightSyncScheme too. --all runs every test of these files; without it a
 test runs once where its cases differ in the scheme alone.
-docs/torchrl.md lists the tests that need an option, or that expect something else, with the reasons.
+docs/coming-from-torchrl.md lists the tests that need an option, or that expect something else, with the reasons.
 """
 
 from __future__ import annotations
