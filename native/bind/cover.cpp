@@ -160,7 +160,7 @@ class Cover {
       inside = nb::steal(PySequence_List(it));
     } else if (PyDict_CheckExact(it)) {
       inside = nb::steal(PyDict_Values(it));
-    } else if (type.is(tensordict_type())) {
+    } else if (is_tensordict(type)) {
       const nb::object store = nb::getattr(out, "_tensordict", nb::none());
       if (!PyDict_CheckExact(store.ptr())) return false;
       inside = nb::steal(PyDict_Values(store.ptr()));
@@ -179,9 +179,21 @@ class Cover {
     return type;
   }
 
-  static nb::handle tensordict_type() {
-    static const nb::handle type = nb::object(nb::module_::import_("tensordict").attr("TensorDict")).release();
-    return type;
+  // False while tensordict has not been imported: then there is no TensorDict, and most workers never need one.
+  static bool is_tensordict(nb::handle type) {
+    static PyObject* const name = PyUnicode_InternFromString("tensordict");
+    static PyObject* kind = nullptr;
+    if (kind == nullptr) {
+      const nb::object module = nb::steal(PyImport_GetModule(name));
+      if (!module.is_valid()) {
+        if (PyErr_Occurred()) throw nb::python_error();
+        return false;
+      }
+      nb::object found = nb::getattr(module, "TensorDict", nb::none());  // none in the middle of its import
+      if (found.is_none()) return false;
+      kind = found.release().ptr();
+    }
+    return type.is(kind);
   }
 
   static bool grad_enabled() {

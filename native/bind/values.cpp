@@ -21,7 +21,7 @@ class Outline {
  public:
   // tree: [(key, position of a leaf, or the list of a level below), ...].
   // leaves: by position, (tensor, kind, row in the table of sources or -1, position of the leaf that it is one with).
-  // types: (torch.Tensor, Parameter); levels: (dict, OrderedDict); tensordict: its class.
+  // types: (torch.Tensor, Parameter); levels: (dict, OrderedDict); tensordict: its class, None: not imported.
   Outline(nb::list tree, nb::list leaves, nb::tuple types, nb::tuple levels, nb::object tensordict)
       : types_(types), levels_(levels), tensordict_(tensordict) {
     add(tree);
@@ -159,9 +159,9 @@ class Outline {
 void bind_values(nb::module_& m) {
   nb::class_<Outline>(m, "Outline", "The keys, dtypes and shapes of a dict or TensorDict of tensors.")
       .def(nb::init<nb::list, nb::list, nb::tuple, nb::tuple, nb::object>(), "tree"_a, "leaves"_a, "types"_a,
-           "levels"_a, "tensordict"_a,
-           nb::sig(
-               "def __init__(self, tree: list, leaves: list, types: tuple, levels: tuple, tensordict: type) -> None"))
+           "levels"_a, "tensordict"_a.none(),
+           nb::sig("def __init__(self, tree: list, leaves: list, types: tuple, levels: tuple, tensordict: type | None) "
+                   "-> None"))
       .def("fill", &Outline::fill, "source"_a, "table"_a, "converted"_a,
            nb::sig("def fill(self, source: object, table: Sources, converted: list) -> bool"),
            "Put the tensors of a source into the table, and into the list those to convert. False: it does not fit.")

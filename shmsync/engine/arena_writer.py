@@ -8,10 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from multiprocessing import util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from ..errors import ManifestMismatch, ProtocolError
@@ -38,6 +37,9 @@ from .verify.request import VerifyRequest
 from .write.acks import NO_ACKS, Acks
 from .write.update import load_inside_update, step_inside_update
 from .write.writing import WriteSide
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 class ArenaWriter:

@@ -13,27 +13,30 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import sys
 import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from ..memory.arena import Arena, arena_around, has_address
 from ..memory.devices import clone
-from ..memory.dotted import DottedTensorDict
 from ..memory.slab import slab
+from ..memory.system.when_imported import when_imported
 from ..memory.torch_modes import run_plainly
 from .deadlines import deadline_after
 from .read.reading import ReadPath
 from .source.leaf_check import extent
 from .write.writing import WriteSide
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Reduce = Callable[[Any], Any]
 
@@ -248,13 +251,18 @@ def _deepcopied_levels(weights: TensorDict, memo: dict[Any, Any]) -> Any:
     return made
 
 
+def _deepcopy_levels_of(table: dict[type, Any], module: str, name: str) -> None:
+    table[getattr(sys.modules[module], name)] = _deepcopied_levels
+
+
 @functools.cache
 def copy_by_value() -> None:
     """From now on, copies and pickles of arenas' tensors in this process are private copies of one version."""
     table = getattr(copy, "_deepcopy_dispatch", None)  # deepcopy() asks no copyreg, but the object itself
     if table is not None:
         table.update({torch.Tensor: _deepcopied, nn.Parameter: _deepcopied})
-        table.update(dict.fromkeys((TensorDict, DottedTensorDict), _deepcopied_levels))
+        for module, name in (("tensordict", "TensorDict"), ("shmsync.memory.dotted", "DottedTensorDict")):
+            when_imported(module, functools.partial(_deepcopy_levels_of, table, module, name))
     for kind in (torch.Tensor, nn.Parameter):
         usual = copyreg.dispatch_table.get(kind, _as_torch)
         copyreg.pickle(kind, functools.partial(_reduced, reduce=usual))

@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from .. import _native
@@ -36,6 +35,9 @@ from .verify.tracing import Tracing
 from .write.acks import NO_ACKS, Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 Wait = Literal["all"] | bool | Sequence[int] | None
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
-from torch._dynamo.decorators import skip
 
 from .. import _native
 from .._native import State
 from ..errors import Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
+from ..memory.dynamo import skip
 from .bind.guarded_methods import GuardNames
 from .bind.install import bind
 from .bind.module_check import ModuleCheck
@@ -23,12 +22,15 @@ from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, deadline_after
 from .read.opening import open_reader
 from .read.reading import ReadPath
-from .read.snapshot import Snapshot
+from .read.snapshot import Snapshot, Targets
 from .read.snapshot_cache import SnapshotCache
 from .read.state import state_of
 from .read.versions import versions_of
 from .stats import SubscriberStats
 from .verify.local import Proof
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 Consistency = Literal["pinned", "optimistic", "live"]
 
@@ -248,6 +250,23 @@ class Subscriber(_native.Sections):
         (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
         otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
+        targets, version = self._copied(out)
+        arena = self._reader.arena
+        return Snapshot.of(arena.fresh.weights(targets.new) if out is None else out, version, arena.manifest)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A private copy of the newest version by dotted key, for torch.save() and load_state_dict().
+
+        It has the leaves that the published module's own state_dict() has; leaves that are tied share their memory.
+        Raises as read() does.
+        """
+        targets, _ = self._copied(None)
+        manifest = self._reader.arena.manifest
+        keys = (leaf.key for leaf in manifest.leaves)
+        return state_of(dict(zip(keys, targets.new, strict=True)), manifest)
+
+    def _copied(self, out: TensorDictBase | None) -> tuple[Targets, int]:
+        """What snapshot() has copied one version into, and that version."""
         reader = self._reader
         targets = self._snapshot_cache.targets(out, reader.arena)
         version = 0
@@ -258,17 +277,7 @@ class Subscriber(_native.Sections):
             targets.copy(reader.arena, slot)
 
         reader.run_as_is(copy)
-        made = targets.made if out is None else out
-        assert made is not None
-        return Snapshot.of(made, version, reader.arena.manifest)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """A private copy of the newest version by dotted key, for torch.save() and load_state_dict().
-
-        It has the leaves that the published module's own state_dict() has; leaves that are tied share their memory.
-        Raises as read() does.
-        """
-        return state_of(self.snapshot().weights, self._reader.arena.manifest)
+        return targets, version
 
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.

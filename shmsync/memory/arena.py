@@ -7,24 +7,25 @@ import secrets
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 
 from .. import _native
 from ..errors import ClosedError
 from . import deferred_free as lent
-from .buffer_alloc import Fresh, tensordict_of
+from .buffer_alloc import Fresh
 from .control import segment
 from .devices import Device, OnDevice, checked_slots
-from .dotted import dotted
 from .manifest import Key, Leaf, Manifest, fingerprint
 from .slab import slab
 from .slab.slab import Slab
 from .system.calls import refusals
 from .system.process import me
 from .torch_modes import plainly, run_plainly
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address
@@ -144,6 +145,8 @@ class Arena:
         """A slot as a TensorDict. Locked, because assigning a key would replace the view and reach no reader."""
         weights = self._weights.get((slot, writable))
         if weights is None:
+            from .dotted import dotted
+
             with plainly():
                 weights = dotted(nested(self.views(slot, writable=writable))).lock_()
             self._weights[slot, writable] = weights
@@ -263,6 +266,8 @@ def nested(tensors: Mapping[Key, Any]) -> TensorDict:
 
 
 def _level(level: dict[str, Any]) -> TensorDict:
+    from .dotted import tensordict_of
+
     return tensordict_of({key: _level(value) if type(value) is dict else value for key, value in level.items()})
 
 

@@ -6,15 +6,15 @@ known of each leaf is worked out once for an arena, so that each snapshot only m
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from tensordict import TensorDict
-from torch import nn
 
-from .dotted import dotted
 from .manifest import Key, Manifest
 from .torch_modes import plainly
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Pieces: TypeAlias = list[tuple[int, int, int]]  # (address, place in a slot, bytes)
 
@@ -36,13 +36,19 @@ class Fresh:
         for number, leaf in enumerate(manifest.leaves):
             _put(self._tree, leaf.key, number)
 
-    def make(self) -> tuple[Pieces, TensorDict]:
-        """What is to be copied where, and the tensors there, whose bytes are not set."""
+    def make(self) -> tuple[Pieces, list[torch.Tensor]]:
+        """What is to be copied where, and for each leaf the tensor there, whose bytes are not set."""
         with plainly():
             tensors = [_empty(shape, strides, dtype=dtype, device=_cpu) for shape, strides, dtype in self._leaves]
             addresses = [tensor.data_ptr() for tensor in tensors]
         pieces = [(to, *place) for to, place in zip(addresses, self._places, strict=True) if place[1]]
-        return pieces, dotted(_filled(self._tree, tensors))
+        return pieces, tensors
+
+    def weights(self, tensors: list[torch.Tensor]) -> TensorDict:
+        """Tensors for each leaf as a TensorDict."""
+        from .dotted import dotted
+
+        return dotted(_filled(self._tree, tensors))
 
 
 def _put(tree: dict[str, Any], key: Key, number: int) -> None:
@@ -52,19 +58,8 @@ def _put(tree: dict[str, Any], key: Key, number: int) -> None:
 
 
 def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:
+    from .dotted import tensordict_of
+
     return tensordict_of(
         {key: tensors[below] if type(below) is int else _filled(below, tensors) for key, below in tree.items()}
     )
-
-
-_PLAIN = (torch.Tensor, nn.Parameter, TensorDict)
-_NO_BATCH = torch.Size([])
-_unsafe: Any = getattr(TensorDict, "_new_unsafe", None)
-
-
-def tensordict_of(values: dict[str, Any]) -> TensorDict:
-    """TensorDict(values, batch_size=[]), whose constructor would take ten times as long to look at each value."""
-    if _unsafe is None or not all(type(value) in _PLAIN for value in values.values()):
-        return TensorDict(values, batch_size=[])
-    made: TensorDict = _unsafe(values, batch_size=_NO_BATCH)
-    return made

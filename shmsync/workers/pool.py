@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -30,6 +31,8 @@ from .worker_process import FAILED, LEAVE, WorkerStart, run
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
+# Not tensordict, which takes as long to import as torch: a worker that only calls its module uses none. Where the
+# trainer has it, workers may need it too, and it is imported once for all.
 _PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
@@ -174,7 +177,7 @@ class Workers:
         self._args = tuple(args)
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(_PRELOADED)
+            self._context.set_forkserver_preload([*_PRELOADED, *sorted({"tensordict"} & sys.modules.keys())])
         self._pid = os.getpid()
         self._members: dict[int, _RankProcess] = {}
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers

@@ -1,4 +1,7 @@
-"""The commands that look at arenas, and `import shmsync`, start in a moment: they import no torch."""
+"""The commands that look at arenas, and `import shmsync`, import no torch; a worker imports torch, but no tensordict.
+
+tensordict brings torch._dynamo and sympy, and with them takes as long to import as torch.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +125,96 @@ def test_weights_are_published_and_read_by_names_that_came_late():
     with shmsync.Publisher(stamped(1)) as pub, shmsync.attach(pub.handle) as sub:
         assert isinstance(sub, shmsync.Subscriber)
         assert isinstance(pub.stats().publish, shmsync.Latency)
+
+
+WORKER = """
+import sys
+import torch
+from shmsync import Publisher, Subscriber, Workers
+
+def found():
+    return sorted({"tensordict", "torch._dynamo", "sympy"} & sys.modules.keys())
+
+def use(sub):
+    net, x = sub.bind(torch.nn.Linear(3, 2)), torch.ones(3)
+    with torch.no_grad():
+        net(x)
+        next(sub.versions())
+        sub.refresh(), sub.wait_version(1)
+        with sub.read() as section:
+            y = net(x)
+            section.version, section.stamp
+        sub.run(lambda: {"y": [net(x)]})
+    sub.state_dict(), sub.stats(), sub.verify()
+    return net
+
+def work(sub, queue):
+    use(sub)
+    queue.put(found())
+"""
+# What is registered with Dynamo and with tensordict when they are imported, after a module was bound and called.
+LATER = """
+import copy
+from shmsync.memory.arena import arena_around
+graphs = []
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+with Publisher(torch.nn.Linear(3, 2), checksum=True) as pub, Subscriber(pub.handle) as sub:
+    net = use(sub)
+    assert found() == [], found()
+    compiled = torch.compile(net, backend=backend)
+    with torch.no_grad():
+        assert torch.equal(compiled(torch.ones(3)), net(torch.ones(3))) and len(graphs) == 1
+    assert Subscriber.run._torchdynamo_disable and "tensordict" not in found()
+    assert sub.run(lambda: {"weight": net.weight.data})["weight"].data_ptr() != net.weight.data_ptr()
+    from tensordict import TensorDict
+    for weights in (TensorDict({"weight": net.weight.data}), sub.weights):
+        assert arena_around(weights["weight"], weights["weight"].untyped_storage().data_ptr())
+        private = copy.deepcopy(weights)["weight"]
+        assert torch.equal(private, net.weight) and private.untyped_storage().nbytes() == 24
+    shown = sub.run(lambda: TensorDict({"weight": net.weight.data}))["weight"]
+    assert shown.data_ptr() != net.weight.data_ptr()
+"""
+
+
+def run_program(path, text):
+    path.write_text(text)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def checked():
+    with shmsync.Publisher(torch.nn.Linear(3, 2), checksum=True) as pub:
+        yield pub
+
+
+def test_a_worker_that_calls_its_module_imports_no_tensordict(checked, tmp_path):
+    handle = f"import pickle; handle = pickle.loads({pickle.dumps(checked.handle)!r})"
+    use = "with Subscriber(handle) as sub: use(sub)\nassert found() == [], found()\n"
+    run_program(tmp_path / "worker.py", f"{WORKER}{handle}\n{use}")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_neither_do_workers_nor_their_trainer(method, tmp_path):
+    run_program(
+        tmp_path / "trainer.py",
+        f"""{WORKER}
+import multiprocessing
+if __name__ == "__main__":
+    net = torch.nn.Linear(3, 2)
+    queue = multiprocessing.get_context("{method}").SimpleQueue()
+    with Publisher(net, checksum=True) as pub, Workers(pub, work, 2, args=[queue], start_method="{method}"):
+        pub.publish(wait=True), pub.publish(net.state_dict()), pub.state_dict()
+        assert (queue.get(), queue.get(), found()) == ([], [], [])
+""",
+    )
+
+
+def test_what_dynamo_and_tensordict_must_know_they_learn_when_they_are_imported(tmp_path):
+    run_program(tmp_path / "later.py", WORKER + LATER)
 
 
 WITHOUT = "import sys; sys.modules[sys.argv[1]] = None; from shmsync import cli; sys.exit(cli.main(sys.argv[2:]))"

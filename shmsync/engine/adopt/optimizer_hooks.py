@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,11 +11,11 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.decorators import skip
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import ManifestMismatch, ProtocolError
 from ...memory.devices import laid_out
+from ...memory.dynamo import skip
 from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly
@@ -44,6 +45,8 @@ class StepGate:
         self._sections: tuple[Section, ...] = ()  # replaced as a whole: an interrupt may land anywhere
         self._step = optimizer.step
         self._was_set = vars(optimizer).get("step")  # None: the class's own method
+
+        from torch._dynamo.decorators import skip  # the optimizer has imported it
 
         # Dynamo skips this frame and compiles the optimizer's own step below.
         @skip
@@ -81,7 +84,7 @@ class StepGate:
             self._hook = None
         optimizer = self.optimizer()
         if refuse and self._hook is None and optimizer is not None and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            self._hook = optimizer.register_step_pre_hook(_refuse)
+            self._hook = optimizer.register_step_pre_hook(_refusal())
 
     def leave(self, owner: object) -> None:
         """Leave this owner's section out from now on."""
@@ -107,13 +110,18 @@ class StepGate:
         return self._step(*args, **kwargs)
 
 
-@torch.compiler.disable
 def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise ProtocolError(
         f"this {type(optimizer).__name__}.step was taken or compiled before adopt(), and would write the weights "
         "outside update(), while workers read them; call it inside `with pub.update():`, or take (and compile) "
         "optimizer.step after adopt()"
     )
+
+
+@functools.cache  # one object, so that a compiled step knows it again
+def _refusal() -> Callable[..., None]:
+    refusal: Callable[..., None] = torch.compiler.disable(_refuse)
+    return refusal
 
 
 class OptimizerWatch:

@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.external_utils import wrap_inline
-from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from ... import _native
+from ...memory.dynamo import when_dynamo_is_imported
+from ..source.leaf_check import is_a
 from .read_guard import Cover
 
 CALL = "_compiled_call_impl"  # a call of the module itself
@@ -79,7 +78,8 @@ class Guard(Proxy, _native.Guard):
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
         super().__init__(module, name)
-        self._whole = isinstance(module, OptimizedModule) or (name == CALL and self._own is not None)  # is it compiled?
+        optimized = is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+        self._whole = optimized or (name == CALL and self._own is not None)  # is it compiled?
         of_torch = name == "forward" and not self._whole and _of_torch(getattr(self.inner, "__module__", None))
         self.entered = functools.partial(call, self.inner) if of_torch else self.inner
         self.use(cover)
@@ -98,12 +98,12 @@ class Guard(Proxy, _native.Guard):
         if self.entered is not self.inner:
             return {call.__code__}
         if self._whole:
-            return {_COMPILED}
+            from torch._dynamo.external_utils import wrap_inline
+
+            # The frame in which Dynamo compiles what is no function of the user's, such as a module of torch.nn.
+            return {wrap_inline(len).__code__}
         return {getattr(getattr(self.inner, "__func__", self.inner), "__code__", None)}
 
-
-# The frame in which Dynamo compiles what is no function of the user's, such as a module of torch.nn.
-_COMPILED = wrap_inline(len).__code__
 
 _covers: weakref.WeakValueDictionary[int, Cover] = weakref.WeakValueDictionary()
 
@@ -113,7 +113,6 @@ def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
 
-@torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)  # type: ignore[arg-type]
 def _in_compiled_code(self: Guard, *args: Any, **kwargs: Any) -> Any:
     """What Dynamo compiles where compiled code calls a guard."""
     if not _covered(self.number):
@@ -121,19 +120,29 @@ def _in_compiled_code(self: Guard, *args: Any, **kwargs: Any) -> Any:
     return self.inner(*args, **kwargs)
 
 
-@torch._dynamo.assume_constant_result
 def _covered(number: int) -> bool:
     """Is the code that Dynamo compiles now a method that a guard of this cover has entered?
 
     Then sections cover that code whenever it runs, and the guards that it calls have nothing to do. Dynamo asks while
     it traces; the answer becomes part of the compiled code.
     """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
     cover = _covers.get(number)
     try:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:  # another version of torch
         return False
     return cover is not None and code in cover.codes.get(id(cover.running), ())
+
+
+def _register() -> None:
+    torch.compiler.assume_constant_result(_covered)
+    substitute: Any = torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)
+    substitute(_in_compiled_code)
+
+
+when_dynamo_is_imported(_register)
 
 
 def _of_torch(module: str | None) -> bool:

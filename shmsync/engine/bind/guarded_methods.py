@@ -10,10 +10,10 @@ from types import MethodType, NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 
 from ...errors import ProtocolError
+from ..source.leaf_check import is_tensordict
 from ..source.wrappers import modules_in
 from .guard import CALL
 
@@ -123,7 +123,7 @@ def own_methods(module: nn.Module) -> list[str]:
     What nn.Module has too (train(), state_dict(), ...) does not count, nor do class methods, static methods and
     properties. A bound method that was stored under another name does.
     """
-    if isinstance(module, TensorDictBase):  # data: TensorDictParams
+    if is_tensordict(module):  # data: TensorDictParams
         return []
     names: dict[str, None] = {}
     for kind in reversed(type(module).__mro__):

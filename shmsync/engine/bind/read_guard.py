@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip
-from torch.compiler import disable
 
 from ... import _native
 from ...errors import ProtocolError
+from ...memory.dynamo import disable, skip
 from ..read.outputs import Held, refuse_awaitable, unalias, unalias_error
 from ..read.reading import Pinned, ReadPath
 from .binding import Binding

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensordict import TensorDictBase
 from torch import nn
 
 from ...memory.arena import Arena
 from ...memory.torch_modes import run_plainly
 from ..by_identity import ByIdentity
+from ..source.leaf_check import is_tensordict
 from ..source.second_names import second_names, without
 from ..source.sources import EVERYTHING, Collected, Filter, Weights, collect, not_saved
 from ..source.wrappers import of_wrappers, respelled
 from .copy_plan import CopyPlan
-from .source_signature import MADE_ANEW, Seen
+from .source_signature import LEVELS, Seen
 
 _KEPT = 4  # plans for sources that are new objects each time: a trainer may alternate between all weights and a part
 
@@ -45,7 +45,7 @@ class PlanCache:
 
     def find(self, source: Weights, *, default: bool = False) -> CopyPlan:
         """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
-        if type(source) in MADE_ANEW or isinstance(source, TensorDictBase):
+        if type(source) in LEVELS or is_tensordict(source):
             return self._find_values(source)
         key = source if isinstance(source, nn.Module) else self if default else None
         if key is None:
@@ -72,7 +72,7 @@ class PlanCache:
             if fits is None:
                 self._of_values.remove(plan)
                 break
-        by_object = isinstance(source, TensorDictBase)
+        by_object = is_tensordict(source)
         if by_object and (kept := self._of_objects.get(source)) is not None:
             if kept.still_valid(self._arena):
                 return kept

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import nn
 
 from ... import _native
 from ...memory.manifest import Key, Manifest
+from ..source.leaf_check import loaded_class
 from ..source.sources import Filter, key_of
 
-_LEVELS = (dict, OrderedDict)  # classes that cannot answer in a way of their own
-MADE_ANEW = (*_LEVELS, TensorDict)
+LEVELS = (dict, OrderedDict)  # classes that cannot answer in a way of their own
 _TENSORS = (torch.Tensor, nn.Parameter)
 _BYTES, _CONVERTED, _LEFT_OUT = range(3)
 
@@ -38,12 +37,12 @@ class Seen:
         self._filter = filter
         self._manifest = manifest
         self._leaves: list[tuple[Key | None, torch.Tensor]] = []
-        self._tree = self._level(source, (), type(source) is TensorDict)
+        self._tree = self._level(source, (), type(source) is _tensordict())
         self.plain = self._tree is not None and sum(key is not None for key, _ in self._leaves) == len(tensors)
 
     def _level(self, source: Any, path: Key, of_tensordict: bool) -> list[tuple[str, Any]] | None:
         store: Any = getattr(source, "_tensordict", None) if of_tensordict else source
-        if type(store) not in _LEVELS or (of_tensordict and type(source) is not TensorDict):
+        if type(store) not in LEVELS or (of_tensordict and type(source) is not _tensordict()):
             return None
         tree: list[tuple[str, Any]] = []
         for key, value in dict.items(store):
@@ -97,6 +96,10 @@ class Seen:
                 return None  # its twin comes later
         assert self._tree is not None
         try:
-            return _native.Outline(self._tree, leaves, _TENSORS, _LEVELS, TensorDict), order
+            return _native.Outline(self._tree, leaves, _TENSORS, LEVELS, _tensordict()), order
         except ValueError:  # this torch does not show its tensors to native code
             return None
+
+
+def _tensordict() -> type[Any] | None:
+    return loaded_class("tensordict", "TensorDict")

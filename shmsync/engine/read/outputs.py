@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, Protocol
 
 import torch
-from tensordict import TensorDict, TensorDictBase
-from torch._dynamo.decorators import skip
 
 from ...errors import ProtocolError
+from ...memory.dynamo import skip
+from ..source.leaf_check import is_tensordict, loaded_class
 from .reachable import Reach, Test
 
 
@@ -28,7 +28,7 @@ def unalias(out: Any, aliases: Test, given: tuple[Any, ...] = ()) -> Any:
         return _unalias_tensordict(td, aliases, given)
 
     def holds(td: Any) -> bool:
-        return _any_leaf(td if isinstance(td, TensorDictBase) else td._tensordict, aliases)
+        return _any_leaf(td if is_tensordict(td) else td._tensordict, aliases)
 
     reach = Reach(aliases, copied, holds)
     if not reach.finds(out):
@@ -59,12 +59,12 @@ def unalias_error(error: BaseException, aliases: Test) -> None:
 
 @skip
 def _unalias_tensordict(out: Any, aliases: Test, given: tuple[Any, ...]) -> Any:
-    td = out if isinstance(out, TensorDictBase) else out._tensordict
+    td = out if is_tensordict(out) else out._tensordict
     if not _any_leaf(td, aliases):
         return out
     if not any(out is each for each in given):
         out = out.copy()
-        td = out if isinstance(out, TensorDictBase) else out._tensordict
+        td = out if is_tensordict(out) else out._tensordict
     for key, value in list(td.items(True, True)):
         if isinstance(value, torch.Tensor) and aliases(value):
             td.set(key, value.clone())
@@ -72,14 +72,14 @@ def _unalias_tensordict(out: Any, aliases: Test, given: tuple[Any, ...]) -> Any:
 
 
 @skip
-def _any_leaf(td: TensorDictBase, test: Test) -> bool:
+def _any_leaf(td: Any, test: Test) -> bool:
     # The dict inside it: values() takes 1 µs a leaf, and this runs after each forward.
-    store = getattr(td, "_tensordict", None) if type(td) is TensorDict else None
+    store = getattr(td, "_tensordict", None) if type(td) is loaded_class("tensordict", "TensorDict") else None
     for value in (td if type(store) is not dict else store).values():
         if type(value) is torch.Tensor or isinstance(value, torch.Tensor):  # isinstance() of TensorDicts is slow
             if test(value):
                 return True
-        elif isinstance(value, TensorDictBase) and _any_leaf(value, test):
+        elif is_tensordict(value) and _any_leaf(value, test):
             return True
     return False
 

@@ -11,6 +11,7 @@ import enum
 import functools
 import gc
 import operator
+import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -19,11 +20,10 @@ from typing import Any
 
 import numpy
 import torch
-from tensordict import TensorDictBase, is_tensorclass
 from torch import nn
-from torch._dynamo.decorators import skip
 
 from ...errors import ProtocolError
+from ...memory.dynamo import skip
 
 Test = Callable[[Any], bool]
 
@@ -77,7 +77,7 @@ _EXACT: dict[type, Kind] = {
     type(torch.zeros(0, device="cpu").__dlpack__()): Kind.CAPSULE,
 }  # fmt: skip
 _HEAP = 1 << 9  # in the flags of a type: it was made by a class statement
-_MAKERS = {
+_MAKERS: dict[type, Callable[..., Any]] = {
     each: each.__new__ for each in (object, types.SimpleNamespace, dict, OrderedDict, defaultdict, list, deque, set)
 }
 
@@ -117,8 +117,11 @@ def _classified(cls: type) -> Kind:
         return Kind.PLAIN
     if any(base.__module__.partition(".")[0] == "shmsync" for base in mro):
         return Kind.PLAIN
-    if TensorDictBase in mro or is_tensorclass(cls):
-        return Kind.TENSORDICT
+    if "tensordict" in sys.modules:  # else there is no object of its classes
+        from tensordict import TensorDictBase, is_tensorclass
+
+        if TensorDictBase in mro or is_tensorclass(cls):
+            return Kind.TENSORDICT
     if cls in _EXACT:
         return _EXACT[cls]
     for base, kind in _BASES:

@@ -11,19 +11,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from tensordict import TensorDictBase
 from torch import nn
-from torch._dynamo.decorators import skip
-from torch.compiler import disable
 
 from ... import _native
 from ..._native import Consistency, Enter, HostCall
 from ...errors import ArenaCorrupt, ClosedError, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
+from ...memory.dynamo import disable, skip
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
@@ -34,6 +32,9 @@ from .device_sections import SectionStreams, wait_for_reads
 from .failover import Successor
 from .outputs import unalias, unalias_error
 from .waiting import WaitPath
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 T = TypeVar("T")
 
@@ -343,7 +344,10 @@ class ReadPath(WaitPath):
         self.streams.end(self.arena, self._name, call, self._look_up)
 
     _enter_slow = disable(_enter_slowly)
-    _checked_timeout = staticmethod(disable(check_timeout))
+
+    @disable
+    def _checked_timeout(self, timeout: float) -> float:
+        return check_timeout(timeout)
 
     def _refresh_now(self) -> bool:
         if self._successor is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from tensordict import TensorDictBase
 
 from ...errors import ProtocolError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 class VersionStamp(NamedTuple):

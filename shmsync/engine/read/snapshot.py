@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
 
 from ... import _native
-from ...memory.arena import Arena, lies_in, nested, readonly_ranges
+from ...memory.arena import Arena, lies_in, readonly_ranges
 from ...memory.buffer_alloc import Pieces
 from ...memory.devices import assign, holding
-from ...memory.dotted import dotted
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
-from ..source.leaf_check import problem_with
+from ..source.leaf_check import is_tensordict, problem_with
 from ..source.manifest_check import direct
 from ..source.sources import EVERYTHING, Collected, collect
 from ..source.targets import collisions, made_anew, problem_with_target
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 Ranges: TypeAlias = list[tuple[int, int]]  # of addresses, [begin, end)
 
@@ -55,9 +56,12 @@ class Snapshot(_OfVersion):
 
 
 class Targets:
-    """The memory that a snapshot is copied into, all checked; None: new memory, as `made`.
+    """The memory that a snapshot is copied into, all checked; None: new memory.
 
     Raises ValueError for an `out` that does not fit, TypeError for one that is no TensorDict; nothing was written.
+
+    Attributes:
+        new: a tensor for each leaf of the manifest, where they are new memory.
     """
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
@@ -65,17 +69,16 @@ class Targets:
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._pieces: Pieces | None = None  # of new memory
-        self.made: TensorDictBase | None = None  # of new memory
+        self.new: list[torch.Tensor] = []
         if out is None and arena.on_device is None:
-            self._pieces, self.made = arena.fresh.make()
+            self._pieces, self.new = arena.fresh.make()
             return
         if out is None:
             with plainly():
-                fresh = {key: torch.empty_like(view) for key, view in arena.views(0).items()}
-            self._others = [(fresh[leaf.key], leaf) for leaf in arena.manifest.leaves]
-            self.made = dotted(nested(fresh))
+                self.new = [torch.empty_like(arena.views(0)[leaf.key]) for leaf in arena.manifest.leaves]
+            self._others = list(zip(self.new, arena.manifest.leaves, strict=True))
             return
-        if not isinstance(out, TensorDictBase):
+        if not is_tensordict(out):
             raise TypeError(f"out is a TensorDict with the arena's keys, not a {type(out).__name__}")
         with plainly():
             own, readonly = arena.ranges(), readonly_ranges()

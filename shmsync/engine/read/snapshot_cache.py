@@ -7,11 +7,14 @@ is checked as if it came for the first time.
 
 from __future__ import annotations
 
-from tensordict import TensorDictBase
+from typing import TYPE_CHECKING
 
 from ...memory.arena import Arena
 from ..by_identity import ByIdentity
 from .snapshot import Targets
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 class SnapshotCache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from tensordict import TensorDictBase
 
 from ...memory import devices
 from ...memory.arena import Arena
@@ -13,7 +12,7 @@ from ...memory.manifest import Key, Manifest
 from ...memory.torch_modes import plainly
 
 
-def state_of(weights: TensorDictBase | Mapping[Key, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
+def state_of(weights: Mapping[Key, torch.Tensor], manifest: Manifest) -> dict[str, torch.Tensor]:
     """The leaves that a state_dict() of the published module has: all but buffers that are never saved.
 
     Leaves that are one tensor in the arena are one tensor here, so that a file has them once.

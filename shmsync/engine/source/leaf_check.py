@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from ...errors import ManifestMismatch
 from ...memory.arena import ADDRESSED
 from ...memory.arrays import is_array
 from ...memory.manifest import Key
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 # Kinds that have no memory of their own, and what to pass instead: (module, class, what to do).
 _KNOWN = (
@@ -38,7 +41,7 @@ _KNOWN = (
 
 
 def loaded_class(module: str, name: str) -> type[Any] | None:
-    """A class of torch's, if the module that has it was imported; without that no object can be of this class."""
+    """A class of a package's, if the module that has it was imported; without that no object can be of this class."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 
@@ -47,6 +50,11 @@ def is_a(value: object, module: str, name: str) -> bool:
     """Is the value of this class?"""
     kind = loaded_class(module, name)
     return kind is not None and isinstance(value, kind)
+
+
+def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
+    """Is it a TensorDict? Asking imports no tensordict, which most workers never need."""
+    return is_a(value, "tensordict", "TensorDictBase")
 
 
 def is_wrapper(value: torch.Tensor) -> bool:

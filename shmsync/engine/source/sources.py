@@ -10,25 +10,26 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import translate
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 
 from ...errors import ManifestMismatch
 from ...memory.arrays import is_array, tensor_over
-from ...memory.dotted import DottedTensorDict
 from ...memory.manifest import Key, Manifest
-from .leaf_check import check_depth, loaded_class, problem_with, problem_with_key, shown
+from .leaf_check import check_depth, is_tensordict, loaded_class, problem_with, problem_with_key, shown
 from .wrappers import spelled_in, unwrapped, walk, wrapped_by
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 __all__ = [
     "EVERYTHING", "Collected", "Filter", "Patterns", "Weights", "check_keys", "collect", "not_saved", "problem_with",
     "unwrapped",
 ]  # fmt: skip
 
-Weights: TypeAlias = nn.Module | TensorDictBase | Mapping[str, Any]
+Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 Patterns = str | Sequence[str] | None
 # (dict, [(key, value), ...], whole): a dict in which leaves were found; `whole`: its size counts too.
 Guard = tuple[dict[str, Any], list[tuple[str, Any]], bool]
@@ -106,7 +107,7 @@ def collect(
     """
     if isinstance(source, nn.Module):
         return _from_module(source, filter, watch)
-    if isinstance(source, TensorDictBase):
+    if is_tensordict(source):
         collected = _from_tensordict(source, filter, manifest)
         return collected if to_write else _arrived(collected)
     if isinstance(source, Mapping):
@@ -208,6 +209,10 @@ def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest 
 
 
 def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
+    from tensordict import TensorDict, is_non_tensor, is_tensor_collection
+
+    from ...memory.dotted import DottedTensorDict
+
     # The dict inside it: items() takes 5 µs a leaf, and this dict can be watched.
     check_depth(path)
     store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
@@ -217,9 +222,7 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
     for key, value in source.items() if type(store) is not dict else store.items():
         if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
             # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.
-            yield from _in_tensordict(
-                value if isinstance(value, TensorDictBase) else value._tensordict, (*path, key), watch
-            )
+            yield from _in_tensordict(value if is_tensordict(value) else value._tensordict, (*path, key), watch)
         else:
             yield (*path, key), value
 

@@ -6,17 +6,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
 
 from ... import _native
 from ...errors import ForkedHandle
+from ...memory.dynamo import disable
 from ..adopt.optimizer_hooks import Section, StepGate
 from ..bind.loading import Loads
 from ..deadlines import deadline_after
 from .writing import NO_ACKS, Acks, WriteSide
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
 
 
 class Update(_native.Scope):
@@ -44,6 +47,8 @@ class Update(_native.Scope):
             side.refuse_own_section(self._acks)
         if side.adopted is not None:
             side.adopted.look(self._optimizer)
+        if side.arena.slots == 1:
+            side.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
         side.begin_alone(deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
@@ -103,9 +108,9 @@ class StepUpdate(Update):
         super().__init__(publisher, side, NO_ACKS, None)
         self._optimizer = optimizer
 
-    _enter = torch.compiler.disable(Update._enter)
-    _exit = torch.compiler.disable(Update._exit)
-    _recover = torch.compiler.disable(Update._recover)
+    _enter = disable(Update._enter)
+    _exit = disable(Update._exit)
+    _recover = disable(Update._recover)
 
 
 class LoadUpdate(Update):

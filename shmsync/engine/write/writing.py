@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict
 
 from ... import _native
 from ...errors import (
@@ -33,9 +32,13 @@ from .acks import NO_ACKS, Acks, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
-from .handed_out import HandOut
 from .lookout import Lookout
 from .slot_wait import SlotWait
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from .handed_out import HandOut
 
 
 def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
@@ -228,6 +231,8 @@ class WriteSide:
     def watch_hand_out(self, weights: TensorDict) -> None:
         """update() gives its body these weights: watch whether the body uses them."""
         if self._hand_out is None:
+            from .handed_out import HandOut
+
             self._hand_out = HandOut(weights, self.arena.views(0, writable=True))
         self._watched = True
         self._hand_out.begin()
