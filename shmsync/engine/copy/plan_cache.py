@@ -45,9 +45,10 @@ class PlanCache:
 
     def find(self, source: Weights, *, default: bool = False) -> CopyPlan:
         """The kept plan if the source has not changed, else a new one. `default`: it is the publisher's own source."""
-        if type(source) in LEVELS or is_tensordict(source):
+        is_module = isinstance(source, nn.Module)
+        if type(source) in LEVELS or (not is_module and is_tensordict(source)):
             return self._find_values(source)
-        key = source if isinstance(source, nn.Module) else self if default else None
+        key = source if is_module else self if default else None
         if key is None:
             return self.make(source)
         kept = self._of_objects.get(key)

@@ -37,12 +37,12 @@ class Seen:
         self._filter = filter
         self._manifest = manifest
         self._leaves: list[tuple[Key | None, torch.Tensor]] = []
-        self._tree = self._level(source, (), type(source) is _tensordict())
+        self._tree = self._level(source, (), type(source) is _tensordict_class())
         self.plain = self._tree is not None and sum(key is not None for key, _ in self._leaves) == len(tensors)
 
     def _level(self, source: Any, path: Key, of_tensordict: bool) -> list[tuple[str, Any]] | None:
         store: Any = getattr(source, "_tensordict", None) if of_tensordict else source
-        if type(store) not in LEVELS or (of_tensordict and type(source) is not _tensordict()):
+        if type(store) not in LEVELS or (of_tensordict and type(source) is not _tensordict_class()):
             return None
         tree: list[tuple[str, Any]] = []
         for key, value in dict.items(store):
@@ -96,10 +96,10 @@ class Seen:
                 return None  # its twin comes later
         assert self._tree is not None
         try:
-            return _native.Outline(self._tree, leaves, _TENSORS, LEVELS, _tensordict()), order
+            return _native.Outline(self._tree, leaves, _TENSORS, LEVELS, _tensordict_class()), order
         except ValueError:  # this torch does not show its tensors to native code
             return None
 
 
-def _tensordict() -> type[Any] | None:
+def _tensordict_class() -> type[Any] | None:
     return loaded_class("tensordict", "TensorDict")
