@@ -213,6 +213,23 @@ if __name__ == "__main__":
     )
 
 
+def test_a_fork_server_imports_tensordict_once_if_the_trainer_has_it(tmp_path):
+    run_program(
+        tmp_path / "trainer.py",
+        f"""{WORKER}
+import multiprocessing
+def first(sub, queue):
+    queue.put(found())
+
+if __name__ == "__main__":
+    import tensordict
+    queue = multiprocessing.get_context("forkserver").SimpleQueue()
+    with Publisher(torch.nn.Linear(3, 2)) as pub, Workers(pub, first, 1, args=[queue]):
+        assert "tensordict" in queue.get()
+""",
+    )
+
+
 def test_what_dynamo_and_tensordict_must_know_they_learn_when_they_are_imported(tmp_path):
     run_program(tmp_path / "later.py", WORKER + LATER)
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from ... import _native
 from ...memory.dynamo import when_dynamo_is_imported
-from ..source.leaf_check import is_a
 from .read_guard import Cover
 
 CALL = "_compiled_call_impl"  # a call of the module itself
@@ -78,8 +77,7 @@ class Guard(Proxy, _native.Guard):
     def __init__(self, module: nn.Module, name: str, cover: Cover) -> None:
         _native.Guard.__init__(self)
         super().__init__(module, name)
-        optimized = is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
-        self._whole = optimized or (name == CALL and self._own is not None)  # is it compiled?
+        self._whole = isinstance(module, _compiled_types) or (name == CALL and self._own is not None)  # is it compiled?
         of_torch = name == "forward" and not self._whole and _of_torch(getattr(self.inner, "__module__", None))
         self.entered = functools.partial(call, self.inner) if of_torch else self.inner
         self.use(cover)
@@ -104,6 +102,8 @@ class Guard(Proxy, _native.Guard):
             return {wrap_inline(len).__code__}
         return {getattr(getattr(self.inner, "__func__", self.inner), "__code__", None)}
 
+
+_compiled_types: tuple[type, ...] = ()  # what torch.compile() makes of a module, once Dynamo is imported
 
 _covers: weakref.WeakValueDictionary[int, Cover] = weakref.WeakValueDictionary()
 
@@ -137,6 +137,10 @@ def _covered(number: int) -> bool:
 
 
 def _register() -> None:
+    global _compiled_types
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    _compiled_types = (OptimizedModule,)
     torch.compiler.assume_constant_result(_covered)
     substitute: Any = torch.compiler.substitute_in_graph(_native.Guard.__call__, skip_signature_check=True)
     substitute(_in_compiled_code)
