@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
-import sys
 import threading
 import weakref
 from bisect import bisect_right
@@ -32,7 +31,7 @@ from ..memory.system.when_imported import when_imported
 from ..memory.torch_modes import run_plainly
 from .deadlines import deadline_after
 from .read.reading import ReadPath
-from .source.leaf_check import extent
+from .source.leaf_check import extent, loaded_class
 from .write.writing import WriteSide
 
 if TYPE_CHECKING:
@@ -251,8 +250,11 @@ def _deepcopied_levels(weights: TensorDict, memo: dict[Any, Any]) -> Any:
     return made
 
 
-def _deepcopy_levels_of(table: dict[type, Any], module: str, name: str) -> None:
-    table[getattr(sys.modules[module], name)] = _deepcopied_levels
+def _deepcopy_levels(table: dict[type, Any]) -> None:
+    for module, name in (("tensordict", "TensorDict"), ("shmsync.memory.dotted", "DottedTensorDict")):
+        kind = loaded_class(module, name)
+        if kind is not None:  # else memory/dotted.py, once it is imported, finds what is there for a TensorDict
+            table[kind] = _deepcopied_levels
 
 
 @functools.cache
@@ -261,8 +263,7 @@ def copy_by_value() -> None:
     table = getattr(copy, "_deepcopy_dispatch", None)  # deepcopy() asks no copyreg, but the object itself
     if table is not None:
         table.update({torch.Tensor: _deepcopied, nn.Parameter: _deepcopied})
-        for module, name in (("tensordict", "TensorDict"), ("shmsync.memory.dotted", "DottedTensorDict")):
-            when_imported(module, functools.partial(_deepcopy_levels_of, table, module, name))
+        when_imported("tensordict", functools.partial(_deepcopy_levels, table))
     for kind in (torch.Tensor, nn.Parameter):
         usual = copyreg.dispatch_table.get(kind, _as_torch)
         copyreg.pickle(kind, functools.partial(_reduced, reduce=usual))

@@ -19,7 +19,7 @@ def when_imported(module: str, call: Callable[[], object]) -> None:
     """Make this call as soon as the module has been imported: now, or at the end of its import."""
     with _lock:
         _waiting.setdefault(module, []).append(call)
-        if _finder not in sys.meta_path:
+        if module not in sys.modules and _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
     if module in sys.modules:
         import_module(module)  # another thread may be in the middle of it
@@ -29,6 +29,8 @@ def when_imported(module: str, call: Callable[[], object]) -> None:
 def _call(module: str) -> None:
     with _lock:
         calls = _waiting.pop(module, [])
+        if not _waiting:  # another list: a thread that goes through this one would miss a finder
+            sys.meta_path = [each for each in sys.meta_path if each is not _finder]
     for call in calls:
         call()
 
