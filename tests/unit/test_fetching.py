@@ -16,11 +16,11 @@ from shmsync.errors import WriterDied
 from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote.delivery import APART, Deliveries
-from shmsync.schemes.remote.fetch_ticket import TAKE, Unreached
 from shmsync.schemes.remote.location import Place, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
+from shmsync.schemes.remote.remote_requests import Unreached
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
-from shmsync.schemes.remote.weight_server import ASK, REPLY
+from shmsync.schemes.remote.weight_server import ASK, REPLY, TAKE
 from support.processes import until
 
 COUNT = 100_000  # elements of a leaf

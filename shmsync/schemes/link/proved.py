@@ -29,6 +29,11 @@ _SILENCE = 30.0  # seconds without a sign of the other machine, after which the 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def close_in_child(socket_or_listener: Any) -> None:
+    """A process that is forked from this one closes it, so that it ends with this process."""
+    _open.add(socket_or_listener)
+
+
 def _close_all() -> None:
     for each in list(_open):
         each.close()

@@ -4,12 +4,12 @@ What another one is made of is in carrier, requests, transport and scheme: see d
 """
 
 # "X as X" says that X is meant for others: schemes/__init__ shows it
+from .distributed.distributed_scheme import DistributedTransport as DistributedTransport
 from .distributed.distributed_scheme import DistributedWeightSyncScheme as DistributedWeightSyncScheme
-from .distributed.distributed_transport import DistributedTransport as DistributedTransport
-from .ray.ray_module import RayActorTransport as RayActorTransport
-from .ray.ray_module import RayModuleTransformReceiver as RayModuleTransformReceiver
-from .ray.ray_module import RayModuleTransformScheme as RayModuleTransformScheme
-from .ray.ray_module import RayModuleTransformSender as RayModuleTransformSender
+from .ray.ray_scheme import RayActorTransport as RayActorTransport
+from .ray.ray_scheme import RayModuleTransformReceiver as RayModuleTransformReceiver
+from .ray.ray_scheme import RayModuleTransformScheme as RayModuleTransformScheme
+from .ray.ray_scheme import RayModuleTransformSender as RayModuleTransformSender
 from .ray.ray_scheme import RayTransport as RayTransport
 from .ray.ray_scheme import RayWeightSyncScheme as RayWeightSyncScheme
 from .ray.ray_updater import RayWeightUpdater as RayWeightUpdater

@@ -8,19 +8,25 @@ import os
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from .fetch_ticket import FetchTicket
+from typing_extensions import override
+
 from .location import Place
-from .packed_weights import PackedWeights
+from .packed_weights import PackedWeights, Stamp
+from .relay import RelayOptions, Unpublished
+from .remote_carrier import Carrier
 from .remote_requests import Call, Destination
-from .weight_server import WeightServer
+from .weight_server import FetchTicket, WeightServer
 
 APART = 1 << 16  # bytes from which on weights are fetched; fewer are in the call itself, or where the network puts them
 EACH = 2 << 20  # bytes; larger ones are not fetched by each worker of another node, where they can come there once
 _log = logging.getLogger("shmsync")
 
 
+@dataclass(eq=False)
 class Delivery:
     """What a carrier gives its transports and relays to send.
 
@@ -31,17 +37,10 @@ class Delivery:
         crowds: who is on which node, where the network's own means take weights to a node once for all who are there.
     """
 
-    def __init__(
-        self,
-        packed_weights: PackedWeights,
-        ticket: FetchTicket | None,
-        own: Callable[[Callable[[Any], Call]], Call],
-        crowds: dict[str, set[int]] | None = None,
-    ) -> None:
-        self.packed_weights = packed_weights
-        self.ticket = ticket
-        self.own = own
-        self._crowds = {} if crowds is None else crowds
+    packed_weights: PackedWeights
+    ticket: FetchTicket | None
+    own: Callable[[Callable[[Any], Call]], Call]
+    crowds: dict[str, set[int]] = field(default_factory=dict)
 
     def in_a_crowd(self, who: int, node: str | None) -> bool:
         """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
@@ -49,8 +48,8 @@ class Delivery:
             return False
         if node is None:  # not known yet
             return True
-        self._crowds.setdefault(node, set()).add(who)
-        return len(self._crowds[node]) > 1
+        self.crowds.setdefault(node, set()).add(who)
+        return len(self.crowds[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
         """Begin a call with the ticket, unless it was of no use to this destination before."""
@@ -84,18 +83,10 @@ class Deliveries:
         if weight_server is None:
             return Delivery(packed_weights, None, own)
         assert packed_weights.memory is not None
+        number, label = weight_server.put(packed_weights), packed_weights.label._replace(starts=(0,))
+        size, memory = packed_weights.whole.nbytes, packed_weights.memory.place
         seconds = max(1.0, deadline - time.monotonic()) if math.isfinite(deadline) else math.inf
-        label = packed_weights.label._replace(starts=(0,))
-        size = packed_weights.whole.nbytes
-        ticket = FetchTicket(
-            weight_server.at,
-            weight_server.put(packed_weights),
-            label,
-            size,
-            packed_weights.memory.place,
-            self._where,
-            seconds,
-        )
+        ticket = FetchTicket(weight_server.at, number, label, size, memory, self._where, seconds)
         return Delivery(packed_weights, ticket, own, self._crowds)
 
     def _find_server(self) -> WeightServer | None:
@@ -103,7 +94,7 @@ class Deliveries:
             self._server = None  # of the process that this one was forked from
         if self._server is None and not self._failed:
             try:
-                self._server = _server_address(self._host(), self._where())
+                self._server = _server_at(self._host(), self._where())
             except OSError as error:
                 self._failed = True
                 _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
@@ -117,10 +108,33 @@ class Deliveries:
 _servers: weakref.WeakValueDictionary[tuple[int, str, Place], WeightServer] = weakref.WeakValueDictionary()
 
 
-def _server_address(host: str, maker: Place) -> WeightServer:
+def _server_at(host: str, maker: Place) -> WeightServer:
     """The one of this process for that address; all senders share it."""
     key = os.getpid(), host, maker
-    found = _servers.get(key)
-    if found is None:
-        found = _servers.setdefault(key, WeightServer(host, maker))
-    return found
+    return _servers.get(key) or _servers.setdefault(key, WeightServer(host, maker))
+
+
+class DeliveryCarrier(Carrier):
+    """Its payload is a Delivery; where that is not fetched, the weights are an argument of the call.
+
+    Args:
+        host, where: see Deliveries.
+    """
+
+    shared_from: int | None = APART
+
+    def __init__(self, host: Callable[[], str], where: Callable[[], Place]) -> None:
+        self._deliveries = Deliveries(host, where)
+
+    @override
+    def payload(self, packed_weights: PackedWeights) -> Delivery:
+        return self._deliveries.ship(packed_weights, self.deadline, lambda start: start(packed_weights))
+
+    @override
+    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
+        call: Call = worker.start_delivery(payload, partial(Unpublished, stamp, options))
+        return call
+
+    @override
+    def close(self) -> None:
+        self._deliveries.close()

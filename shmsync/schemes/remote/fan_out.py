@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ...engine.outcome import Failure
@@ -18,7 +18,7 @@ from .location import Place, Site
 from .packed_weights import Announcement, Packer, Stamp
 from .relay import Relay, RelayOptions
 from .remote_carrier import CLOSING, Carrier, LoneWorker
-from .remote_requests import Answered, Call, Destination, Failed, Gone, RemoteSend
+from .remote_requests import Answered, Call, Destination, Failed, Gone, RemoteSend, Step
 from .remote_transport import RemoteTransport
 
 Workers = Mapping[int, RemoteTransport]
@@ -39,17 +39,14 @@ class FanOut:
         self._session = session
         self._local: Relay | None = None  # the sender publishes for its own node
         self._relays: dict[Site, Destination] = {}
-        self._home: Place | None = None
         self._closed = False
         # At exit what was registered last comes first. The carrier has imported its network before, so that still runs.
         atexit.register(self.close)
 
-    @property
+    @cached_property
     def home(self) -> Place:
         """Where the sender runs."""
-        if self._home is None:
-            self._home = self._carrier.home()
-        return self._home
+        return self._carrier.home()
 
     def version(self, model_id: str) -> int:
         """The newest version of a model on the sender's own node. An interrupted send may have left it there."""
@@ -83,9 +80,8 @@ class FanOut:
         share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
         for index, worker in asked.items():
             sending.unreached.add(index)
-            sending.ask(
-                index, worker, partial(self._locate, worker), then=partial(save, index, worker), record="failures"
-            )
+            start, then = partial(self._locate, worker), partial(save, index, worker)
+            sending.add(Step(index, worker, start, then, record="failures"))
         if asked:
             sending.finish(min(deadline, now + share))
         # A worker that answers later than this has missed this send.
@@ -129,7 +125,7 @@ class FanOut:
             announcement = self._local.publish_as(stamp, whole if first else weights, deadline)
         accept()
         for index, worker in (near or {}).items():
-            sending.ask(index, worker, partial(worker.post, announcement))
+            sending.add(Step(index, worker, partial(worker.post, announcement)))
         for site, members in far.items():
             if not self._ask_lone(sending, site, members, payload, stamp):
                 self._relay(sending, site, members, payload, restarts=1)
@@ -154,7 +150,7 @@ class FanOut:
                 self._relays.pop(site, None)
 
         start = partial(self._carrier.lone_call, worker, payload, self._options, stamp)
-        sending.ask(index, worker, start, then=then)
+        sending.add(Step(index, worker, start, then))
         return True
 
     def _relay(self, sending: RemoteSend, site: Site, members: Workers, payload: Any, *, restarts: int) -> None:
@@ -198,7 +194,8 @@ class FanOut:
             if isinstance(result, Announcement):
                 sending.unreached.difference_update(members)
                 for index, worker in members.items():
-                    sending.ask(index, worker, partial(worker.post, result), forgive=partial(cannot_attach, index))
+                    start = partial(worker.post, result)
+                    sending.add(Step(index, worker, start, forgive=partial(cannot_attach, index)))
             elif isinstance(result, Gone):
                 host = _host_of(relay, members)
                 if host is not None:
@@ -211,7 +208,7 @@ class FanOut:
                 sending.outcome.failed[site.relay_name] = result.failure
 
         start = partial(self._carrier.relay_call, relay, payload, self._options)
-        sending.ask(site.relay_name, relay, start, then=then, record=False)
+        sending.add(Step(site.relay_name, relay, start, then, record=False))
 
     def _close_relay(self, relay: Destination, *, ended: bool) -> None:
         self._carrier.close_relay(relay, self._session, ended=ended)

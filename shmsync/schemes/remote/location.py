@@ -24,10 +24,6 @@ class Place(NamedTuple):
     user: int
     owner: int  # its owner word
 
-    def sees_processes_of(self, other: Place) -> bool:
-        """Does one pid mean the same process in both, so that a pidfd tells of a death?"""
-        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
-
 
 class Site(NamedTuple):
     """Where processes can share an arena: one node, and one user and process namespace on it."""

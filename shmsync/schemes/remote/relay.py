@@ -33,8 +33,7 @@ class Relay:
     """The publisher of one sender's models on one node."""
 
     def __init__(self, options: RelayOptions) -> None:
-        self._readers = options.readers
-        self._timeout = options.timeout
+        self._options = options
         self._publishers = Publishers(
             slots=options.slots, groups=None, timeout=options.timeout, alias=False, partial=options.partial
         )
@@ -48,14 +47,14 @@ class Relay:
 
     def publish(self, weights: Any) -> Announcement:
         """Publish weights under their stamp. Raises as Publisher.publish() does, and ProtocolError without a stamp."""
-        return self.publish_as(_stamp(weights), weights, deadline_after(None, self._timeout))
+        return self.publish_as(_stamp(weights), weights, deadline_after(None, self._options.timeout))
 
     def publish_as(self, stamp: Stamp, weights: Any, deadline: float) -> Announcement:
         """Publish weights of this process under this stamp, unless it has newer ones already."""
         with self._lock:
             model_id, version = stamp.model_id, stamp.version
             if self._publishers.version(model_id) < version:  # else this message came late, and there is newer
-                plan = self._publishers.plan(model_id, weights, [ALL], version, self._readers)
+                plan = self._publishers.plan(model_id, weights, [ALL], version, self._options.readers)
                 write([plan], version, deadline)
             publisher = self._publishers.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)

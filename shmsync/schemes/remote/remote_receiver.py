@@ -14,9 +14,8 @@ from torch import nn
 from typing_extensions import override
 
 from ...engine.deadlines import deadline_after
-from ...engine.subscriber import Consistency, reader_of
+from ...engine.subscriber import reader_of
 from ...errors import ClosedError, ProtocolError
-from ..api import WeightSyncScheme
 from ..arenas.subscriptions import Subscriptions
 from ..context_args import Arguments, named_content
 from ..link.timed_queue import TimedQueue
@@ -29,23 +28,17 @@ from .weight_client import forget_ended
 _receivers: weakref.WeakSet[RemoteReceiver] = weakref.WeakSet()  # of this process
 
 
-def _known() -> list[str]:
-    return sorted({receiver.model_id for receiver in list(_receivers)})
-
-
 class RemoteReceiver(WeightReceiver):
     """Applies what a call brought: weights, which it copies, or news of this node's arena, to which it binds the model.
 
     Thread-safe: calls may come on any thread, and out of order.
 
     Args:
-        consistency, timeout: of its subscriber.
+        scheme: the RemoteScheme that makes it.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, *, consistency: Consistency, timeout: float) -> None:
+    def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
-        self._consistency: Consistency = consistency
-        self._timeout = timeout
         self._stamp: Stamp | None = None
         self._start()
 
@@ -54,7 +47,7 @@ class RemoteReceiver(WeightReceiver):
         self._news: TimedQueue[None] = TimedQueue()  # a Condition may stay locked after an interrupt
         self._closed = False
         self._handle: Any = None
-        self.subscriptions = Subscriptions(consistency=self._consistency, timeout=self._timeout)
+        self.subscriptions = Subscriptions(consistency=self._scheme.consistency, timeout=self._scheme.timeout)
 
     @override
     def set_up(self, arguments: Arguments) -> None:
@@ -90,9 +83,10 @@ class RemoteReceiver(WeightReceiver):
         weights = named_content(weights, self._model_id)
         stamp = stamp_of(weights)
         if stamp is not None and stamp.model_id != self._model_id:
+            known_ids = sorted({receiver.model_id for receiver in list(_receivers)})
             raise ProtocolError(
                 f"these weights are of {stamp.model_id!r}, but were given to the receiver of {self._model_id!r}; this "
-                f"process has receivers of {', '.join(map(repr, _known()))}. Give them to the right one, or make one "
+                f"process has receivers of {', '.join(map(repr, known_ids))}. Give them to the right one, or make one "
                 f"with init_on_worker({stamp.model_id!r})"
             )
         if isinstance(weights, Asked):
@@ -123,7 +117,7 @@ class RemoteReceiver(WeightReceiver):
             timeout: seconds to wait for the next ones; 0 only looks, None is the scheme's.
         """
         self._scheme.check_open("receive")
-        deadline = deadline_after(timeout, self._timeout)
+        deadline = deadline_after(timeout, self._scheme.timeout)
         while True:
             with contextlib.suppress(queue.Empty):
                 self._news.get(min(deadline - time.monotonic(), 3600.0))

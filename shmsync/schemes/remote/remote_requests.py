@@ -1,6 +1,6 @@
 """Requests to other processes, and one wait for all of them.
 
-A send is a Delivery of Steps. Each step makes one request (a Call) to one worker or relay (a Destination), and what
+A RemoteSend has Steps. Each step makes one request (a Call) to one worker or relay (a Destination), and what
 became of it goes into the Outcome, which raises what went wrong.
 
 INV: a destination has at most one request under way; the next one starts when the last has been answered. So a worker
@@ -21,7 +21,6 @@ from typing_extensions import Self, override
 from ... import _native
 from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import WriterBusy
-from .fetch_ticket import Unreached
 from .location import Place
 
 _log = logging.getLogger("shmsync")
@@ -48,6 +47,10 @@ class Failed(Exception):
     def __init__(self, failure: Failure | str) -> None:
         super().__init__(failure)
         self.failure = failure
+
+
+class Unreached(ConnectionError):
+    """The worker cannot reach the sender's weight server, so the weights have to come by the network's own means."""
 
 
 class Call(ABC):
@@ -109,9 +112,6 @@ class Destination:
         return self.call is not None
 
 
-Record = bool | Literal["failures"]
-
-
 @dataclass(eq=False)
 class Step:
     """One request of a send.
@@ -127,9 +127,9 @@ class Step:
     name: int | str
     destination: Destination
     start: Callable[[], Call]
-    then: Callable[[Any], None] | None
-    record: Record
-    forgive: Callable[[Any], bool] | None
+    then: Callable[[Any], None] | None = None
+    record: bool | Literal["failures"] = True
+    forgive: Callable[[Any], bool] | None = None
     call: Call | None = None
 
     def advance(self) -> bool:
@@ -159,18 +159,8 @@ class RemoteSend:
         self.outcome = Outcome(wording)
         self.unreached: set[int] = set()  # workers whose own step waits for another
 
-    def ask(
-        self,
-        name: int | str,
-        destination: Destination,
-        start: Callable[[], Call],
-        *,
-        then: Callable[[Any], None] | None = None,
-        record: Record = True,
-        forgive: Callable[[Any], bool] | None = None,
-    ) -> None:
-        """Add a step, and begin it if possible. See Step."""
-        step = Step(name, destination, start, then, record, forgive)
+    def add(self, step: Step) -> None:
+        """Begin it if possible; finish() carries it out."""
         self._open.append(step)
         self._look(step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from .packed_weights import Packer, Stamp
 from .relay import RelayOptions
 from .remote_carrier import Carrier
 from .remote_receiver import RemoteReceiver
-from .remote_requests import RemoteSend
+from .remote_requests import RemoteSend, Step
 from .remote_transport import RemoteTransport
 
 _TIMEOUT = 60.0  # seconds
@@ -103,7 +103,7 @@ class RemoteScheme(WeightSyncScheme):
 
     @override
     def create_receiver(self) -> RemoteReceiver:
-        return RemoteReceiver(self, consistency=self.consistency, timeout=self.timeout)
+        return RemoteReceiver(self)
 
     @override
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -221,11 +221,15 @@ class RemoteSender(WeightSender):
         try:
             return self._deliver(weights, workers, deadline)
         except AckTimeout as error:  # a carrier that could not pack them in time does not know whom they were for
-            error.missing = error.missing or [index for index in workers if not self._transports[index].reported]
+            error.missing = error.missing or list(self._alive(workers))
             raise
 
+    def _alive(self, workers: Iterable[int]) -> dict[int, RemoteTransport]:
+        """Those of these workers that no send has named as dead."""
+        return {index: self._transports[index] for index in workers if not self._transports[index].reported}
+
     def _deliver(self, weights: Any, workers: list[int], deadline: float) -> RemoteSend:
-        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        alive = self._alive(workers)
         if workers and not alive:
             raise WorkerDied(
                 f"all workers that {self._model_id!r} should go to are dead ({', '.join(map(str, workers))}); nothing "
@@ -237,8 +241,7 @@ class RemoteSender(WeightSender):
         self._carrier.deadline = deadline
         sending = RemoteSend(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
-            everybody = {index: each for index, each in self._transports.items() if not each.reported}
-            fan_out.find_places(sending, alive, everybody, deadline)
+            fan_out.find_places(sending, alive, self._alive(self._transports), deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
             accept = partial(self._accept, version, given, alive, prepared)
@@ -255,7 +258,7 @@ class RemoteSender(WeightSender):
             else:  # it has missed some, or is new
                 more = self._packer.pack(due, self._model_id, self._version)
                 start = partial(transport.post, self._carrier.payload(more))
-            sending.ask(index, transport, start)
+            sending.add(Step(index, transport, start))
         return sending
 
     def _accept(self, version: int, given: Leaves | None, workers: Mapping[int, RemoteTransport], weights: Any) -> None:
@@ -269,7 +272,7 @@ class RemoteSender(WeightSender):
 
     @override
     def _verify(self, workers: list[int], deadline: float) -> Proof:
-        alive = {index: self._transports[index] for index in workers if not self._transports[index].reported}
+        alive = self._alive(workers)
         questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
         self._carrier.deadline = deadline
         sending = RemoteSend(self._carrier.wait)
@@ -279,7 +282,7 @@ class RemoteSender(WeightSender):
             if id(question) not in payloads:
                 packed_weights = self._packer.ask(question, self._model_id, self._version)
                 payloads[id(question)] = self._carrier.payload(packed_weights)
-            sending.ask(index, transport, partial(transport.post, payloads[id(question)]))
+            sending.add(Step(index, transport, partial(transport.post, payloads[id(question)])))
         sending.finish(deadline)
         for index in sending.outcome.dead:
             self._transports[index].reported |= self._transports[index].dead

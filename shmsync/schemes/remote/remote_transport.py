@@ -10,7 +10,7 @@ from ...engine.deadlines import deadline_after, timeout_or_default, timeout_or_n
 from ..link.send_lock import TransportLock
 from .packed_weights import Packer
 from .remote_carrier import Carrier
-from .remote_requests import Answered, Call, Destination, RemoteSend
+from .remote_requests import Answered, Call, Destination, RemoteSend, Step
 
 _NONE: Any = object()
 _DEFAULT = 60.0  # seconds
@@ -106,7 +106,7 @@ class RemoteTransport(Destination, ABC):
             self._sent += 1
             self._carrier.deadline = deadline
             payload = self._carrier.payload(self._packer.pack(weights, model_id, self._sent))
-            sending.ask(0, self, partial(self.post, payload))
+            sending.add(Step(0, self, partial(self.post, payload)))
         return sending, model_id
 
     def _end(self, sending: RemoteSend, model_id: str, deadline: float) -> None:

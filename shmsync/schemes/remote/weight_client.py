@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -27,17 +28,13 @@ from ...memory.slab.memfd import MemfdAt, map_reusable
 from ...memory.torch_modes import run_plainly
 from ..link.proved import NONCE, PROOF, proof
 from ..link.send_lock import TransportLock
-from .fetch_ticket import ABSENT, DONE, LEASE, TAKE, FetchTicket, Unreached, WeightServerAddress
 from .location import Site
 from .packed_weights import unpack, views_will_do
-from .weight_server import ASK, REPLY
+from .remote_requests import Unreached
+from .weight_server import ABSENT, ASK, DONE, LEASE, REPLY, TAKE, FetchTicket, WeightServerAddress
 
 _CONNECT = 2.0  # seconds: who does not answer by then cannot be reached
 _MAPPINGS = 4  # that a line keeps; a sender uses two buffers in turns
-
-
-class _Cut(Exception):
-    """The other end is not there any more."""
 
 
 class _Connection:
@@ -49,7 +46,7 @@ class _Connection:
         self._leases: list[int] = []  # numbers of buffers that are read in place
         self._socket = _connected(at, min(deadline, time.monotonic() + _CONNECT))
         self._mapped: dict[MemfdAt, torch.UntypedStorage] = {}
-        self._room: list[torch.Tensor] = []  # to receive into; of what was received last
+        self._room: deque[torch.Tensor] = deque(maxlen=1)  # to receive into; of what was received last
 
     def views(self, ticket: FetchTicket, deadline: float) -> torch.Tensor:
         """The bytes, to read; what says that they are done with goes with the last view of them."""
@@ -58,16 +55,16 @@ class _Connection:
             self._ask(LEASE, ticket.number, deadline)
             self._leases.append(ticket.number)
             return _watched(storage.data_ptr(), ticket.size, storage, partial(self._done, ticket.number))
-        room = self._room.pop() if self._room else None
+        room = self.copy(ticket, deadline, self._room.pop() if self._room else None)
+        return _watched(room.data_ptr(), ticket.size, room, partial(self._room.append, room))
+
+    def copy(self, ticket: FetchTicket, deadline: float, room: torch.Tensor | None = None) -> torch.Tensor:
+        """The bytes, in `room` if it has their size, else in new memory."""
         if room is None or room.nbytes != ticket.size:
             room = torch.empty(ticket.size, dtype=torch.uint8, device="cpu")
-        self._receive(ticket, room, deadline)
-        return _watched(room.data_ptr(), ticket.size, room, partial(_make_room, self._room, room))
-
-    def copy(self, ticket: FetchTicket, deadline: float) -> torch.Tensor:
-        """The bytes, in memory of their own."""
-        room = torch.empty(ticket.size, dtype=torch.uint8, device="cpu")
-        self._receive(ticket, room, deadline)
+        self._ask(TAKE, ticket.number, deadline)
+        _read(self._socket, memoryview(room.numpy().data), deadline)
+        self._socket.sendall(ASK.pack(DONE, ticket.number))
         return room
 
     def _map(self, ticket: FetchTicket) -> torch.UntypedStorage | None:
@@ -86,31 +83,12 @@ class _Connection:
         return found
 
     def _ask(self, what: int, number: int, deadline: float) -> None:
-        self._wait_until(deadline)
+        _wait_until(self._socket, deadline)
         self._socket.sendall(ASK.pack(what, number))
-        reply = bytearray(REPLY.size)
-        self._read(memoryview(reply), deadline)
-        if REPLY.unpack(reply)[0] == ABSENT:
+        if REPLY.unpack(_exactly(self._socket, REPLY.size, deadline))[0] == ABSENT:
             raise WriterDied(
                 "the sender has given these weights up before they were read; they come again with its next send"
             )
-
-    def _receive(self, ticket: FetchTicket, room: torch.Tensor, deadline: float) -> None:
-        self._ask(TAKE, ticket.number, deadline)
-        self._read(memoryview(room.numpy().data), deadline)
-        self._socket.sendall(ASK.pack(DONE, ticket.number))
-
-    def _read(self, into: memoryview, deadline: float) -> None:
-        while into.nbytes:
-            self._wait_until(deadline)
-            got = self._socket.recv_into(into)
-            if not got:
-                raise _Cut
-            into = into[got:]
-
-    def _wait_until(self, deadline: float) -> None:
-        rest = deadline - time.monotonic()
-        self._socket.settimeout(None if math.isinf(rest) else max(rest, 0.001))
 
     def _done(self, number: int) -> None:
         """On whatever thread the last view goes. A few bytes are sent whole, or the connection is broken anyway."""
@@ -158,14 +136,23 @@ def _connected(at: WeightServerAddress, deadline: float) -> socket.socket:
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    got = b""
-    while len(got) < count:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        more = connection.recv(count - len(got))
-        if not more:
-            raise ConnectionResetError("the connection ended before the other end had proved who it is")
-        got += more
-    return got
+    got = bytearray(count)
+    _read(connection, memoryview(got), deadline)
+    return bytes(got)
+
+
+def _read(connection: socket.socket, into: memoryview, deadline: float) -> None:
+    while into.nbytes:
+        _wait_until(connection, deadline)
+        got = connection.recv_into(into)
+        if not got:
+            raise ConnectionResetError("the other end has closed the connection")
+        into = into[got:]
+
+
+def _wait_until(connection: socket.socket, deadline: float) -> None:
+    rest = deadline - time.monotonic()
+    connection.settimeout(None if math.isinf(rest) else max(rest, 0.001))
 
 
 def _watched(address: int, size: int, kept: Any, done: Any) -> torch.Tensor:
@@ -174,10 +161,6 @@ def _watched(address: int, size: int, kept: Any, done: Any) -> torch.Tensor:
     memory.kept = kept  # type: ignore[attr-defined]
     weakref.finalize(memory, done).atexit = False
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _make_room(rooms: list[torch.Tensor], room: torch.Tensor) -> None:
-    rooms[:] = [room]
 
 
 _lines: dict[WeightServerAddress, _Connection] = {}
@@ -232,7 +215,7 @@ def fetch(ticket: FetchTicket) -> Any:
             except TimeoutError as error:
                 line.close()
                 raise _late(ticket) from error
-            except (OSError, _Cut):
+            except OSError:
                 line.close()
             except BaseException as error:  # an interrupt may have come between a question and its answer
                 if not isinstance(error, WriterDied):

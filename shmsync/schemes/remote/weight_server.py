@@ -26,20 +26,49 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ..link.proved import NONCE, PROOF, proof
+from ...memory.slab.memfd import MemfdAt
+from ..link.proved import NONCE, PROOF, close_in_child, proof
 from ..link.serial_executor import GRACE
-from .fetch_ticket import ABSENT, DONE, LEASE, TAKE, WeightServerAddress
 from .location import Place
-from .packed_weights import PackedWeights
+from .packed_weights import Label, PackedWeights
 
 _CHUNK = 4 << 20  # bytes that one worker gets before the next one has its turn
 _STRANGERS = 64  # that may be connected and have proved nothing yet
 _MANNERS = 5.0  # seconds that each of them has
 ASK, REPLY = struct.Struct("<qq"), struct.Struct("<q")
+TAKE, LEASE, DONE = 1, 2, 3  # what a worker asks: for the bytes; to read where they lie; and that it has read them
+ABSENT = -1  # the answer where they have been given up; else it is their number
 
 _log = logging.getLogger("shmsync")
+
+
+class WeightServerAddress(NamedTuple):
+    """The address of a sender's weight server. The network's own means carry the key, never a connection of ours."""
+
+    host: str
+    port: int
+    key: bytes
+    maker: Place  # whose weight server it is
+
+
+class FetchTicket(NamedTuple):
+    """What a worker is sent in place of weights that it fetches itself: these, in a weight server.
+
+    where: gives the location of the calling process, in the same terms as the weight server's maker.
+    memory: where they lie, for who shares memory with the sender.
+    seconds: that the send had left when the ticket was made.
+    """
+
+    weight_server: WeightServerAddress
+    number: int
+    label: Label
+    size: int
+    memory: MemfdAt
+    where: Callable[[], Place]
+    seconds: float
 
 
 class WeightServer:
@@ -64,12 +93,10 @@ class WeightServer:
         self._packed: weakref.WeakValueDictionary[int, PackedWeights] = weakref.WeakValueDictionary()
         self._number = 0
         self.at = WeightServerAddress(host, listener.getsockname()[1], secrets.token_bytes(PROOF), maker)
-        sockets = [listener, woken]
-        _open.append(sockets)
-        service = _Service(listener, woken, self.at.key, self._packed, sockets)
+        service = _Service(listener, woken, self.at.key, self._packed)
         thread = threading.Thread(target=service.run, daemon=True, name="shmsync weight server")
         self._end = weakref.finalize(self, _end, wake, thread)
-        # start() waits for the new thread, and an interrupt of that may keep it from ever beginning; see Clerk.
+        # start() waits for the new thread, and an interrupt of that may keep it from ever beginning.
         _thread.start_new_thread(thread.start, ())
 
     def put(self, packed_weights: PackedWeights) -> int:
@@ -90,19 +117,6 @@ def _end(wake: socket.socket, thread: threading.Thread) -> None:
             thread.join(GRACE)
 
 
-_open: list[list[socket.socket]] = []  # of the weight servers of this process
-
-
-def _forget_all() -> None:
-    for sockets in _open:
-        for each in sockets:
-            each.close()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)  # else a child would keep its parent's connections from ending
-
-
 class _Client:
     """One connection of a worker."""
 
@@ -119,34 +133,29 @@ class _Client:
 class _Service:
     """What the weight server's thread does."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        woken: socket.socket,
-        key: bytes,
-        packed_weights: Any,
-        sockets: list[socket.socket],
-    ) -> None:
-        self._listener, self._woken = listener, woken
+    def __init__(self, listener: socket.socket, woken: socket.socket, key: bytes, packed_weights: Any) -> None:
+        self._listener = listener
         self._key = key
         self._packed = packed_weights
-        self._sockets = sockets  # to close in a forked child
         self._strangers: list[_Client] = []
         self._selector = selectors.DefaultSelector()
-        self._ended = False
+        listener.setblocking(False)
+        self._register(listener, selectors.EVENT_READ, None)
+        self._register(woken, selectors.EVENT_READ, self)
+
+    def _register(self, each: socket.socket, events: int, data: Any) -> None:
+        close_in_child(each)  # else a child would keep its parent's connections from ending
+        self._selector.register(each, events, data)
 
     def run(self) -> None:
         """Serve until the weight server is gone."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._woken, selectors.EVENT_READ, self)
         try:
-            while not self._ended:
+            while True:
                 for key, events in self._selector.select(_MANNERS if self._strangers else None):
                     if key.data is None:
                         self._let_in()
                     elif key.data is self:
-                        self._ended = True
+                        return
                     else:
                         self._serve(key.data, events)
                 for stranger in [each for each in self._strangers if each.until < time.monotonic()]:
@@ -156,9 +165,8 @@ class _Service:
                 "the thread that hands out weights has ended; they go by the network's own means from now on"
             )
         finally:
-            _open[:] = [each for each in _open if each is not self._sockets]
-            for each in self._sockets:
-                each.close()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]  # they are sockets
             self._selector.close()
 
     def _let_in(self) -> None:
@@ -176,16 +184,13 @@ class _Service:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         peer = _Client(connection)
         self._strangers.append(peer)
-        self._sockets.append(connection)
-        self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
+        self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
     def _drop(self, peer: _Client) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(peer.connection)
         with contextlib.suppress(ValueError):
             self._strangers.remove(peer)
-        with contextlib.suppress(ValueError):
-            self._sockets.remove(peer.connection)
         peer.connection.close()
         peer.reads.clear()
         peer.to_send.clear()

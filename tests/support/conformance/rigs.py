@@ -117,8 +117,6 @@ def derived(scheme, which, hooks):
     def create():
         if which == "sender" and isinstance(scheme, MultiProcessWeightSyncScheme):
             return kind(scheme, scheme.create_carrier())
-        if which == "receiver" and isinstance(scheme, CallScheme):
-            return kind(scheme, consistency=scheme.consistency, timeout=scheme.timeout)
         return kind(scheme)
 
     setattr(scheme, f"create_{which}", create)

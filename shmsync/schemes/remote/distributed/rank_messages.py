@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal, NamedTuple
 
 from ....engine.outcome import Failure
@@ -12,17 +11,11 @@ UPDATED = "updated"
 FAILED = "failed"
 UNTAKEN = "untaken"  # failed, and the bytes were not taken out of the process group: nothing may write there
 
-_numbers = itertools.count(1)
-
-
-def new_number() -> int:
-    """For a message. It is the tag of its bytes too: those of one that was not taken are not taken for another's."""
-    return next(_numbers) & 0x7FFFFFFF
-
 
 class RankMessage(NamedTuple):
     """Weights for a rank. Only plain values, so that it always unpickles; what may fail to is in `body`.
 
+    number: the tag of its bytes too: those of one that was not taken are not taken for another's.
     body: a pickled Label, FetchTicket or Announcement, by `kind`.
     source, size: with a Label: the rank that sends so many bytes under this number.
     relay: RelayOptions, if this rank publishes them for its node.

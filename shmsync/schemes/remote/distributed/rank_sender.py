@@ -7,14 +7,14 @@ caller waits for the store. Callers read the answers themselves.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import select
 import time
 import weakref
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,15 +31,16 @@ from ...link.connection import Channel
 from ...link.proved import Dial
 from ...link.serial_executor import GRACE
 from ..delivery import Delivery
-from ..fetch_ticket import FetchTicket, Unreached
 from ..location import Place, Site, here
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
-from ..remote_requests import Call, Failed, Gone
-from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, new_number, wrong_with
+from ..remote_requests import Call, Failed, Gone, Unreached
+from ..weight_server import FetchTicket
+from .group_transfers import SENDER, need_group
+from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
 from .rendezvous import RankAddress, read_address, thread_of
-from .transfers import my_rank, need_group
 
+_numbers = itertools.count(1)  # of messages
 # By number. A rank may take a message although its sender has given up; it waits for the bytes then, so these stay.
 _transfers: dict[int, tuple[Any, PackedWeights]] = {}
 _CONNECT = 2.0  # seconds: the kernel's own attempts come ever more rarely
@@ -86,7 +87,7 @@ class MessageCall(RankCall):
 
     def __init__(self, end: RankEnd, payload: Any, ticket: FetchTicket | None, relay: RelayOptions | None, lone: bool):
         super().__init__(end)
-        self.number = new_number()
+        self.number = next(_numbers) & 0x7FFFFFFF
         self.payload = payload
         self.sent = False
         self._ticket = ticket
@@ -108,7 +109,8 @@ class MessageCall(RankCall):
                 raise Gone(f"torch.distributed: {str(error)[:200]}") from error
             _transfers[self.number] = work, payload
         self.sent = True
-        channel.send(small(RankMessage(self.number, kind, body, my_rank(), size, *self._how)))  # type: ignore[arg-type]
+        source = torch.distributed.get_rank() if torch.distributed.is_initialized() else SENDER
+        channel.send(small(RankMessage(self.number, kind, body, source, size, *self._how)))  # type: ignore[arg-type]
 
     def accept(self, answer: RankAnswer) -> None:
         """This is the answer to it."""
@@ -119,44 +121,28 @@ class MessageCall(RankCall):
 
 
 class NewsCall(RankCall):
-    """Waits for what the end gets to know without a message."""
+    """Waits for what the end gets to know without a message. `find` gives it; None: it is not known yet."""
 
-    def __init__(self, end: RankEnd) -> None:
+    def __init__(self, end: RankEnd, find: Callable[[], Any]) -> None:
         super().__init__(end)
+        self._find = find
         self._fall = end.fall
-
-    @abstractmethod
-    def find(self) -> Any:
-        """What is known by now; None: nothing."""
 
     @override
     def look(self) -> None:
         super().look()
-        if (found := self.find()) is not None:
+        if (found := self._find()) is not None:
             self.answer = RankAnswer(None, self.end.expected, found)
         elif self.end.fall is not self._fall:
             self.trouble = self.end.fall
-
-
-class PlaceCall(NewsCall):
-    """Asks where a rank runs; its address in the store has that."""
-
-    @override
-    def find(self) -> Any:
-        address = self.end.address  # another thread may set it
-        return None if address is None else address.place
 
 
 class WordCall(NewsCall):
     """Waits for a word of the worker's own, which should be this one."""
 
     def __init__(self, end: RankEnd, word: str) -> None:
-        super().__init__(end)
+        super().__init__(end, lambda: end.words[0] if end.words else None)
         self._word = word
-
-    @override
-    def find(self) -> Any:
-        return self.end.words[0] if self.end.words else None
 
     @override
     def result(self) -> None:
@@ -208,8 +194,13 @@ class RankEnd:
         return self._begin(WordCall(self, word))
 
     def ask_place(self) -> Call:
-        """Where does the rank run?"""
-        return self._begin(PlaceCall(self))
+        """Where does the rank run? Its address in the store has that."""
+
+        def find() -> Place | None:
+            address = self.address  # another thread may set it
+            return None if address is None else address.place
+
+        return self._begin(NewsCall(self, find))
 
     def _begin(self, call: RankCall) -> Call:
         if os.getpid() != self._pid:
@@ -277,7 +268,8 @@ class RankEnd:
         elif self.channel is not None:
             self._send_all()
         elif not self._seeking:
-            self._seek_on()
+            self._seeking = True
+            self._thread.put(weakref.ref(self))
 
     def _send_all(self) -> None:
         assert self.channel is not None and self.address is not None
@@ -285,36 +277,26 @@ class RankEnd:
             try:
                 call.send(self.channel, self.address.place)
             except Exception as error:  # no process group; what cannot be pickled; a channel that a fork has closed
-                self._calls.pop(call.number, None)
-                _transfers.pop(call.number, None)
-                call.trouble = error
+                self._drop([call], error)
 
     def _say(self, message: Any) -> None:
         if self.channel is not None:
             self.channel.send(small(message))
 
-    def _seek_on(self) -> None:
-        self._seeking = True
-        self._thread.put(weakref.ref(self))
-
     def seek(self) -> bool:
         """Look for the rank once. Has the search ended?"""
+        ended = True
         try:
             ended = self._closed or self._connected()
         except torch.distributed.DistError as error:
-            ended = True
-            if self._lost:
-                self._give_up_all(self._gone())
-            else:
-                trouble = ProtocolError(
-                    f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a process group and a "
-                    "scheme anew"
-                )
-                trouble.__cause__ = error
-                self._give_up_all(trouble)
+            trouble = ProtocolError(
+                f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a process group and a "
+                "scheme anew"
+            )
+            trouble.__cause__ = error
+            self._give_up_all(self._gone() if self._lost else trouble)
         except Exception as error:
             self._give_up_all(error)
-            ended = True
         self._seeking = not ended
         return ended
 
@@ -363,8 +345,8 @@ class RankEnd:
         """The connection has ended: is its process dead, or does it listen under another address?"""
         if self.channel is channel:
             self._hang_up()
-            self._lost, self._dialled = True, 0.0
-            self._seek_on()
+            self._lost, self._dialled, self._seeking = True, 0.0, True
+            self._thread.put(weakref.ref(self))
 
     def _gone(self, *, final: bool = True) -> Gone:
         assert self.address is not None
@@ -408,10 +390,10 @@ def wait_for(calls: Collection[Call], seconds: float) -> None:
         if rest <= 0:
             return
         poller, pause = select.poll(), min(2 * pause, _LATER)
-        channels = [call.end.channel if isinstance(call, RankCall) else None for call in calls]
-        for channel in channels:
-            if channel is not None and not channel.ended and not channel.closed:
+        for call in calls:
+            channel = call.end.channel if isinstance(call, RankCall) else None
+            if channel is None or channel.ended or channel.closed:
+                rest = min(rest, pause)
+            else:
                 poller.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.unsent else 0))
-                continue
-            rest = min(rest, pause)
         poll(poller, min(rest, _SLICE) * 1000)

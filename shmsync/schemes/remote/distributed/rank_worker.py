@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,30 +20,31 @@ from ....engine.source.strategy import WeightStrategy
 from ....errors import ProtocolError, WriterDied
 from ...link.connection import Channel
 from ...link.door import Door, DoorKeeper
+from ...link.proved import PROOF
 from ...link.send_lock import LockHold, TransportLock
 from ...link.serial_executor import GRACE, Task
 from ..location import here
 from ..packed_weights import Announcement, Label, unpack
 from ..relay import RelayOptions, close_here, publish_here
 from ..weight_client import fetch
+from .group_transfers import receive
 from .rank_messages import FAILED, UNTAKEN, UPDATED, RankAnswer, RankMessage, RelayEnd, wrong_with
-from .rendezvous import RankAddress, new_secret, own_host, read_address, store_errors, write_address
-from .transfers import receive
+from .rendezvous import RankAddress, own_host, read_address, store_errors, write_address
 
 _SLICE = 0.05  # seconds of a wait
 _STORE = 0.5  # seconds between two looks whether the store is still there, while no sender is
 
 
+@dataclass(eq=False)
 class Received:
     """A message that was taken, with its bytes.
 
-    content: a Label, whose bytes are in the buffer; weights; or an Announcement.
+    content: a Label, whose bytes are in the buffer; weights; or an Announcement. None: it was not unpickled yet.
     """
 
-    def __init__(self, channel: Channel, message: RankMessage, content: Any = None) -> None:
-        self.channel = channel
-        self.message = message
-        self.content = content
+    channel: Channel
+    message: RankMessage
+    content: Any = None
 
 
 class Inbox:
@@ -181,7 +184,7 @@ class Inbox:
                 read_address(self._store, self._rank)  # a store whose host is stopped keeps this thread here
             if not wanted or self._closed:  # meanwhile: senders must not be led to an end that no call reads
                 raise ProtocolError(f"the end of rank {self._rank} was given up before the store answered")
-            host, secret = own_host(self._store), new_secret()
+            host, secret = own_host(self._store), secrets.token_bytes(PROOF)
             door = Door(host, secret)
             try:
                 with store_errors():
@@ -197,7 +200,8 @@ class Inbox:
         """Take the next message and its bytes, if it comes in time. A sender that stops midway keeps this thread."""
         door = self._introduce()
         while self._received is None and not self._closed:
-            for channel in door.tend(0.0 if self._waiting else self._rest(deadline), read=True):
+            rest = max(0.0, deadline - time.monotonic())
+            for channel in door.tend(0.0 if self._waiting else min(rest, _SLICE), read=True):
                 self._read(door, channel)
             if self._waiting:
                 self._receive(*self._waiting.popleft())
@@ -207,9 +211,6 @@ class Inbox:
                 self._looked = time.monotonic()
             elif time.monotonic() >= deadline:
                 return
-
-    def _rest(self, deadline: float) -> float:
-        return min(max(0.0, deadline - time.monotonic()), _SLICE)
 
     def _read(self, door: Door, channel: Channel) -> None:
         """What this sender has sent. What it had sent before its farewell is dropped."""

@@ -12,11 +12,10 @@ import ipaddress
 import json
 import queue
 import reprlib
-import secrets
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -77,11 +76,6 @@ def _key(rank: int) -> str:
     return f"NODE_{rank}_address"
 
 
-def new_secret() -> bytes:
-    """For the address of one rank."""
-    return secrets.token_bytes(PROOF)
-
-
 def own_host(store: Any) -> str:
     """The address under which other ranks reach this process."""
     root = _root(store)
@@ -97,16 +91,10 @@ def store_errors() -> Iterator[None]:
         raise WriterDied(f"the store cannot be reached any more: {str(error)[:200]}") from error
 
 
-class Seeker(Protocol):
-    """What looks for a rank."""
-
-    def seek(self) -> bool:
-        """Look once, without waiting for anything but the store. Has the search ended?"""
-
-
 class StoreThread(SerialExecutor):
     """The thread that makes the requests to one store, which a stopped host never answers, and looks for ranks there.
 
+    It is handed tasks, and weak references to RankEnds that look for their rank: it calls seek() until that is True.
     Handlers of signals run on the main thread alone, so no interrupt lands in the middle of a task.
     """
 
@@ -132,7 +120,7 @@ class StoreThread(SerialExecutor):
     @staticmethod
     @override
     def work(items: TimedQueue[Any]) -> None:
-        seekers: list[weakref.ref[Seeker]] = []
+        seekers: list[weakref.ref[Any]] = []
         pause = _FIRST
         while True:
             item: Any = ()

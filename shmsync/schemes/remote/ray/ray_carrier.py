@@ -13,11 +13,11 @@ from typing_extensions import override
 from ....engine.outcome import Failure
 from ....errors import AckTimeout, ProtocolError
 from ...link.serial_executor import GRACE, SerialExecutor, Task
-from ..delivery import APART, Deliveries, Delivery
+from ..delivery import Delivery, DeliveryCarrier
 from ..location import Place, Site, here
-from ..packed_weights import PackedWeights, Stamp
-from ..relay import Relay, RelayOptions, Unpublished, close_here
-from ..remote_carrier import CLOSING, Carrier, LoneWorker
+from ..packed_weights import PackedWeights
+from ..relay import Relay, RelayOptions, close_here
+from ..remote_carrier import CLOSING, LoneWorker
 from ..remote_requests import SLICE, Call, Destination, Failed, Gone
 from ..weight_client import fetched
 from .ray_requests import RayCall, look, require_ray, require_running
@@ -26,24 +26,25 @@ TensorTransport = Literal["object_store", "nixl"]
 
 
 class ActorRelay(Destination):
-    """A relay in an actor of its own, on one node.
+    """A relay in an actor of its own, on one node."""
 
-    Args:
-        make: starts the actor. Ray's head has to take part in that, so it happens on the executor's thread.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, node: str, options: RelayOptions) -> None:
+        self._node = node
+        self._options = options
         self.actor: Any = None
 
     def started(self) -> Any:
-        """The actor, started if it was not before. On the executor's thread."""
+        """The actor, started if it was not before. Ray's head has to take part: call it on the executor's thread."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         if self.actor is None:
-            self.actor = self._make()
+            there = NodeAffinitySchedulingStrategy(self._node, soft=False)
+            self.actor = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=there).remote(self._options)
         return self.actor
 
 
-class RayCarrier(Carrier):
+class RayCarrier(DeliveryCarrier):
     """Ray.
 
     Args:
@@ -55,11 +56,11 @@ class RayCarrier(Carrier):
     def __init__(self, tensor_transport: TensorTransport = "object_store") -> None:
         require_ray("a scheme for actors of Ray")
         check_tensor_transport(tensor_transport)
+        super().__init__(_host, place_to_fetch)
         self._tensor_transport = tensor_transport
         self._executor = SerialExecutor()  # asks Ray
-        self._deliveries = Deliveries(_host, place_to_fetch)
-        if tensor_transport == "object_store":
-            self.shared_from = APART
+        if tensor_transport == "nixl":
+            self.shared_from = None
 
     @override
     def payload(self, packed_weights: PackedWeights) -> Delivery:
@@ -115,7 +116,7 @@ class RayCarrier(Carrier):
 
     @override
     def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> ActorRelay:
-        return ActorRelay(partial(_start_relay, site.node, options))
+        return ActorRelay(site.node, options)
 
     @override
     def relay_call(self, relay: ActorRelay, payload: Any, options: RelayOptions) -> Call:
@@ -132,25 +133,16 @@ class RayCarrier(Carrier):
         return LoneWorker(worker)
 
     @override
-    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
-        call: Call = worker.start_delivery(payload, partial(Unpublished, stamp, options))
-        return call
-
-    @override
     def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, ended: bool) -> None:
         until = min(self.deadline, time.monotonic() + CLOSING)
-        if isinstance(relay, LoneWorker):
-            close = partial(_close_lone, relay.host, session, ended, until if ended else 0.0)
-        else:
-            close = partial(_close_relay, relay, until if ended else 0.0)
-        closed = self._executor.give(close)
+        closed = self._executor.give(partial(_close_relay, relay, session, until if ended else None))
         if ended and closed.done_by(until + GRACE):
             closed.result()
 
     @override
     def close(self) -> None:
         self._executor.close()
-        self._deliveries.close()
+        super().close()
 
 
 def _put(packed_weights: PackedWeights, tensor_transport: TensorTransport) -> Any:
@@ -180,36 +172,22 @@ def _result(stored: Task) -> Any:
         raise Failed(Failure.of(error)) from error
 
 
-def _start_relay(node: str, options: RelayOptions) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(Relay).options(num_cpus=0, scheduling_strategy=there).remote(options)
-
-
-def _close_relay(relay: ActorRelay, until: float) -> None:
-    """End it; with a time until which to wait, kill it then."""
+def _close_relay(relay: ActorRelay | LoneWorker, session: str, until: float | None) -> None:
+    """End what it publishes for this session. `until`: the sender ends, and waits until then."""
     import ray
 
-    if relay.actor is not None and ray.is_initialized():
-        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
-            closed = relay.actor.close.remote()  # a killed one would leave its segment
-            if until:
-                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
-                ray.kill(relay.actor)
-            # Else Ray ends the actor after that, when the last handle is gone.
-
-
-def _close_lone(worker: Any, session: str, ended: bool, until: float) -> None:
-    """End what a worker has published for itself; with a time until which to wait."""
-    import ray
-
-    if ray.is_initialized() and not worker.dead:
-        with contextlib.suppress(Exception):  # it is dead, or Ray is going down
-            closed = worker.actor.__ray_call__.remote(_close_there, session, ended)
-            if until:
-                ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+    holder: Any = relay.host if isinstance(relay, LoneWorker) else relay
+    if holder.actor is None or holder.dead or not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # it is dead, or Ray is going down
+        if isinstance(relay, LoneWorker):
+            closed = holder.actor.__ray_call__.remote(_close_there, session, until is not None)
+        else:
+            closed = holder.actor.close.remote()  # a killed one would leave its segment
+        if until is not None:
+            ray.wait([closed], timeout=max(0.0, until - time.monotonic()))
+            if isinstance(relay, ActorRelay):
+                ray.kill(holder.actor)  # else Ray ends it, when the last handle is gone
 
 
 def _close_there(_actor: Any, session: str, ended: bool) -> None:
@@ -229,13 +207,11 @@ class StartedCall(Call):
 
     @override
     def finished(self) -> bool:
-        if self._call is None:
-            if not self._starting.done():
-                return False
+        if self._call is None and self._starting.done():
             if self._starting.exception() is not None:
                 return True
             self._call = self._starting.result()
-        return self._call.finished()
+        return self._call is not None and self._call.finished()
 
     @override
     def result(self) -> Any:

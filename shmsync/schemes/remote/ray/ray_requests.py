@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from ....engine.outcome import Failure
 from ....errors import ProtocolError
-from ..fetch_ticket import Unreached
-from ..remote_requests import Call, Failed, Gone
+from ..remote_requests import Call, Failed, Gone, Unreached
 
 
 def require_ray(user: str) -> Any:
@@ -47,31 +46,25 @@ class RayCall(Call):
     @override
     def result(self) -> Any:
         import ray
-        from ray.exceptions import (
-            ActorPlacementGroupRemoved,
-            ActorUnavailableError,
-            ActorUnschedulableError,
-            NodeDiedError,
-            RayActorError,
-            RayError,
-            RayTaskError,
-            RuntimeEnvSetupError,
-            WorkerCrashedError,
-        )
+        from ray import exceptions
 
+        gone = (
+            exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+            # It never started.
+            exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError, exceptions.ActorPlacementGroupRemoved,
+        )  # fmt: skip
         try:
             return ray.get(self.reference)
-        except RayTaskError as error:
+        except exceptions.RayTaskError as error:
             cause = getattr(error, "cause", None)
             cause = getattr(cause, "client_exc", cause)  # of what was raised while an argument was unpickled
             if isinstance(cause, Unreached):
                 raise cause from error
             raise Failed(failure_of(error)) from error
-        except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
-            raise Gone(f"Ray: {_short(str(error))}", final=not isinstance(error, ActorUnavailableError)) from error
-        except (ActorUnschedulableError, RuntimeEnvSetupError, ActorPlacementGroupRemoved) as error:  # it never started
-            raise Gone(f"Ray: {_short(str(error))}") from error
-        except RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
+        except gone as error:
+            final = not isinstance(error, exceptions.ActorUnavailableError)
+            raise Gone(f"Ray: {_short(str(error))}", final=final) from error
+        except exceptions.RayError as error:  # what the actor raised cannot be rebuilt here, an object is lost, ...
             raise Failed(failure_of(error)) from error
 
 
@@ -97,23 +90,21 @@ def require_running() -> None:
         raise ProtocolError("Ray is not running in this process; call ray.init() before you send")
 
 
-def invoke(actor: Any, method: str, **arguments: Any) -> Any:
+def invoke(actor: Any, method: str, argument: str, content: Any) -> Any:
     """Call an actor's method. Raises Failed, with a TypeError, when it has no such method, or other parameters."""
-    wanted = f"{method}({', '.join(arguments)})"
+    wanted = f"{method}({argument})"
     try:
         bound = getattr(actor, method)
     except AttributeError as error:
-        message = f"the actor has no method {method}(), which weights are sent to; define {wanted}"
-        raise Failed(_type_error(message)) from error
+        raise _refused(f"the actor has no method {method}(), which weights are sent to; define {wanted}") from error
     try:
-        return bound.remote(**arguments)
+        return bound.remote(**{argument: content})
     except TypeError as error:
-        message = f"the actor's method does not take the weights: {error}; define it as {wanted}"
-        raise Failed(_type_error(message)) from error
+        raise _refused(f"the actor's method does not take the weights: {error}; define it as {wanted}") from error
 
 
-def _type_error(message: str) -> Failure:
-    return Failure.of(TypeError(message))._replace(trace=message)
+def _refused(message: str) -> Failed:
+    return Failed(Failure.of(TypeError(message))._replace(trace=message))
 
 
 def failure_of(error: Any) -> Failure:

@@ -1,9 +1,10 @@
-"""Weights for actors of Ray that have a method update_policy_weights_(), such as collectors."""
+"""Weights for actors of Ray: those that have a method update_policy_weights_(), and those that hold a module."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -11,14 +12,20 @@ from typing_extensions import override
 from ....engine.source.dtypes import Dtypes
 from ....engine.source.strategy import Form
 from ....engine.subscriber import Consistency
-from ...context_args import Arguments
+from ...context_args import Arguments, find_object
 from ..delivery import Delivery
+from ..remote_receiver import RemoteReceiver
 from ..remote_requests import Call, Gone
-from ..remote_scheme import RemoteScheme, Roster
+from ..remote_scheme import RemoteScheme, RemoteSender, Roster
 from ..remote_transport import RemoteTransport
 from ..weight_client import fetched
 from .ray_carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .ray_requests import RayCall, invoke, require_ray
+
+_METHODS = {
+    "tensordict": ("_update_weights_tensordict", "params"),
+    "state_dict": ("_update_weights_state_dict", "state_dict"),
+}  # of RayModuleTransform's actors
 
 
 class RayTransport(RemoteTransport):
@@ -42,9 +49,8 @@ class RayTransport(RemoteTransport):
         require_ray(type(self).__name__)
         self.actor = remote_collector
         self.tensor_transport = tensor_transport
-        self._ray = RayCarrier(tensor_transport)
+        super().__init__(RayCarrier(tensor_transport), timeout)
         self._found: Call | None = None
-        super().__init__(self._ray, timeout)
 
     @property
     @override
@@ -53,35 +59,33 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        if isinstance(payload, Delivery):
-            return self.start_delivery(payload)
-        return RayCall(self._invoke(payload), payload)
+        return self.start_delivery(payload) if isinstance(payload, Delivery) else self._ask(payload)
 
     def start_delivery(self, delivery: Delivery, packed: Callable[[Any], Any] = fetched) -> Call:
         """Send what `packed` makes of the delivery."""
 
         def start(content: Any) -> Call:
-            message = packed(content)
-            return RayCall(self._invoke(message), message)
+            return self._ask(packed(content))
 
         return delivery.own(start) if delivery.in_a_crowd(id(self), self._node()) else delivery.start(self, start)
-
-    def forget_node(self) -> None:
-        """Of another actor it is not known on which node it is."""
-        self._found = None
 
     def _node(self) -> str | None:
         """Of Ray, on which the actor runs, once that is known."""
         if self._found is None and hasattr(self.actor, "_actor_id"):
-            self._found = self._ray.locate(self)
-        if self._found is None or not self._found.finished():
-            return None
+            self._found = self._carrier.locate(self)
         with contextlib.suppress(Gone):
-            return str(self._found.result().node)
+            if self._found is not None and self._found.finished():
+                return str(self._found.result().node)
         return None
 
-    def _invoke(self, payload: Any) -> Any:
-        return invoke(self.actor, "update_policy_weights_", policy_or_weights=payload)
+    def _ask(self, content: Any) -> Call:
+        method, argument = self._method
+        return RayCall(invoke(self.actor, method, argument, content), content)
+
+    @property
+    def _method(self) -> tuple[str, str]:
+        """Of the actor, and the name of its parameter."""
+        return "update_policy_weights_", "policy_or_weights"
 
     @override
     def check_connection(self) -> bool:
@@ -162,3 +166,159 @@ class RayWeightSyncScheme(ActorScheme):
     def roster(self, arguments: Arguments) -> Roster:
         arguments.needed("remote_collectors")
         return Roster(arguments.reader("remote_collectors"), "remote_collectors", live=True)
+
+
+class RayActorTransport(RayTransport):
+    """Reaches one actor that has the methods of RayModuleTransform's.
+
+    Args:
+        actor_ref: the actor; None: every call does nothing, until set_actor().
+        update_method: "tensordict": `_update_weights_tensordict(params)`; "state_dict": `_update_weights_state_dict(
+            state_dict)`.
+        tensor_transport: see RayTransport.
+        timeout: see RayTransport.
+
+    Raises ImportError when Ray is not installed, ValueError for another update_method.
+    """
+
+    def __init__(
+        self,
+        actor_ref: Any = None,
+        update_method: Form = "tensordict",
+        tensor_transport: TensorTransport = "object_store",
+        *,
+        timeout: float | None = 60.0,
+    ) -> None:
+        if update_method not in _METHODS:
+            raise ValueError(f"update_method is {' or '.join(map(repr, _METHODS))}, not {update_method!r}")
+        super().__init__(actor_ref, tensor_transport, timeout=timeout)
+        self.update_method = update_method
+
+    def set_actor(self, actor_ref: Any) -> None:
+        """Reach this actor from now on."""
+        self.actor = actor_ref
+        self._found = None
+
+    @property
+    @override
+    def _method(self) -> tuple[str, str]:
+        return _METHODS[self.update_method]
+
+    @override
+    def check_connection(self) -> bool:
+        """Is Ray running in this process, and is there an actor?"""
+        return super().check_connection() and self.actor is not None
+
+
+class RayModuleTransformScheme(ActorScheme):
+    """Weights go to modules inside actors of Ray.
+
+    The actor is given (`actor_refs=` or `actors=`), or found in the context by the model id at the first send: it is
+    what stands there, or that object's `._actor`.
+
+    Args:
+        strategy: the form in which weights travel, and which of the actor's methods gets them.
+        tensor_transport: see RayWeightSyncScheme.
+        fan_out: see RayWeightSyncScheme. "node" needs an actor that gives what it gets to a receiver's apply_weights();
+            TorchRL's does not.
+        slots: see RayWeightSyncScheme.
+        consistency: see RayWeightSyncScheme.
+        timeout: see RayWeightSyncScheme.
+        partial: see RayWeightSyncScheme.
+        dtype: see RayWeightSyncScheme.
+        checksum: see RayWeightSyncScheme.
+
+    init_on_sender() takes `actor_refs`, `actors` or `remote_collectors`, and `source_model` (or `model`); each as an
+    argument or by the context, which is held weakly. It raises ValueError when neither actors nor a context are given,
+    ImportError without Ray.
+    """
+
+    sender_takes = ActorScheme.sender_takes | {"actor_refs", "actors", "remote_collectors"}
+
+    def __init__(
+        self,
+        strategy: Form = "tensordict",
+        *,
+        tensor_transport: TensorTransport = "object_store",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(
+            strategy,
+            tensor_transport=tensor_transport,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+            checksum=checksum,
+        )
+
+    @override
+    def create_transport(self, pipe_or_context: Any) -> RayActorTransport:
+        """The transport to this actor, or to the one that an object has as `._actor`."""
+        return RayActorTransport(actor_of(pipe_or_context), self.strategy, self.tensor_transport, timeout=self.timeout)
+
+    @override
+    def roster(self, arguments: Arguments) -> Roster | None:
+        for name in ("actor_refs", "actors", "remote_collectors"):
+            actors = arguments.get(name)
+            if actors is not None:
+                return Roster(partial(list, actors), name, live=False)
+        if arguments.context is None:
+            raise ValueError("actor_refs or actors must be given, or a context that has the actor under the model id")
+        return None
+
+    @override
+    def create_sender(self) -> RayModuleTransformSender:
+        return RayModuleTransformSender(self)
+
+    @override
+    def create_receiver(self) -> RayModuleTransformReceiver:
+        return RayModuleTransformReceiver(self)
+
+
+def actor_of(found: Any) -> Any:
+    """The actor that is meant: `._actor`, or the object itself."""
+    # An actor handle raises AttributeError for what is no method of its class.
+    return getattr(found, "_actor", found)
+
+
+class RayModuleTransformSender(RemoteSender):
+    """Sends to the actors of modules. With none given, the actor is looked for in the context when it is needed."""
+
+    @override
+    def _update_workers(self) -> None:
+        if self._roster is None and not any(transport.connected for transport in self._transports.values()):
+            found = None if self._context is None else find_object(self._context, self._model_id)
+            if found is None or actor_of(found) is None:
+                why = "is gone" if self._context is None else f"has no actor under {self._model_id!r}"
+                raise ValueError(f"the context {why}; give init_on_sender() actors=")
+            self.register_worker(0, found)
+
+    @override
+    def _source(self, weights: Any) -> Any:
+        # What the context has under the model id is the actor's wrapper, not weights.
+        model = self.given_model if self.given_model is not None else self.context_model
+        if weights is None and model is not None:
+            return model
+        return super()._source(weights)
+
+
+class RayModuleTransformReceiver(RemoteReceiver):
+    """Applies weights to the module inside the actor."""
+
+    @override
+    def set_up(self, arguments: Arguments) -> None:
+        """What init_on_worker() got. The model is also looked for as the context's `_actor_module` or `module`."""
+        super().set_up(arguments)
+        for name in ("_actor_module", "module"):
+            module = getattr(arguments.context, name, None)
+            if isinstance(self._model_ref, str) and module is not None:
+                self._register_model(module)

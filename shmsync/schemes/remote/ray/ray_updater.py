@@ -17,7 +17,7 @@ from ....engine.outcome import Wording, listed
 from ....engine.source.strategy import WeightStrategy
 from ....errors import WorkerDied
 from ..packed_weights import Packer
-from ..remote_requests import RemoteSend
+from ..remote_requests import RemoteSend, Step
 from .ray_carrier import RayCarrier
 from .ray_requests import RayCall, require_ray
 from .ray_scheme import RayTransport
@@ -239,7 +239,7 @@ class RayWeightUpdater(WeightUpdaterBase):
             return RayCall(transport.actor.update_policy_weights_.remote(server_weights), server_weights)
 
         if self._delivery is not None:
-            self._delivery.ask(worker_id, transport, start)
+            self._delivery.add(Step(worker_id, transport, start))
         else:  # called alone: no call waits
             start()
             self._waited[transport] = 0

@@ -18,13 +18,11 @@ from ....errors import ProtocolError
 from ...context_args import Arguments
 from ...link.serial_executor import SerialExecutor
 from ...link.timed_queue import TimedQueue
-from ..delivery import APART, Deliveries, Delivery
-from ..fetch_ticket import Unreached
+from ..delivery import Delivery, DeliveryCarrier
 from ..location import here
-from ..packed_weights import Announcement, PackedWeights, Stamp
-from ..relay import RelayOptions, Unpublished, close_here, publish_here
-from ..remote_carrier import CLOSING, Carrier, HostedRelay
-from ..remote_requests import Call, Failed, Gone
+from ..relay import RelayOptions, close_here, publish_here
+from ..remote_carrier import CLOSING, HostedRelay
+from ..remote_requests import Call, Failed, Gone, Unreached
 from ..remote_scheme import RemoteScheme, Roster
 from ..remote_transport import RemoteTransport
 from ..weight_client import opened
@@ -91,23 +89,14 @@ class RPCCall(Call):
         return f"RPC worker {self._name}: {' '.join(str(error).split())[:200]}"
 
 
-def apply_there(method: Any, rref: Any, weights: Any) -> Failure | None:
-    """On the worker: update_policy_weights_(). What it returns stays there."""
-    return run_there(_apply, method, rref, weights)
+def run_there(function: Any, to: Any, content: Any) -> Any:
+    """On the worker: function(to, weights). publish_here()'s answer is returned; what a user's method returns is not.
 
-
-def _apply(method: Any, rref: Any, weights: Any) -> None:
-    method(rref, opened(weights))
-
-
-def _relay(options: RelayOptions, weights: Any) -> Announcement:
-    return publish_here(options, opened(weights))
-
-
-def run_there(function: Any, *args: Any) -> Any:
-    """On the worker: call it. An exception is returned, with its traceback: torch keeps neither its type nor that."""
+    An exception is returned, with its traceback: torch keeps neither its type nor that.
+    """
     try:
-        return function(*args)
+        answer = function(to, opened(content))
+        return answer if function is publish_here else None
     except Unreached as error:  # it is sent by other means
         return error
     except Exception as error:
@@ -139,25 +128,15 @@ def _host() -> str:
     return str(asked.result())
 
 
-class RPCCarrier(Carrier):
+class RPCCarrier(DeliveryCarrier):
     """Remote procedure calls. The relay of a node is the first of its workers that lives."""
 
     # RPC receives each tensor into fresh memory. Up to this size the allocator keeps it for the next send; beyond, the
     # kernel clears new pages each time, which takes longer than the transfer.
     piece_bytes = 8 << 20
-    shared_from = APART
 
     def __init__(self) -> None:
-        self._deliveries = Deliveries(_host, here)
-
-    @override
-    def payload(self, packed_weights: PackedWeights) -> Delivery:
-        """Workers fetch them: RPC would receive them into fresh memory, which takes longer than a transfer."""
-        return self._deliveries.ship(packed_weights, self.deadline, lambda start: start(packed_weights))
-
-    @override
-    def close(self) -> None:
-        self._deliveries.close()
+        super().__init__(_host, here)
 
     @override
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -178,17 +157,12 @@ class RPCCarrier(Carrier):
 
     @override
     def relay_call(self, relay: Any, payload: Any, options: RelayOptions) -> Call:
-        return payload.start(
-            relay, lambda content: RPCCall(relay.host.info, run_there, (_relay, options, content))
-        )  # fmt: skip
+        info = relay.host.info
+        return payload.start(relay, lambda content: RPCCall(info, run_there, (publish_here, options, content)))
 
     @override
     def lone_relay(self, worker: RPCTransport) -> HostedRelay:
         return HostedRelay(worker)
-
-    @override
-    def lone_call(self, worker: RPCTransport, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
-        return worker.start_delivery(payload, partial(Unpublished, stamp, options))
 
     @override
     def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
@@ -232,15 +206,15 @@ class RPCTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        if isinstance(payload, Delivery):
-            return self.start_delivery(payload)
-        return self._ask(payload)
+        return self.start_delivery(payload) if isinstance(payload, Delivery) else self._ask(payload)
 
     def start_delivery(self, delivery: Delivery, packed: Callable[[Any], Any] = lambda content: content) -> Call:
         """Send what `packed` makes of the delivery."""
-        if self._returns_a_future:
-            return delivery.own(lambda content: self._ask(packed(content)))
-        return delivery.start(self, lambda content: self._ask(packed(content)))
+
+        def start(content: Any) -> Call:
+            return self._ask(packed(content))
+
+        return delivery.own(start) if self._returns_a_future else delivery.start(self, start)
 
     @property
     def _returns_a_future(self) -> bool:
@@ -251,7 +225,7 @@ class RPCTransport(RemoteTransport):
         method = self.collector_class.update_policy_weights_
         if self._returns_a_future:
             return RPCCall(self.info, method, (self.rref, content))
-        return RPCCall(self.info, apply_there, (method, self.rref, content))
+        return RPCCall(self.info, run_there, (method, self.rref, content))
 
     @override
     def check_connection(self) -> bool:

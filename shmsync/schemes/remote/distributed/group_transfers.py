@@ -1,8 +1,9 @@
-"""The weights with which a rank may begin, without the store.
+"""Tensors through the process group, and the weights with which a rank may begin, which need no store.
 
-The rank asks for them, and its sender answers with what it has to send at that moment. So a call that was interrupted,
-or has given up, leaves nothing behind: a tensor that a process group was given cannot be taken back, but an answer that
-was not asked for is not given. The question of a rank that has given up stands; its next call gets the answer.
+The rank asks for its initial weights, and its sender answers with what it has to send at that moment. So a call that
+was interrupted, or has given up, leaves nothing behind: a tensor that a process group was given cannot be taken back,
+but an answer that was not asked for is not given. The question of a rank that has given up stands; its next call gets
+the answer.
 
 A thread waits for the question, or for the answer: one for each rank and process group, whatever becomes of transports.
 """
@@ -13,19 +14,54 @@ import contextlib
 import pickle
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 
+from ....errors import ProtocolError, WriterDied
 from ...link.serial_executor import SerialExecutor, Task
 from ..packed_weights import PackedWeights, unpack
-from .transfers import SENDER, receive, wait
 
-_QUESTION, _ANSWER = 1, 0  # tags
+_QUESTION, _ANSWER = 1, 0  # tags of initial weights
+_FOR_EVER = timedelta(days=365)
+E = TypeVar("E")
+SENDER = 0  # the rank of the sender, unless a message says otherwise
+
+
+def wait(works: Iterable[Any], *_buffers: Any) -> None:
+    """Wait until all has been sent or received, without a time-out.
+
+    The process group gives up its connections when a wait of it times out, by default after half an hour.
+    """
+    for work in works:
+        work.wait(_FOR_EVER)
+
+
+def receive(tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
+    """Fill a tensor. Raises WriterDied when the sender is gone."""
+    if tensor.numel():
+        try:
+            work = torch.distributed.irecv(tensor, rank, tag=tag)
+            assert work is not None, "this process is not in the process group"
+            wait([work])
+        except RuntimeError as error:
+            raise WriterDied(f"the sender is gone in the middle of a transfer: {str(error)[:200]}") from error
+    return tensor
+
+
+def need_group(instead: str = "") -> None:
+    """Raise ProtocolError when there is no process group. `instead`: what would do as well."""
+    if not torch.distributed.is_initialized():
+        raise ProtocolError(
+            "there is no process group; call torch.distributed.init_process_group() first"
+            + (f", or give {instead}" if instead else ": it moves the bytes of the weights. Nothing was sent")
+        )
 
 
 class InitialSender:
-    """Sends a rank its first weights when it asks: the sizes, the label, the buffer. See initial_sender()."""
+    """Sends a rank its first weights when it asks: the sizes, the label, the buffer. See initial_end()."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -66,7 +102,7 @@ class InitialSender:
 
 
 class InitialReceiver:
-    """Receives them. See initial_receiver()."""
+    """Receives them. See initial_end()."""
 
     def __init__(self) -> None:
         self._executor = SerialExecutor()
@@ -96,21 +132,10 @@ def _late(who: str, timeout: float) -> TimeoutError:
     )
 
 
-_ends: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.WeakKeyDictionary()  # by process group and rank
+_ends: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by process group and rank
 
 
-def _end_of(rank: int | None, make: Any) -> Any:
+def initial_end(kind: Callable[..., E], *rank: int) -> E:
+    """The InitialSender for this rank, or the InitialReceiver of this process, in the process group of now."""
     ends = _ends.setdefault(torch.distributed.group.WORLD, {})
-    return ends.get(rank) or ends.setdefault(rank, make())
-
-
-def initial_sender(rank: int) -> InitialSender:
-    """The one for this rank, in the process group of now."""
-    found: InitialSender = _end_of(rank, lambda: InitialSender(rank))
-    return found
-
-
-def initial_receiver() -> InitialReceiver:
-    """The one of this process, in the process group of now."""
-    found: InitialReceiver = _end_of(None, InitialReceiver)
-    return found
+    return ends.get(rank) or ends.setdefault(rank, kind(*rank))
