@@ -10,6 +10,7 @@ docs/add-a-transport.md goes through these methods with an example.
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from typing_extensions import override
 from .location import Place, Site, here
 from .packed_weights import PackedWeights, Stamp
 from .relay import RelayOptions
-from .remote_requests import Call, Destination, sleeping
+from .remote_requests import Call, Destination
 
 CLOSING = 2.0  # seconds that a sender waits at most, when it ends, for all of its relays together
 
@@ -52,8 +53,14 @@ class Carrier(ABC):
         return packed_weights
 
     def wait(self, calls: Collection[Call], seconds: float) -> None:
-        """Return when one of these calls is finished, or after `seconds`. By default they are asked again and again."""
-        sleeping(calls, seconds)
+        """Return when one of these calls is finished, or after `seconds`.
+
+        By default they are asked again and again: often at first, then three times a millisecond.
+        """
+        end, pause = time.monotonic() + seconds, 0.00005
+        while not any(call.finished() for call in calls) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.0003)
 
     def home(self) -> Place:
         """Where the sender runs."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -234,15 +234,3 @@ class RemoteSend:
 
 def _order(name: Any) -> tuple[bool, Any]:
     return isinstance(name, str), name
-
-
-def sleeping(calls: Iterable[Call], seconds: float) -> None:
-    """Ask until one of these calls is finished, at most `seconds`: often at first, then three times a millisecond."""
-    calls = list(calls)
-    started = time.monotonic()
-    pause = 0.00005
-    while not any(call.finished() for call in calls):
-        if time.monotonic() - started >= seconds:
-            return
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.0003)

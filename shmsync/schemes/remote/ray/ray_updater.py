@@ -225,9 +225,9 @@ class RayWeightUpdater(WeightUpdaterBase):
         return self._carrier.stored(packed_weights)
 
     def _skip_update(self, worker_id: int) -> bool:
-        if self._transport(worker_id).reported:
-            return True
         transport = self._transport(worker_id)
+        if transport.reported:
+            return True
         self._waited[transport] = self._waited.get(transport, 0) + 1
         return self._waited[transport] <= self.max_interval
 
