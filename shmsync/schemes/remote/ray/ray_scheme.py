@@ -69,6 +69,10 @@ class RayTransport(RemoteTransport):
 
         return delivery.own(start) if delivery.in_a_crowd(id(self), self._node()) else delivery.start(self, start)
 
+    def forget_node(self) -> None:
+        """Of another actor it is not known on which node it is."""
+        self._found = None
+
     def _node(self) -> str | None:
         """Of Ray, on which the actor runs, once that is known."""
         if self._found is None and hasattr(self.actor, "_actor_id"):
@@ -197,7 +201,7 @@ class RayActorTransport(RayTransport):
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
         self.actor = actor_ref
-        self._found = None
+        self.forget_node()
 
     @property
     @override
