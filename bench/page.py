@@ -26,7 +26,7 @@ CHART = "SharedMem, 5k parameters, 200 tensors, 4 workers"  # of the README: one
 BESIDE = {  # what a row calls it, and what the chart does
     "TorchRL SharedMem": "TorchRL, SharedMemWeightSyncScheme",
     "Ray's object store": "Ray, ray.put() and load_state_dict()",
-    "a queue for each worker": "torch.multiprocessing, a queue for each worker",
+    "a queue for each worker": "multiprocessing, a queue for each worker",
 }
 
 
