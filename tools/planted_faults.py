@@ -45,7 +45,7 @@ FAULTS = [
     Fault("shmsync/engine/copy/plan_cache.py", "if kept is not None and kept.still_valid(self._arena):",
           "if kept is not None:", "unit/test_replaced_tensors.py"),
     Fault("shmsync/engine/copy/converting.py", "assign(copy, source)", "pass", "unit/test_dtypes.py"),
-    Fault("shmsync/engine/copy/source_signature.py", "_LEVELS, TensorDict), order", "_LEVELS, TensorDict), order[::-1]",
+    Fault("shmsync/engine/copy/source_signature.py", "_tensordict_class()), order", "_tensordict_class()), order[::-1]",
           "unit/test_sources_made_anew.py"),
     Fault("shmsync/engine/write/dirty_leaves.py", "known.update(given)", "pass", "unit/test_carry.py"),
     Fault("shmsync/engine/row_wait.py", "[worker for worker in self._workers or () if worker not in known]", "[]",
