@@ -61,7 +61,8 @@ class Reader {
 
   void check() const {
     if (generation_ != fork_generation())
-      raise("ForkedHandle", "this Subscriber belongs to the parent process; attach again in the child");
+      raise("ForkedHandle",
+            "this Subscriber belongs to the parent process; attach again in the child, with Subscriber(pub.handle)");
     if (closed) raise("ClosedError", "this Subscriber is closed; attach again");
   }
 

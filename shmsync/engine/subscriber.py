@@ -168,7 +168,8 @@ class Subscriber(_native.Sections):
         The first one is the version that is published when the loop begins. Calls and sections in the loop's body use
         the newest version, which may be newer than this one: label results with `sub.version` or `section.version`.
         The loop ends when the publisher closes its arena, or when the trainer leaves `Workers`. With follow=True it
-        waits for a restarted trainer.
+        waits for a restarted trainer. It blocks its thread: under asyncio use `while sub.publisher_alive:` with an
+        `await` in it, since each call of a bound module uses the newest version anyway.
 
         Args:
             timeout: seconds to wait for each next version; None is the subscriber's default.

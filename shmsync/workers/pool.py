@@ -233,7 +233,11 @@ class Workers:
             raise
         self._end(_TERMINATED)
         if late:
-            _log.warning("%s had not returned in time after the trainer left, and was terminated", listed(late))
+            _log.warning(
+                "%s had not returned in time after the trainer left: terminated. A loop of its own must end when "
+                "sub.publisher_alive is False, and must not wait for a queue that is no longer read",
+                listed(late),
+            )
         lost = [m for m in members if not m.reported and (m.failure or m.died) and m.rank not in late]
         for member in lost if error is not None else lost[1:]:
             trace = "" if member.failure is None else f":\n{member.failure.trace}"
@@ -333,8 +337,8 @@ class Workers:
             cause = member.failure.exception()
             cause.__cause__ = RemoteTraceback(member.failure.trace)
             raise WorkerFailed(
-                f"worker {member.rank} ({peer}) raised {member.failure.summary}. Its traceback is above, and the "
-                f"others go on. Start another one with workers.restart({member.rank})",
+                f"worker {member.rank} ({peer}) raised {member.failure.summary.rstrip('.')}. Its traceback is above. "
+                f"Inside the `with` the others go on, and workers.restart({member.rank}) starts another one",
                 version=version,
                 missing=[member.rank],
             ) from cause

@@ -118,3 +118,5 @@ def test_what_is_no_eager_module_is_a_type_error(publisher, subscriber):
     for wrong in (torch.jit.script(nn.Linear(2, 2)), {"weight": torch.zeros(2, 2)}):
         with pytest.raises(TypeError, match="eager"):
             sub.bind(wrong)
+    with pytest.raises(TypeError, match="several modules into one torch.nn.ModuleDict"):
+        sub.bind({"actor": nn.Linear(2, 2)})

@@ -59,9 +59,10 @@ def test_the_readme_of_the_metadata_leads_everywhere_from_anywhere():
     assert len(links) > 30
     for link in links:
         assert re.match(r"https://|#", link), link
-        path = link.removeprefix(f"{home}/blob/main/").partition("#")[0]
+        path = link.removeprefix(f"{home}/blob/main/").removeprefix(f"{home}/raw/main/").partition("#")[0]
         assert link.startswith(("#", "https://")) and (not link.startswith(home) or (ROOT / path).exists()), link
     readme = (ROOT / "README.md").read_text()
+    assert {link for link in links if link.endswith(".svg")} == {link for link in links if "/raw/" in link} != set()
     assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme))
     assert re.findall(r"^```.*?^```", text, re.DOTALL | re.M) == re.findall(r"^```.*?^```", readme, re.DOTALL | re.M)
 

@@ -116,6 +116,7 @@ def test_an_exception_is_raised_by_the_next_publish_that_waits(method):
             for version in range(3, 100):
                 pub.publish(stamped(version), wait=[0, 1])
         error = caught.value
+        assert "Inside the `with` the others go on, and workers.restart(" in str(error)
         assert isinstance(error.__cause__, ValueError)
         assert "in fail_at" in str(error.__cause__.__cause__)
         assert error.version >= 3
@@ -250,6 +251,7 @@ def test_what_does_not_return_is_terminated(pub, caplog):
             workers._timeout = 0.2  # the entry had all of its time
         assert not alive(pid)
         assert "worker 0 had not returned in time" in caplog.text
+        assert "must end when sub.publisher_alive is False" in caplog.text
 
 
 def test_a_stopped_worker_is_ended_too(pub):

@@ -110,7 +110,8 @@ class ModuleCheck:
 def bindable(module: nn.Module) -> nn.Module:
     """The module whose tensors are bound: that inside a wrapper, such as torch.compile's."""
     if not isinstance(module, nn.Module) or isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}")
+        several = "; put several modules into one torch.nn.ModuleDict({...})" if isinstance(module, dict) else ""
+        raise TypeError(f"bind() takes an eager torch.nn.Module, not a {type(module).__name__}{several}")
     return unwrapped(module)
 
 

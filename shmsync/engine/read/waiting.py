@@ -165,8 +165,9 @@ class WaitPath(_native.Reader):
                 f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",
                 version=version,
             )
+        cure = "" if self._follows else ", or attach with follow=True, which moves to the new arena when there is one"
         return WriterDied(
             f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
-            f"version is {self._latest}. Restart it and attach to the new arena",
+            f"version is {self._latest}. Restart it and attach to the new arena{cure}",
             version=version,
         )

@@ -100,6 +100,8 @@ def problem_with(value: Any) -> str | None:
         return None  # the common case, in 1 µs
     if is_array(value):
         return f"is a numpy array of dtype {value.dtype}, which torch lacks; convert it, or leave it out with exclude="
+    if isinstance(value, nn.Module):
+        return "is a module, not a tensor; publish several modules as one torch.nn.ModuleDict({...}), and bind the same"
     if not isinstance(value, torch.Tensor):
         return f"is a {type(value).__name__}, not a tensor; leave it out with exclude="
     if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
