@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from itertools import permutations
 
@@ -17,7 +18,7 @@ from shmsync.schemes.remote.distributed import rank_worker
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
 from shmsync.schemes.remote.distributed.rank_worker import Inbox
-from shmsync.schemes.remote.distributed.rendezvous import RankAddress, write_address
+from shmsync.schemes.remote.distributed.rendezvous import RankAddress, thread_of, write_address
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone
@@ -154,6 +155,36 @@ def test_words_are_kept_in_order_and_answer_no_message(ends):
     with pytest.raises(Failed, match="'ready'"):
         finish(end.wait_word("another"))
     assert not end.wait_word("none is left").finished()
+
+
+def executors():
+    return [each for each in threading.enumerate() if each.name == "shmsync executor"]
+
+
+def test_a_step_that_a_closed_end_has_left_behind_starts_no_thread(ends):
+    before = len(executors())
+    thread, end, go_on = thread_of(ends.store), ends.sender(), threading.Event()
+    thread.give(lambda: (go_on.wait(), thread.give(lambda: None)))  # as a step that finds its connection lost
+    end.close()
+    go_on.set()
+    until(lambda: len(executors()) == before)
+    assert not thread.give(lambda: None).done_by(time.monotonic() + 0.05)
+    assert len(executors()) == before
+    again = ends.sender()  # the next user starts it again
+    assert thread_of(ends.store).give(lambda: 7).done_by(time.monotonic() + SOON)
+    again.close()
+    until(lambda: len(executors()) == before)
+
+
+def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):
+    end = ends.sender()
+    with thread_of(ends.store)._users_lock:  # as another thread may have, at a fork
+        pid = os.fork()
+        if pid == 0:
+            end._leave()
+            mine = thread_of(ends.store).join()
+            os._exit(not mine.give(lambda: None).done_by(time.monotonic() + SOON))
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_what_a_sender_had_sent_before_its_farewell_is_dropped(ends):

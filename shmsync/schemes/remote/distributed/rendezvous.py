@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import os
 import queue
 import reprlib
 import threading
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
+from .... import _native
 from ....errors import ProtocolError, WriterDied
 from ...link.proved import PROOF
 from ...link.serial_executor import SerialExecutor, Task
@@ -102,6 +104,7 @@ class StoreThread(SerialExecutor):
         super().__init__()
         self._users = 0
         self._users_lock = threading.RLock()  # a garbage collection may end another user in the middle of this
+        self._born = _native.fork_generation()
 
     def join(self) -> StoreThread:
         """Add a user."""
@@ -111,11 +114,21 @@ class StoreThread(SerialExecutor):
 
     def leave(self) -> None:
         """End the thread when the last one leaves, after the tasks that it has."""
+        if self._born != _native.fork_generation():
+            return  # a forked child has no such thread, and the lock may be taken there for good
+        started = None
         with self._users_lock:
             self._users -= 1
-            last = self._users == 0
-        if last:
-            self.close()
+            if self._users == 0:
+                started, self._started = self._started, None
+        if started is not None:
+            started[1]()
+
+    @override
+    def put(self, item: Any) -> None:
+        with self._users_lock:
+            if self._users:  # else a step that a closed end has left behind would start a thread that none ends
+                super().put(item)
 
     @staticmethod
     @override
@@ -142,6 +155,16 @@ class StoreThread(SerialExecutor):
 
 _threads: weakref.WeakValueDictionary[int, StoreThread] = weakref.WeakValueDictionary()  # by the id of the store
 _threads_lock = threading.Lock()
+
+
+def _forget_threads() -> None:
+    """In a forked child: it has none of them, and its locks may be taken for good."""
+    global _threads_lock
+    _threads_lock = threading.Lock()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def thread_of(store: Any) -> StoreThread:
