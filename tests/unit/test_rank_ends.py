@@ -22,6 +22,7 @@ from shmsync.schemes.remote.distributed.rendezvous import RankAddress, thread_of
 from shmsync.schemes.remote.location import here
 from shmsync.schemes.remote.packed_weights import Packer
 from shmsync.schemes.remote.remote_requests import Failed, Gone
+from support.calls import Call
 from support.processes import until
 from support.remote import ranks
 
@@ -174,6 +175,27 @@ def test_a_step_that_a_closed_end_has_left_behind_starts_no_thread(ends):
     assert thread_of(ends.store).give(lambda: 7).done_by(time.monotonic() + SOON)
     again.close()
     until(lambda: len(executors()) == before)
+
+
+def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_no_door(ends, monkeypatch):
+    before, writing, go_on = len(executors()), threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        write_address(*arguments)
+        writing.set()
+        go_on.wait()
+
+    monkeypatch.setattr(rank_worker, "write_address", slow)
+    inbox = Inbox(ends.store, 1)
+    call = Call(inbox.introduce)
+    writing.wait()
+    inbox.close()
+    go_on.set()
+    with pytest.raises(ProtocolError, match="closed while it wrote its address"):
+        call.result()
+    until(lambda: len(executors()) == before)
+    with pytest.raises(Gone):  # nothing listens at the address any more
+        finish(post(ends.sender()))
 
 
 def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):

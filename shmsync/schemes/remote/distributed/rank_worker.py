@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,7 @@ class Inbox:
         self._asked: Task | None = None  # a look for the next one, that a call has not waited for to its end
         self._looked = 0.0  # when the store was last looked for
         self._closed = False
+        self._handing = threading.Lock()  # so that no thread gets the door after the one that is to close it has ended
 
     def introduce(self, timeout: float = 60.0) -> None:
         """Listen, and write into the store where senders reach this rank.
@@ -173,7 +175,8 @@ class Inbox:
 
     def close(self) -> None:
         """Receive no more; the senders take this worker for dead. Idempotent."""
-        self._closed = True
+        with self._handing:
+            self._closed = True
         self._keeper.close()
 
     # On the keeper's thread.
@@ -192,8 +195,13 @@ class Inbox:
             except BaseException:
                 door.close()
                 raise
-            self._keeper.put(door)
-            self._keeper.door = door
+            with self._handing:
+                if not self._closed:  # else the keeper's thread ends now, and another one would never do so
+                    self._keeper.put(door)
+                    self._keeper.door = door
+            if self._keeper.door is None:
+                door.close()
+                raise ProtocolError(f"the end of rank {self._rank} was closed while it wrote its address")
         return self._keeper.door
 
     def _take(self, deadline: float) -> None:
