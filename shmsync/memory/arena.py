@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import secrets
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +24,14 @@ from .slab import slab
 from .slab.slab import Slab
 from .system.calls import refusals
 from .system.process import me
+from .system.when_imported import when_imported
 from .torch_modes import plainly, run_plainly
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+# Where tensordict is there, this is too: an import inside a section may lack a descriptor or memory.
+when_imported("tensordict", functools.partial(import_module, f"{__package__}.dotted"))
 
 # Every arena mapped in this process: one slab may be mapped several times, and a publisher must know all its addresses.
 ADDRESSED = ("cpu", "cuda")  # devices on which every plain tensor's storage tells its address

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from pathlib import Path
 
 from .processes import segment_path
 
@@ -59,17 +60,22 @@ def file_of_garbage(path, arena):
     path.chmod(0o600)
 
 
+def given_to_a_stranger(path, made):
+    """Under its name it is a stranger's from the start: an unfinished file of ours is for any process to remove."""
+    made.chmod(0o666)
+    os.chown(made, STRANGER, STRANGER)
+    made.rename(path)
+
+
 def strangers_file(path, arena):
-    path.write_bytes(bytes(200_000))
-    path.chmod(0o666)
-    os.chown(path, STRANGER, STRANGER)
+    made = path.with_name(f"made.{path.name}")
+    made.write_bytes(bytes(200_000))
+    given_to_a_stranger(path, made)
 
 
 def strangers_arena(path, arena):
     """A copy of a living arena's segment that belongs to a stranger, and that all may open."""
-    shutil.copyfile(segment_path(arena), path)
-    path.chmod(0o666)
-    os.chown(path, STRANGER, STRANGER)
+    given_to_a_stranger(path, Path(shutil.copyfile(segment_path(arena), path.with_name(f"made.{path.name}"))))
 
 
 def arena_for_all(path, arena):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from ...errors import (
 from ...memory.arena import Arena
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers
+from ...memory.system.when_imported import when_imported
 from ..adopt.adopting import Adoption
 from ..copy.copy_plan import CopyPlan
 from ..deadlines import Samples
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from .handed_out import HandOut
+
+# Where tensordict is there, this is too: an import inside an update() may lack a descriptor or memory.
+when_imported("tensordict", functools.partial(import_module, f"{__package__}.handed_out"))
 
 
 def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
