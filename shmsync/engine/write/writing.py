@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from .handed_out import HandOut
 
-# Where tensordict is there, this is too: an import inside an update() may lack a descriptor or memory.
-when_imported("tensordict", functools.partial(import_module, f"{__package__}.handed_out"))
+# Where TensorDicts can be made, this is there: an import inside an update() may lack a descriptor or memory.
+when_imported("shmsync.memory.dotted", functools.partial(import_module, f"{__package__}.handed_out"))
 
 
 def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
