@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any
 
 HOME = re.compile(r'^Homepage = "(.+)"$', re.MULTILINE)
-LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
-PICTURE = re.compile(r"(!\[[^\]]*)\]\((?![a-z]+:)([^)]+)\)")  # its address is that of the file, not of a page about it
+LINK = re.compile(r"(!\[[^\]]*)?\]\((?![a-z]+:|#)([^)]+)\)")
 CODE = re.compile(r"(^```.*?^```|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
 def absolute(text: str, home: str) -> str:
     """The text, in which every link that is relative to the repository leads to its main branch; code stays."""
+
+    def elsewhere(link: re.Match[str]) -> str:
+        picture, path = link.groups()  # a picture's address is that of the file, not of a page about it
+        return f"{picture or ''}]({home}/{'raw' if picture else 'blob'}/main/{path})"
+
     parts = CODE.split(text)
     # A link's own words may be code: then its `](` stands at the start of the part after it.
-    texts = (part if i % 2 else PICTURE.sub(rf"\1]({home}/raw/main/\2)", part) for i, part in enumerate(parts))
-    return "".join(part if i % 2 else LINK.sub(rf"]({home}/blob/main/\1)", part) for i, part in enumerate(texts))
+    return "".join(part if i % 2 else LINK.sub(elsewhere, part) for i, part in enumerate(parts))
 
 
 def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> dict[str, str]:

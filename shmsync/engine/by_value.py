@@ -31,7 +31,7 @@ from ..memory.system.when_imported import when_imported
 from ..memory.torch_modes import run_plainly
 from .deadlines import deadline_after
 from .read.reading import ReadPath
-from .source.leaf_check import extent, loaded_class
+from .source.leaf_check import extent
 from .write.writing import WriteSide
 
 if TYPE_CHECKING:
@@ -251,10 +251,11 @@ def _deepcopied_levels(weights: TensorDict, memo: dict[Any, Any]) -> Any:
 
 
 def _deepcopy_levels(table: dict[type, Any]) -> None:
-    for module, name in (("tensordict", "TensorDict"), ("shmsync.memory.dotted", "DottedTensorDict")):
-        kind = loaded_class(module, name)
-        if kind is not None:  # else memory/dotted.py, once it is imported, finds what is there for a TensorDict
-            table[kind] = _deepcopied_levels
+    from tensordict import TensorDict
+
+    from ..memory.dotted import DottedTensorDict
+
+    table.update(dict.fromkeys((TensorDict, DottedTensorDict), _deepcopied_levels))
 
 
 @functools.cache
@@ -263,7 +264,7 @@ def copy_by_value() -> None:
     table = getattr(copy, "_deepcopy_dispatch", None)  # deepcopy() asks no copyreg, but the object itself
     if table is not None:
         table.update({torch.Tensor: _deepcopied, nn.Parameter: _deepcopied})
-        when_imported("tensordict", functools.partial(_deepcopy_levels, table))
+        when_imported("shmsync.memory.dotted", functools.partial(_deepcopy_levels, table))  # wherever tensordict is
     for kind in (torch.Tensor, nn.Parameter):
         usual = copyreg.dispatch_table.get(kind, _as_torch)
         copyreg.pickle(kind, functools.partial(_reduced, reduce=usual))

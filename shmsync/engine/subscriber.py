@@ -19,7 +19,7 @@ from .bind.guarded_methods import GuardNames
 from .bind.install import bind
 from .bind.module_check import ModuleCheck
 from .by_value import copy_by_value
-from .deadlines import DEFAULT_TIMEOUT, deadline_after
+from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .read.opening import open_reader
 from .read.reading import ReadPath
 from .read.snapshot import Snapshot, Targets
@@ -180,8 +180,7 @@ class Subscriber(_native.Sections):
             ProtocolError: the loop runs inside a read section of this thread, which keeps its version.
             ShmSyncError: as in refresh() and wait_version().
         """
-        deadline_after(timeout, self._reader.timeout)  # refuses what is no time here, and not in the loop
-        return versions_of(self, timeout, self._reader.timeout, follows=self._reader._follows)
+        return versions_of(self, timeout_or_none(timeout), follows=self._reader._follows)
 
     def bind(
         self,

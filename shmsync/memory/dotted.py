@@ -8,7 +8,6 @@ Functions import this file when they make a TensorDict: a worker that only calls
 
 from __future__ import annotations
 
-import copy
 import copyreg
 from collections.abc import Iterable
 from contextlib import suppress
@@ -90,10 +89,6 @@ def dotted_names(paths: Iterable[tuple[str, ...]]) -> set[str]:
 
 
 DottedTensorDict.__name__ = TensorDict.__name__  # what repr() and errors call it
-
-_copiers: dict[type, Any] = getattr(copy, "_deepcopy_dispatch", {})
-if TensorDict in _copiers:  # engine/by_value.py has registered this before
-    _copiers[DottedTensorDict] = _copiers[TensorDict]
 
 with suppress(ImportError):  # pytrees know classes, and not those derived from them
     from tensordict._pytree import _register_td_node

@@ -177,7 +177,8 @@ class Workers:
         self._args = tuple(args)
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload([*_PRELOADED, *sorted({"tensordict"} & sys.modules.keys())])
+            needed = ["tensordict"] if "tensordict" in sys.modules else []
+            self._context.set_forkserver_preload(_PRELOADED + needed)
         self._pid = os.getpid()
         self._members: dict[int, _RankProcess] = {}
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers

@@ -67,10 +67,10 @@ def test_weights_are_in_memory_once(start, slots):
 def left(workers, before):
     """Does one of these hold more than before? The kernel lists a thread for a moment after it has ended."""
     now = [worker.call(holdings) for worker in workers]
-    threads = [(had["threads"], has.pop("threads")) for had, has in zip(before, now, strict=True)]
-    return any(has > had for had, has in threads) or now != [
-        {name: held for name, held in had.items() if name != "threads"} for had in before
-    ]
+    return any(
+        has["threads"] > had["threads"] or has != {**had, "threads": has["threads"]}
+        for has, had in zip(now, before, strict=True)
+    )
 
 
 def test_nothing_is_left_after_close(start):

@@ -43,7 +43,7 @@ def test_true_waits_as_all_does(pair):
         with pytest.raises(shmsync.AckTimeout):
             pub.publish(wait=wait, timeout=0.05)
     assert sub.refresh()
-    assert pub.publish(wait=False, timeout=0.05) == pub.publish(timeout=0.05) - 1  # nobody is waited for
+    assert pub.publish(wait=False, timeout=0.05) == pub.publish(timeout=0.05) - 1  # no worker is waited for
     with pytest.raises(ValueError, match="wait is False"):
         pub.publish(wait=1)
 

@@ -46,9 +46,7 @@ class StepGate:
         self._step = optimizer.step
         self._was_set = vars(optimizer).get("step")  # None: the class's own method
 
-        from torch._dynamo.decorators import skip  # the optimizer has imported it
-
-        # Dynamo skips this frame and compiles the optimizer's own step below.
+        # Dynamo, which the optimizer has imported, skips this frame and compiles the optimizer's own step below.
         @skip
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             return self._run(self._sections, args, kwargs)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Protocol
 
 from ...errors import ClosedError, ProtocolError
-from ..deadlines import deadline_after
 
 
 class Reads(Protocol):
@@ -23,8 +21,8 @@ class Reads(Protocol):
     def wait_version(self, version: int, timeout: float | None = None) -> int: ...  # noqa: D102
 
 
-def versions_of(sub: Reads, timeout: float | None, default: float, *, follows: bool) -> Iterator[int]:
-    """As Subscriber.versions(). `default`: the subscriber's timeout; `follows`: it was made with follow=True."""
+def versions_of(sub: Reads, timeout: float | None, *, follows: bool) -> Iterator[int]:
+    """As Subscriber.versions(). `follows`: it was made with follow=True."""
     shown = None  # session and version: those of a followed publisher may begin again
     while True:
         sub.refresh()
@@ -33,9 +31,8 @@ def versions_of(sub: Reads, timeout: float | None, default: float, *, follows: b
             shown = now
             yield sub.version
             continue
-        left = max(0.0, deadline_after(timeout, default) - time.monotonic())
         try:
-            sub.wait_version(sub.version + 1, left)
+            sub.wait_version(sub.version + 1, timeout)
         except ClosedError:
             if not follows and not sub.publisher_alive:  # which raises if the subscriber is closed
                 return

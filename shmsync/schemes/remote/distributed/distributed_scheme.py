@@ -162,8 +162,8 @@ class DistributedTransport(RemoteTransport):
                 outbox.expected = UPDATED
         else:
             sending = RemoteSend(self._carrier.wait)
-            nobody = Destination()  # so it keeps no send waiting afterwards
-            sending.add(Step(0, nobody, partial(outbox.wait_word, word)))
+            alone = Destination()  # no other send waits for this one's calls
+            sending.add(Step(0, alone, partial(outbox.wait_word, word)))
             sending.finish(deadline_after(timeout, self.timeout))
             sending.check(f"a message that {message!r} answers", None, {})
 

@@ -290,8 +290,8 @@ class RankEnd:
             ended = self._closed or self._connected()
         except torch.distributed.DistError as error:
             trouble = ProtocolError(
-                f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a process group and a "
-                "scheme anew"
+                f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a new process "
+                "group and a new scheme"
             )
             trouble.__cause__ = error
             self._give_up_all(self._gone() if self._lost else trouble)

@@ -121,7 +121,7 @@ class StoreThread(SerialExecutor):
             self._users -= 1
             if self._users == 0:
                 started, self._started = self._started, None
-        if started is not None:
+        if started is not None:  # outside of the lock: the thread may wait for it, in put()
             started[1]()
 
     @override
