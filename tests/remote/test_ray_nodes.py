@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -274,7 +275,10 @@ def test_a_send_does_not_wait_for_rays_head_beyond_its_deadline(crew, sender_to)
         with pytest.raises(AckTimeout) as caught:
             sender.send(model(1), timeout=1.0)
         assert caught.value.missing == list(range(6))
+        soon = threading.Timer(1.0, processes.resume, [head])
+        soon.start()
+        version = sender.send(model(2))  # which has no deadline, and waits for the head
     finally:
         processes.resume(head)
-    version = sender.send(model(2))
+    soon.join()
     assert parts.ask(crew, "look") == everybody(2, version)

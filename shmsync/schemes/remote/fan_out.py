@@ -7,6 +7,7 @@ the node's workers. A relay that died is replaced during the send that found it 
 from __future__ import annotations
 
 import atexit
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
@@ -77,7 +78,9 @@ class FanOut:
         asked = {index: worker for index, worker in workers.items() if worker.place is None}
         now = time.monotonic()
         # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
-        share = 0.25 * (deadline - now) if any(worker.call is None for worker in asked.values()) else 0.05
+        late_before = all(worker.call is not None for worker in asked.values())
+        hardly = late_before and len(asked) < len(workers) and deadline < math.inf
+        share = 0.05 if hardly else 0.25 * (deadline - now)
         for index, worker in asked.items():
             sending.unreached.add(index)
             start, then = partial(self._locate, worker), partial(save, index, worker)
