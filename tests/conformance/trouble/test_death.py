@@ -188,7 +188,7 @@ def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
         began = time.monotonic()
         sender.send_async(Stamped(version))
         assert fleet.stamps(workers=[0, 2]) == [version, version]
-        with pytest.raises(AckTimeout, match="worker 1") as late:
+        with pytest.raises(AckTimeout, match=rf"stopped: worker 1 \(pid {worker.pid}\)") as late:
             sender.wait_async(timeout=0.1)
         assert time.monotonic() - began >= 0.1
         assert (late.value.missing, late.value.version) == ([1], version)
