@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/shmsync demo $(ARGS)
 
 # From /: the tests run against the installed package, and a top-level shmsync/ would shadow it.
-# All of tests/, or a part: make test TESTS=tests/engine/test_fork.py ARGS="-k child"
+# All of tests/, or a part: make test TESTS=tests/engine/death/test_fork.py ARGS="-k child"
 TESTS ?= tests
 JOBS ?= auto
 PYTEST = cd / && $(abspath $(BIN))/python -m pytest -c $(abspath pyproject.toml) --rootdir $(abspath .)
@@ -27,12 +27,13 @@ test: $(STAMP)
 
 # The shape of the project, the public names, what calls cost, and tests of each promise of docs/guarantees.md: over
 # pipes to workers of a fork server, where a test is for all schemes and start methods.
-QUICK := $(addprefix unit/test_,layers.py docstrings.py project.py choice.py changed.py calls_of_a_send.py linear_work.py \
-    arguments.py publish.py publish_wait.py update.py subscribe.py sections.py consistency.py carry.py bind.py adopt.py \
-    verify.py weights.py) \
-  $(addprefix engine/test_,never_torn.py reader_death.py writer_death.py stopped.py isolation.py mapping.py) \
-  engine/test_leftovers.py::test_what_is_proven_dead_is_swept \
-  $(addprefix conformance/test_,send.py refused.py death.py partial.py) \
+QUICK := $(addprefix unit/,$(addprefix project/test_,layers.py docstrings.py project.py choice.py changed.py arguments.py) \
+    $(addprefix write/test_,publish.py publish_wait.py update.py carry.py linear_work.py) \
+    $(addprefix read/test_,subscribe.py sections.py consistency.py) bind/test_bind.py bind/test_verify.py adopt/test_adopt.py \
+    source/test_weights.py schemes/test_calls_of_a_send.py) \
+  $(addprefix engine/,versions/test_never_torn.py versions/test_mapping.py faults/test_isolation.py \
+    $(addprefix death/test_,reader_death.py writer_death.py stopped.py leftovers.py::test_what_is_proven_dead_is_swept)) \
+  $(addprefix conformance/,$(addprefix sends/test_,send.py refused.py partial.py) trouble/test_death.py) \
   $(addprefix zoo/test_zoo.py::test_a_bound_module_computes_what_the_trainers_does,[policy] [recurrent] [normalised]) \
   $(addprefix programs/test_,quickstart.py docs.py)
 OTHER_CREWS := spawn- -spawn fork- -fork- -fork] ray- -ray rpc distributed socket
@@ -44,12 +45,14 @@ quick: $(STAMP)
 planted-faults: $(STAMP)
 	$(BIN)/python tools/planted_faults.py $(ARGS)
 
-# The engine's process tests once more, with every arena on a device without hardware (tests/support/simulated.py), and
+# The engine's process tests once more, with every arena on a device without hardware (support/devices/simulated.py), and
 # what collector and TorchRL's adapter do with such arenas; then what holds for all schemes, for those in shared memory.
-ON_DEVICES := engine $(addprefix unit/test_,layouts.py verify.py) $(addprefix collectors/test_,devices.py verify.py weights.py) \
-  integrations/scheme/test_sends.py integrations/collectors/test_updates.py
-SCHEMES_ON_DEVICES := $(addprefix conformance/test_,cast.py death.py many_sends.py own_loop.py own_messages.py partial.py \
-  receive.py refused.py send.py threads.py together.py verify.py)
+ON_DEVICES := engine unit/source/test_layouts.py unit/bind/test_verify.py \
+  $(addprefix collectors/test_,devices.py verify.py weights.py) \
+  integrations/scheme/test_sends.py integrations/collectors/weights/test_updates.py
+SCHEMES_ON_DEVICES := $(addprefix conformance/,\
+  $(addprefix sends/test_,cast.py many_sends.py partial.py receive.py refused.py send.py together.py verify.py) \
+  $(addprefix trouble/test_,death.py own_loop.py own_messages.py threads.py))
 test-device: $(STAMP)
 	export SHMSYNC_TEST_DEVICE=simulated && $(PYTEST) -n $(JOBS) --choice covering \
 	  $(abspath $(addprefix tests/,$(ON_DEVICES))) $(ARGS)
@@ -59,7 +62,7 @@ test-device: $(STAMP)
 # Many publishes to kernels that run late, on that device; none may see another version than its section's.
 PUBLISHES ?= 100000
 storm-device: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.device_storm \
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.device \
 	  --publishes $(PUBLISHES) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # Of the combinations that `make test` leaves out, so many that every two values of two parameters meet in some test.
@@ -74,7 +77,7 @@ test-all: test test-rest
 
 # What needs NVIDIA GPUs, and over a stand-in what does not; a machine without one skips the former and says why.
 test-gpu: $(STAMP)
-	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/test_cuda_calls.py) $(ARGS)
+	$(PYTEST) -rs --choice all $(abspath tests/gpu) $(abspath tests/unit/memory/test_cuda_calls.py) $(ARGS)
 
 # The zoo: every way to use a bound module, ROUNDS draws of each.
 ROUNDS ?= 10
@@ -85,19 +88,19 @@ zoo: $(STAMP)
 SECONDS ?= 600
 OF ?= shared-memory
 storm: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storm --of $(OF) \
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.storm --of $(OF) \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # All storms by turns, and one table at the end; ARGS=--docs=$(CURDIR)/docs/reliability.md puts it into the docs.
 soak: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.soak \
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.storms.soak \
 	  --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(ARGS)
 
 # The fuzzers: INPUTS for each target, libFuzzer's over the native core where there is clang. SEED repeats the inputs.
 INPUTS ?= 1000000
 FUZZ := $(abspath build)/native-fuzz
 fuzz: $(STAMP)
-	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.fuzz --inputs $(INPUTS) \
+	cd / && PYTHONPATH=$(abspath tests) OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m support.fuzz.fuzz --inputs $(INPUTS) \
 	  $(addprefix --seed ,$(SEED)) $(ARGS)
 	@command -v clang++ >/dev/null || { echo "the native fuzzers are skipped: they need clang (apt install clang)"; exit 0; }; \
 	cd native && $(abspath $(BIN))/cmake --preset fuzz && $(abspath $(BIN))/cmake --build --preset fuzz -j2 || exit 1; \

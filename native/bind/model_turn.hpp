@@ -1,8 +1,8 @@
-// The turn of those who call a model and those who move its weights: one thread at a time, that one again and again.
+// A re-entrant lock around one model: held to call it, and to move its weights.
 //
-// Who must not wait for its turn (a thread that serves other models too) leaves its work with ask(). The thread that
-// has the turn does it when its turn ends, in _ring() of Python's half
-// (shmsync/integrations/torchrl/worker/model_lock.py).
+// A thread that must not wait for the lock, since it serves other models too, leaves its work with defer() of the
+// subclass ModelLock (shmsync/integrations/torchrl/worker/safe_point.py). The thread that has the lock does that work
+// when it gives the lock back, in ModelLock._ring().
 //
 // In C++ so that a call of the model enters and leaves without running Python.
 #pragma once
@@ -22,7 +22,7 @@ class ModelTurn {
     if (!lock_.try_lock()) lock_.wait(std::numeric_limits<double>::infinity(), [] { return false; });
   }
 
-  // Enters if no other thread has the turn.
+  // Enters if no other thread has the lock.
   bool try_enter() { return lock_.try_lock(); }
 
   void leave(nanobind::handle self) {

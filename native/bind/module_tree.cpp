@@ -2,7 +2,7 @@
 //
 // A binding lives in a Subscriber that the module's guard holds, so it may hold no module: a cycle through native
 // objects is never collected. A `_modules` dict holds modules, and so does a module's `__dict__`; both are looked up
-// anew.
+// in each check.
 #include <nanobind/nanobind.h>
 
 #include <vector>

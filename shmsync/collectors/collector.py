@@ -234,7 +234,8 @@ class MultiprocessCollector:
                     self._setup.restart(index)
             if late:
                 outcome = Outcome(WORDING)
-                outcome.late, outcome.notes = late, ["the dead workers were restarted"]
+                outcome.add_late({index: self._pool.members[index].peer for index in late})
+                outcome.notes = ["the dead workers were restarted"]
                 raise outcome.lateness(f"version {error.version} of the policy", error.version) from error
             return self._setup.sender.version if error.version is None else error.version
 

@@ -1,4 +1,4 @@
-"""A dict from objects to values that keeps the objects by what they are, not by what they are equal to, and weakly.
+"""A dict whose keys are compared by identity, and held weakly.
 
 Modules may define their own equality, and a TensorDict's is by element, so a WeakKeyDictionary does not do. torch's own
 WeakIdKeyDictionary asks each key for an attribute at every look, which a module answers in microseconds.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import AckTimeout, ClosedError, ManifestMismatch, ShmSyncError, WorkerDied
+from ..memory.system.process import Peer
 
 
 class Failure(NamedTuple):
@@ -83,6 +84,13 @@ class Outcome:
         self.stopped: list[Any] = []  # of the late, those whose process is stopped
         self.absent: list[Any] = []  # of the late, those that are not attached
         self._wording = wording
+
+    def add_late(self, workers: Mapping[Any, Peer | None]) -> None:
+        """These workers are late: the error has the pids of their processes, where known, and says which are stopped."""
+        self.late += sorted(workers)
+        known = {name: peer for name, peer in workers.items() if peer is not None}
+        self.pids |= {name: peer.pid for name, peer in known.items()}
+        self.stopped += sorted(name for name, peer in known.items() if peer.stopped)
 
     def check(self, what: str, version: int | None) -> None:
         """Raise what went wrong, if anything did: a worker's own exception first, then deaths, then the late."""

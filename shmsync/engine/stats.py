@@ -1,4 +1,8 @@
-"""What publishers and subscribers report about themselves: frozen dataclasses, times in seconds."""
+"""What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
+
+A publisher's figures are counted in write/writing.py and write/slot_wait.py, a subscriber's in
+native/src/read_side.cpp, read/reading.py and read/waiting.py.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class PublisherStats:
 
 @dataclass
 class Counts:
-    """What stats() reports, under the names of PublisherStats."""
+    """The counters of a WriteSide, by the names that they have in PublisherStats."""
 
     publishes: int = 0
     updates: int = 0
@@ -66,7 +70,8 @@ class ReaderInfo:
         pin_age: since when, in seconds; 0 when it holds none.
         reads: sections entered.
         torn: optimistic or live sections whose weights changed meanwhile.
-        retries: attempts to enter that met the writer.
+        retries: entries begun again because the writer moved on meanwhile (a wait at a closed gate is none), and torn
+            sections that run(), snapshot() or a bound module repeated.
     """
 
     worker: int | None
@@ -91,7 +96,8 @@ class SubscriberStats:
         lag: published versions that it has not applied.
         reads: sections entered.
         torn: optimistic or live sections whose weights changed meanwhile.
-        retries: attempts to enter that met the writer.
+        retries: entries begun again because the writer moved on meanwhile (a wait at a closed gate is none), and torn
+            sections that run(), snapshot() or a bound module repeated.
         moves: versions applied.
         wait: of sections that could not be entered at once.
         restarts: arenas of a restarted publisher that it has moved to (follow=True).

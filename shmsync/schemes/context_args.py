@@ -1,4 +1,7 @@
-"""Finding things in what users pass as a context: a collector, or any object with the right attributes."""
+"""The arguments of init_on_sender() and init_on_worker(), and the models of a context.
+
+A context is a collector, or any object with the right attributes: it has what is not given as a keyword.
+"""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from shmsync.collectors.policy_packing import bring, pack
 from shmsync.errors import DeviceFailed
 from shmsync.memory import devices
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from support import environments
-from support.environments import Policy
+from support.devices.simulated import Simulated, installed
+from support.environments.basic import Policy
+from support.environments.basic import basic as environments
 from support.processes import segments
-from support.simulated import Simulated, installed
 
 simulated = pytest.mark.skipif(
     devices.default() is None, reason="workers know the simulated device with SHMSYNC_TEST_DEVICE=simulated"

@@ -13,7 +13,7 @@ import pytest
 
 import shmsync
 from shmsync.collectors import MultiprocessCollector
-from support.environments import Constant, Counting
+from support.environments.basic import Constant, Counting
 from support.processes import until
 
 
@@ -41,7 +41,7 @@ def test_a_shut_down_collector_leaves_nothing_but_its_last_batch():
 
 PROGRAM = """
 import sys
-from support.environments import Constant, Counting
+from support.environments.basic import Constant, Counting
 from shmsync.collectors import MultiprocessCollector
 if __name__ == "__main__":
     batches = MultiprocessCollector(Counting, Constant(), num_workers=2, frames_per_batch=40, sync=False)

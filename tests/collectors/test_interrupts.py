@@ -15,12 +15,12 @@ import psutil
 import pytest
 import torch
 
-from support.environments import Constant, Counting, Policy
+from support.environments.basic import Constant, Counting, Policy
 from support.processes import segments, until
 
 PROGRAM = """
 import functools, sys, torch
-from support.environments import Constant, SlowEnd
+from support.environments.basic import Constant, SlowEnd
 from shmsync.collectors import MultiprocessCollector
 if __name__ == "__main__":
     place, sync, path = sys.argv[1], sys.argv[2] == "True", sys.argv[3]

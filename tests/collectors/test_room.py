@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shmsync
-from support.environments import Constant, Counting, Enormous, Huge, Wide
+from support.environments.basic import Constant, Counting, Enormous, Huge, Wide
 from support.processes import segments, workers
 
 NUMBERS = r"need [\d,]+ bytes but [\d,]+ are available"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.choice import first
-from support.environments import SCHEMES, Constant, Counting, Drawing, Policy, flat
+from support.environments.basic import SCHEMES, Constant, Counting, Drawing, Policy, flat
 
 
 @pytest.mark.parametrize("sync", [True, False])

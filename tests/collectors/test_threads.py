@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import shmsync
-from support import environments
-from support.environments import Constant, Counting, Failing, FirstTime, Later, Policy, flat
+from support.environments.basic import Constant, Counting, Failing, FirstTime, Later, Policy, flat
+from support.environments.basic import basic as environments
+from support.environments.vector import Episodes, NestedEpisodes, Random, Vectors
+from support.environments.waiting import Breaking, Meeting, OwnThread
 from support.processes import alive, workers
-from support.vector_environments import Episodes, NestedEpisodes, Random, Vectors
-from support.waiting_environments import Breaking, Meeting, OwnThread
 
 CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
 FOUR = {"num_workers": 1, "envs_per_worker": 4, "frames_per_batch": 40, "envs_in_threads": True}

@@ -12,8 +12,8 @@ import torch
 
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
-from support import environments
-from support.environments import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
+from support.environments.basic import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
+from support.environments.basic import basic as environments
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -117,7 +117,7 @@ def test_dead_workers_are_restarted_and_late_ones_named(collector):
     os.kill(killed, signal.SIGKILL)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with pytest.raises(shmsync.AckTimeout) as caught:
+        with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 1 \(pid {stopped}\)") as caught:
             batches.update_policy_weights_()
     finally:
         os.kill(stopped, signal.SIGCONT)

@@ -11,9 +11,18 @@ import pytest
 
 import shmsync
 from shmsync.collectors import MultiprocessCollector
-from support.environments import SCHEMES, Constant, Counting
+from support.environments.basic import SCHEMES, Constant, Counting
+from support.environments.raising import (
+    ENVIRONMENT,
+    KINDS,
+    PLACES,
+    WORDS,
+    Closing,
+    FailsOnce,
+    RaisingEnv,
+    RaisingPolicy,
+)
 from support.processes import until, workers
-from support.raising import ENVIRONMENT, KINDS, PLACES, WORDS, Closing, FailsOnce, RaisingEnv, RaisingPolicy
 
 AS_THEY_ARE = {"RuntimeError", "EOFError", "BrokenPipeError", "ConnectionResetError", "OSError", "ExceptionGroup"}
 

@@ -4,8 +4,8 @@ import pytest
 
 import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from support.drifting import Drifting
-from support.environments import Policy
+from support.environments.basic import Policy
+from support.environments.drifting import Drifting
 
 
 @pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])

@@ -3,7 +3,7 @@
 import pytest
 
 from shmsync import _native
-from support.failpoints import ACTIONS, Held
+from support.faults.failpoints import ACTIONS, Held
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shmsync import _native
-from support.failpoints import NATIVE, points
+from support.faults.failpoints import NATIVE, points
 
 
 def test_every_point_is_walked():

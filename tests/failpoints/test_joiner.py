@@ -7,7 +7,7 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from support.engine import attach, detach, enter, look, read
+from support.jobs.engine import attach, detach, enter, look, read
 from support.weights import stamped
 
 SHORT = 0.2  # seconds

@@ -8,7 +8,7 @@ import pytest
 
 import shmsync
 from support.calls import Call
-from support.engine import attach, detach, look, read, refresh, wait_version
+from support.jobs.engine import attach, detach, look, read, refresh, wait_version
 from support.processes import until
 from support.weights import stamped
 

@@ -7,8 +7,8 @@ from math import inf as for_ever
 import pytest
 
 import shmsync
-from support.engine import attach, look
-from support.failpoints import end_relay, relay
+from support.faults.failpoints import end_relay, relay
+from support.jobs.engine import attach, look
 from support.processes import segments
 
 RELAYING = ["relay.planned", "relay.written", "relay.answers"]

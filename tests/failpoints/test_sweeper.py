@@ -10,8 +10,8 @@ import pytest
 import shmsync
 from shmsync.memory.control import leftovers
 from support.calls import Call
-from support.engine import open_arena, read
-from support.failpoints import Held, NotPassed, sweep
+from support.faults.failpoints import Held, NotPassed, sweep
+from support.jobs.engine import open_arena, read
 from support.processes import segment_path
 from support.weights import stamped
 

@@ -8,8 +8,8 @@ import pytest
 
 import shmsync
 from support.calls import outcome
-from support.engine import attach, close_publisher, enter, open_arena, publish, read
-from support.failpoints import half_written, in_place, open_two, publish_two
+from support.faults.failpoints import half_written, in_place, open_two, publish_two
+from support.jobs.engine import attach, close_publisher, enter, open_arena, publish, read
 from support.processes import segment_path, segments
 from support.weights import stamped, stamps
 

@@ -9,8 +9,8 @@ from shmsync.memory.manifest import Manifest
 from shmsync.schemes.link import messages
 from shmsync.schemes.remote import packed_weights
 from shmsync.schemes.remote.distributed import rendezvous
-from support import fuzz
-from support.fuzz_targets import TARGETS
+from support.fuzz.fuzz import fuzz
+from support.fuzz.targets import TARGETS
 
 INPUTS = 3000
 MEMORY = 64 << 20  # bytes that no input may make this process take; a size that is believed takes far more, or fails

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shmsync
-from support import on_gpu
+from support.devices import on_gpu
 from support.processes import until
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shmsync
-from support import on_gpu
+from support.devices import on_gpu
 
 pytestmark = pytest.mark.two_gpus
 

@@ -11,11 +11,11 @@ import torch
 
 import shmsync
 from shmsync import _native, cli
-from support.engine import attach, enter, leave, look, open_arena, wait_version
-from support.forged import ASKED, NOTIFY, forge, identity, word32
-from support.forged import write as write_at
+from support.faults.forged import ASKED, NOTIFY, forge, identity, word32
+from support.faults.forged import write as write_at
+from support.faults.reader_table import OWNER, rows_offset, word
+from support.jobs.engine import attach, enter, leave, look, open_arena, wait_version
 from support.processes import segment_path, state, until
-from support.reader_table import OWNER, rows_offset, word
 from support.weights import stamped
 
 TICKS = 20  # where the start ticks begin in an owner word

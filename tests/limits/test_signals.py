@@ -2,8 +2,8 @@
 
 import pytest
 
-from support.engine import attach, open_arena
-from support.signals import LAST, publish_all, read_all
+from support.jobs.engine import attach, open_arena
+from support.jobs.signals import LAST, publish_all, read_all
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])

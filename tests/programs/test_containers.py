@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import File, Typed, same, steps
+from support.programs.pages import File, Typed, same, steps
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "guides" / "containers.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine import run_source
+from support.jobs.engine import run_source
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = [

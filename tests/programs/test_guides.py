@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pages import Reader, same, steps
+from support.programs.pages import Reader, same, steps
 
 DOCS = Path(__file__).parents[2] / "docs"
 

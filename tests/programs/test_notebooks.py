@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.pages import File, steps
 from support.processes import until
+from support.programs.pages import File, steps
 
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which shmsync[guides] brings")
 jupyter_client = pytest.importorskip("jupyter_client", reason="notebooks need jupyter_client, which ipykernel brings")

@@ -12,8 +12,7 @@ import time
 
 import pytest
 
-from support import terminal as terminals
-from support.engine import (
+from support.jobs.engine import (
     attach,
     begin_update,
     close_publisher,
@@ -25,7 +24,8 @@ from support.engine import (
     refresh,
 )
 from support.processes import segment_path, state, until
-from support.terminal import COLOURS, ESCAPES, Terminal
+from support.programs.programs import terminal as terminals
+from support.programs.terminal import COLOURS, ESCAPES, Terminal
 
 pytest.importorskip("rich", reason="top draws with shmsync[top]")
 

@@ -9,7 +9,7 @@ from support.remote import parts
 
 @pytest.fixture(scope="session")
 def one_ray():
-    from support import ray_parts
+    from support.remote import ray_parts
 
     with ray_parts.one_node():
         yield

@@ -29,7 +29,7 @@ class _Install(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         self.found.exec_module(module)
-        from support.simulated import install
+        from support.devices.simulated import install
 
         install(module)
 

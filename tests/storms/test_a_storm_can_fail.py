@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shmsync.schemes.pipes.pipe_carrier import PipeCarrier
-from support import storm
-from support.storm_judge import Violation
-from support.storm_model import Weather, leaf
+from support.storms import storm
+from support.storms.judge import Violation
+from support.storms.model import Weather, leaf
 
 
 def no_acks(patch):

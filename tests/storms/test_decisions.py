@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.storm_engine import OF_TRAINERS, OF_WORKERS, WORKERS, decide
+from support.storms.engine import OF_TRAINERS, OF_WORKERS, WORKERS, decide
 
 
 def test_the_same_seed_makes_the_same_decisions():

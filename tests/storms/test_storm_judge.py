@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shmsync import WorkerDied
-from support.storm import Sky
-from support.storm_fleets import Call, take
-from support.storm_judge import Violation
-from support.storm_trouble import Life
+from support.storms.fleets import Call, take
+from support.storms.judge import Violation
+from support.storms.storm import Sky
+from support.storms.trouble import Life
 
 SENT, WAITED = (1_000, 2_000), (5_000, 6_000)  # when the two calls of a send began and ended, in ns
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from support.storm import Sky, Storm
-from support.storm_trouble import act
+from support.storms.storm import Sky, Storm
+from support.storms.trouble import act
 
 
 def test_several_deaths_when_nobody_is_left_to_take_their_place():

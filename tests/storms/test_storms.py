@@ -1,4 +1,4 @@
-"""Short storms; `make storm` makes long ones. See support/storm.py."""
+"""Short storms; `make storm` makes long ones. See support/storms/storm.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from support import storm
+from support.storms import storm
 
 HERE = ["engine", "multiprocess", "shared-memory", "collector"]
 VARIANTS = ["engine-device", "shared-memory-3", "groups"]

@@ -1,8 +1,8 @@
 """Print the test files that reach what has changed since a commit: `make test CHANGED=1`, or CHANGED=main.
 
 A test file reaches what it imports, and what that imports in turn. A name that a package shows leads to the file that
-defines it, so a test of Publisher does not reach collectors. programs/ and the checks of the source itself reach
-everything. A change of anything that is no module of Python, such as native/, reaches every test.
+defines it, so a test of Publisher does not reach collectors. programs/ and unit/project/, the checks of the source
+itself, reach everything. A change of anything that is no module of Python, such as native/, reaches every test.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ TESTS = ROOT / "tests"
 TOPS = {"shmsync": ROOT, "support": TESTS}  # where these packages lie
 NO_TEST = ("CHANGELOG.md", "LICENSE", ".ci/", "tools/", "tests/README.md")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/", "examples/", "bench/", "mkdocs.yml")  # what programs/ runs or reads
-OF_ALL = tuple(f"tests/{name}" for name in ("programs/", "unit/test_layers.py", "unit/test_docstrings.py",
-                                            "unit/test_project.py"))  # fmt: skip
+OF_ALL = ("tests/programs/", "tests/unit/project/")
 
 
 def file_of(module: str) -> Path | None:

@@ -9,7 +9,7 @@ import resource
 
 import shmsync
 from shmsync import cli
-from support.engine import attach, detach, look
+from support.jobs.engine import attach, detach, look
 from support.weights import stamped
 
 

@@ -11,14 +11,14 @@ import re
 
 CREW = re.compile(r"[\[-](forkserver|fork|spawn|ray|rpc|distributed)[-\]]")
 ONE_RAY = (
-    "remote/test_ray_schemes.py",
-    "remote/test_ray_modules.py",
-    "remote/test_ray_threads.py",
-    "remote/test_ray_interrupts.py",
-    "remote/test_ray_tensor_transport.py",
-    "remote/test_updaters.py",
+    "remote/ray/test_ray_schemes.py",
+    "remote/ray/test_ray_modules.py",
+    "remote/ray/test_ray_threads.py",
+    "remote/ray/test_ray_interrupts.py",
+    "remote/ray/test_ray_tensor_transport.py",
+    "remote/ray/test_updaters.py",
 )
-TWO_NODES_OF_RAY = ("remote/test_ray_nodes.py", "remote/test_ray_lost_nodes.py")
+TWO_NODES_OF_RAY = ("remote/ray/test_ray_nodes.py", "remote/ray/test_ray_lost_nodes.py")
 
 # The longest first, so that none of them begins when the others have ended: beginnings of what group_of() says.
 LONGEST = (

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 
 import torch
 
-from support import processes, simulated
+from support import processes
+from support.devices import simulated
 
 
 class Gone(Exception):

@@ -8,7 +8,7 @@ import pytest
 
 import shmsync
 from shmsync.workers.memory_kills import memory_kills
-from support import workers_jobs as jobs
+from support.jobs import workers as jobs
 from support.processes import kill
 from support.weights import stamped
 

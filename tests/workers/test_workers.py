@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shmsync
-from support import workers_jobs as jobs
+from support.jobs import workers as jobs
 from support.processes import alive, kill, stop, until
 from support.weights import stamped
 

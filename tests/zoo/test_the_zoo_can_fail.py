@@ -11,9 +11,9 @@ from shmsync.engine.bind import install as covering
 from shmsync.engine.bind import read_guard as cover
 from shmsync.engine.bind.guarded_methods import calls_of
 from shmsync.engine.bind.read_guard import Cover
-from support.zoo import USES
-from support.zoo_modes import MODES
-from support.zoo_world import visit
+from support.zoo.modes import MODES
+from support.zoo.world import visit
+from support.zoo.zoo import USES
 
 
 def only(patch, wanted):

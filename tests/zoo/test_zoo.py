@@ -1,8 +1,8 @@
 """Whatever way a bound module is used, it computes what the trainer's module would at the version that it shows.
 
-Each test takes one way to use one kind of module (support/zoo.py) through every mode (support/zoo_modes.py). What else
-may vary is drawn: the slots, the consistency, how the trainer publishes, and which tensors are replaced between two
-versions. The draw has a seed, which a failure names; `make zoo ROUNDS=100` draws again and again.
+Each test takes one way to use one kind of module (support/zoo/zoo.py) through every mode (support/zoo/modes.py). What
+else may vary is drawn: the slots, the consistency, how the trainer publishes, and which tensors are replaced between
+two versions. The draw has a seed, which a failure names; `make zoo ROUNDS=100` draws again and again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import zlib
 
 import pytest
 
-from support.zoo import USES
-from support.zoo_modes import MODES
-from support.zoo_world import visit
+from support.zoo.modes import MODES
+from support.zoo.world import visit
+from support.zoo.zoo import USES
 
 ROUNDS = int(os.environ.get("ZOO_ROUNDS", "1"))
 

@@ -1,7 +1,7 @@
-// Something that a device does once, after all that was asked of it before: a step of the protocol on one of its
-// threads.
+// Later: a step of the protocol that a device does once, on one of its threads, after all work that it was given
+// before.
 //
-// The device gets run_later() and a ticket(); it calls the one with the other, or never if it has failed.
+// The device gets run_later() and a ticket(). It calls run_later(ticket), or never does if it has failed.
 // Uses no Python and none of the device's functions: drivers forbid both in such a call.
 #pragma once
 

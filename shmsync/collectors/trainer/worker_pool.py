@@ -159,7 +159,7 @@ class WorkerPool:
                 return lost
             if time.monotonic() >= deadline:
                 outcome = Outcome(_WORDING)
-                outcome.late = list(waiting)
+                outcome.add_late({index: member.peer for index, member in waiting.items()})
                 raise outcome.lateness(_AWAITED, None)
             for member in self.members.values():  # also those that are not waited for
                 if not member.lost:

@@ -111,7 +111,8 @@ class Adoption:
     def protect(self, writer: _native.Writer) -> None:
         """Make the only slot read-only for this process while readers may be in it, as docs/adr/0039 has it.
 
-        A device's memory has no such protection.
+        The writer opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's
+        memory has no such protection.
         """
         if self._arena.on_device is None:
             address = self._arena.slot_address(0)

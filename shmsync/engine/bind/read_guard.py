@@ -1,4 +1,4 @@
-"""The sections that cover each call of a bound module: one of each arena that any of its tensors come from."""
+"""Cover: the read sections of each call of a bound module, one for each arena that its tensors come from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """One checked source: which of its tensors are copied as bytes, which are converted, and which leaves keep their value.
 
 Making a plan checks all of the source: keys, shapes, dtypes, devices, layouts. That costs more than the copy, so plans
-are kept (plans.py). Later uses only check that nothing has changed since, see native/bind/sources.hpp, or that another
-source is like it, see outline.py. Autograd's version counters cannot tell what changed: writes through `.data` or numpy
-do not move them.
+are kept (plan_cache.py). Later uses only check that nothing has changed since (native/bind/sources.hpp), or that
+another source is like it (source_signature.py). Autograd's version counters cannot tell what changed: writes through
+`.data` or numpy do not move them.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class PlanCache:
         self._name = name
         self._filter = filter
         self._any_device = any_device
-        # By module, by TensorDict that has no outline, and by this cache for the publisher's own mapping. A plan holds
-        # dicts and tensors of its source, not the source itself: no cycle keeps that alive.
+        # By module, by TensorDict whose plan fits no other source (it has no Outline, see source_signature.py), and by
+        # this cache for the publisher's own mapping. A plan holds dicts and tensors of its source, not the source
+        # itself: no cycle keeps that alive.
         self._of_objects: ByIdentity[Any, CopyPlan] = ByIdentity()
         self._of_values: list[CopyPlan] = []  # the newest first
         self._taken: CopyPlan | None = None

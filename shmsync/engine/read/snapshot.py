@@ -1,4 +1,7 @@
-"""snapshot(): one version, copied into private memory; and which memory that may be."""
+"""snapshot(): one version, copied into private memory; and which memory that may be.
+
+Subscriber.snapshot() copies inside a section. reading.py, _computed(), repeats a section that was torn.
+"""
 
 from __future__ import annotations
 

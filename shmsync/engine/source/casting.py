@@ -1,4 +1,7 @@
-"""Weights of any form, with their floating leaves cast: for dtype= of schemes and strategies."""
+"""Cast the floating leaves of weights in any form: for dtype= of schemes and strategies.
+
+Leaves that a Publisher casts are not cast here, but while they are copied into the slot: engine/copy/converting.py.
+"""
 
 from __future__ import annotations
 

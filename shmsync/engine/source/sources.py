@@ -31,7 +31,8 @@ __all__ = [
 
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 Patterns = str | Sequence[str] | None
-# (dict, [(key, value), ...], whole): a dict in which leaves were found; `whole`: its size counts too.
+# (dict, [(key, value), ...], whole): a dict in which leaves were found; the next publish compares it with these items.
+# `whole`: its size counts too. Not a guard of bind().
 Guard = tuple[dict[str, Any], list[tuple[str, Any]], bool]
 
 

@@ -1,8 +1,8 @@
-"""Modules that stand around another one: whose keys are meant?
+"""Strip the prefixes of wrappers (torch.compile(), DataParallel, DDP, AveragedModel) from the keys of a module.
 
-torch.compile(), DataParallel, DistributedDataParallel and AveragedModel put a module inside one of theirs, and a prefix
-before each of its keys. The wrapped module is meant, on both sides, wherever in the tree the wrapper stands: trainer
-and workers have the same keys, whichever of them is wrapped. A wrapper is recognised by its type, since a
+A wrapper puts a module inside one of its own, and a prefix before each of its keys. Arenas and messages have the keys
+of the wrapped module, wherever in the tree the wrapper is: trainer and workers have the same keys, whichever of them is
+wrapped. A wrapper is recognised by its type, since a
 user's module may have an attribute of any name.
 """
 

@@ -8,8 +8,8 @@ carry weights beside a message: `Sealed` is written once, `Reusable` again and a
 The mapping of a storage belongs to torch, so the tensors over it are real shared tensors, and it lives exactly as long
 as the last of them. For a read-only mapping torch first maps a dummy file of equal size; then the memfd is mapped over
 it, and its descriptor replaces the dummy's. This relies on two internals of torch (`_new_shared_fd_cpu`,
-`_share_fd_cpu_`), which tests/unit/test_memory.py checks. Where they fail, a plain mmap is used: equally zero-copy and
-read-only, but torch does not know that the tensors are shared.
+`_share_fd_cpu_`), which tests/unit/memory/test_memory.py checks. Where they fail, a plain mmap is used: equally
+zero-copy and read-only, but torch does not know that the tensors are shared.
 
 Functions that call torch import it themselves: the command line takes what lies in slab.py without torch.
 

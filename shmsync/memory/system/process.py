@@ -153,6 +153,11 @@ class Peer:
         """Has it ended? A stopped process has not."""
         return self.ends_within(0)
 
+    @property
+    def stopped(self) -> bool:
+        """Is it stopped (SIGSTOP, a debugger)? False when that cannot be found out."""
+        return not self.dead and _is_stopped(self.pid)
+
     def ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for its end. Has it ended?"""
         if not self._dead:
@@ -206,6 +211,13 @@ class Peer:
         return f"pid {self.pid}, exit code {code}"
 
 
+def _is_stopped(pid: int) -> bool:
+    try:
+        return _stat_fields(pid)[_STATE] in "Tt"
+    except (OSError, ValueError):
+        return False
+
+
 class Peers:
     """Other processes by owner word; keeps one pidfd for each, so that asking again costs one poll. Thread-safe."""
 
@@ -228,11 +240,9 @@ class Peers:
         """Live, stopped (SIGSTOP, a debugger) or dead."""
         if not self.alive(owner):
             return ProcessState.DEAD
-        try:
-            letter = _stat_fields(pid_of(owner))[_STATE]
-        except (OSError, ValueError):
-            return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
-        return ProcessState.STOPPED if letter in "Tt" else ProcessState.LIVE
+        if _is_stopped(pid_of(owner)):
+            return ProcessState.STOPPED
+        return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
 
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of all other processes."""

@@ -1,4 +1,4 @@
-"""Where a worker lets several senders in: a listener, the connections, and the thread that tends them."""
+"""Door: where senders connect to a worker. DoorKeeper: the worker's thread that accepts them and sends to them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def gather(
                 break
     finally:  # an interrupt may land anywhere
         forget(links, tags)
-    outcome.late = sorted(waiting)
+    outcome.add_late({index: link.peer for index, link in waiting.items()})
     return outcome
 
 

@@ -155,7 +155,7 @@ def _check_word(index: int, link: Link, word: str, deadline: float) -> None:
         if gone:
             outcome.dead[index] = str(link)
         elif over:
-            outcome.late = [index]
+            outcome.add_late({index: link.peer})
         outcome.check(f"the answer {word!r}", None)
         watch.renew(index, link)
         watch.wait([index], deadline)

@@ -1,6 +1,7 @@
 """The schemes for several machines. Importing them needs none of the packages that they stand on.
 
-What another one is made of is in carrier, requests, transport and scheme: see docs/add-a-transport.md.
+A scheme for another network derives from the classes in remote_scheme.py, remote_carrier.py, remote_transport.py and
+remote_requests.py: see docs/add-a-transport.md.
 """
 
 # "X as X" says that X is meant for others: schemes/__init__ shows it

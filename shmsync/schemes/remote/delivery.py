@@ -1,4 +1,7 @@
-"""The weights of one send: workers fetch them from the weight server, or they travel by the network's own means."""
+"""The weights of one send: workers fetch them from the weight server, or they travel by the network's own means.
+
+The network's own means are an argument of the call (RPC) and the object store (Ray).
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ class Delivery:
     Args:
         packed_weights: the weights. A call that may read them keeps this.
         ticket: to fetch them with; None: they go by the network's own means.
-        own: makes a call that sends them by the network's own means; gets what starts it with a payload.
-        crowds: who is on which node, where the network's own means take weights to a node once for all who are there.
+        own: makes a call that sends them by the network's own means: own(start) calls start(payload), which sends the
+            payload and gives the call.
+        crowds: the workers on each node, by node, where the network's own means take weights to a node once for all
+            workers there.
     """
 
     packed_weights: PackedWeights
@@ -52,7 +57,7 @@ class Delivery:
         return len(self.crowds[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
-        """Begin a call with the ticket, unless it was of no use to this destination before."""
+        """Begin a call with the ticket; without it for a destination that could not fetch weights before."""
         if self.ticket is None or to.out_of_reach is not None:
             return self.own(start)
         call = start(self.ticket)

@@ -222,6 +222,7 @@ class RemoteSend:
             step.then(result)
 
     def _send_by_other_means(self, step: Step, why: str) -> None:
+        """The worker could not fetch the weights: from now on they are sent to it without a ticket."""
         if step.destination.call is step.call:
             step.destination.call = None
         step.call = None

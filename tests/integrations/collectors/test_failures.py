@@ -172,7 +172,7 @@ def test_a_stopped_worker_is_late_and_works_again_when_it_goes_on(collector, slo
     collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots, timeout=0.5))
     stop(collecting, 1)
     policy.set(1)
-    with pytest.raises(shmsync.AckTimeout) as caught:
+    with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 1 \(pid {pids(collecting)[1]}\)") as caught:
         collecting.update_policy_weights_()
     assert isinstance(caught.value, TimeoutError) and caught.value.missing == [1]
     assert tag(collecting, 0) == 1

@@ -74,7 +74,7 @@ class TestRay:
     @pytest.fixture(scope="class", autouse=True)
     def ray(self):
         pytest.importorskip("ray")
-        from support import ray_parts
+        from support.remote import ray_parts
 
         with ray_parts.one_node():
             yield

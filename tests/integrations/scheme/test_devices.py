@@ -6,8 +6,8 @@ from torch import nn
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from shmsync.memory import devices
+from support.devices.simulated import Simulated, installed
 from support.processes import segments
-from support.simulated import Simulated, installed
 from support.torchrl.pair import Counting, filled, net
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.conformance import remote_peers
 from support.conformance.fleet import RemoteFleet
-from support.one_ray import SYSTEM, instead_of_the_last
+from support.remote.one_ray import SYSTEM, instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
 

@@ -6,7 +6,7 @@ import ray
 import torch
 
 from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
-from support import ray_parts
+from support.remote import ray_parts
 from support.remote.storms import storm
 
 KINDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tensordict.nn import TensorDictModuleBase
 
-from support.storm_model import FINE, Weather
+from support.storms.model import FINE, Weather
 
 
 class Forecaster(TensorDictModuleBase):

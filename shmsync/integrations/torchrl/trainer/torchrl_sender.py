@@ -145,7 +145,7 @@ class Sender:
             if not waiting or time.monotonic() >= deadline:
                 break
             connections.wake_moving()
-        outcome.late = sorted(waiting)
+        outcome.add_late({worker: connections.peer(worker) for worker in waiting})
         outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
     def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:

@@ -121,6 +121,10 @@ class WorkerConnections:
             if process is not None and process.pid is not None:
                 self._know(worker, Peer(process=process))
 
+    def peer(self, worker: int) -> Peer | None:
+        """The process of a worker, once it is known."""
+        return self._peers.get(worker)
+
     def _know(self, worker: int, peer: Peer) -> None:
         self._peers[worker] = peer
         if peer.dead:

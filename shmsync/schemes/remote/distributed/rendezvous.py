@@ -1,6 +1,7 @@
 """Where a rank can be reached: the one key that it writes into the store of torch.distributed, and who reads it.
 
-    NODE_{rank}_address   JSON: host and port, the secret that both ends of a connection have to prove, and the place
+    NODE_{rank}_address   JSON: host and port, the secret that both ends of a connection have to prove (link/proved.py),
+                          and the place
 
 INV: no request waits for a key. A get() of a missing key would, and would lock the store meanwhile.
 """

@@ -1,0 +1,145 @@
+"""MultiprocessCollector: what its batches hold, what it takes, and its state."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+
+import shmsync
+from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
+from support.environments.basic import basic as environments
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_frames_follow_one_another(collector, sync):
+    batches = collector(Counting, Constant(), frames_per_batch=24, sync=sync, total_frames=240)
+    seen: dict[int, list[torch.Tensor]] = {}
+    frames = 0
+    for batch in batches:
+        assert batch.batch_size == ((2, 12) if sync else (1, 24))
+        frames += batch.numel()
+        for row in batch.clone():
+            seen.setdefault(int(row["worker"][0]), []).append(row)
+    assert frames == 240
+    for rows in seen.values():
+        whole = torch.cat(rows)
+        now, after = whole["observation"][:, 0], whole["next", "observation"][:, 0]
+        done = whole["next", "done"][:, 0]
+        assert torch.equal(now, torch.arange(len(whole)) % 5)
+        assert torch.equal(after, now + 1)  # where the action led, also at the end of an episode
+        assert torch.equal(done, after == 5) and torch.equal(done, whole["next", "truncated"][:, 0])
+        assert not whole["next", "terminated"].any()
+        assert torch.equal(whole["next", "episode_return"][:, 0].nan_to_num(-1), torch.where(done, 5.0, -1.0))
+
+
+def test_the_batch_before_stays_as_it_is_while_the_next_is_collected(collector):
+    batches = collector(Counting, Constant())
+    first = next(batches)
+    copy = flat(first)
+    next(batches)
+    assert all(torch.equal(value, copy[key]) for key, value in flat(first).items() if key != "next.episode_return")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_seed_gives_the_same_frames(collector, scheme):
+    def run():
+        torch.manual_seed(0)
+        policy = Policy()
+        batches = collector(policy=policy, seed=5, weight_sync_scheme=scheme(), envs_per_worker=2)
+        found = []
+        for _ in range(4):
+            found.append(flat(next(batches)))
+            with torch.no_grad():
+                policy.net.weight.add_(0.1)
+            batches.update_policy_weights_()
+        batches.shutdown()
+        return found
+
+    first, second = run(), run()
+    assert not torch.equal(first[0]["action"][0], first[0]["action"][1])  # but each environment has its own
+    for one, other in zip(first, second, strict=True):
+        for key in one:
+            assert torch.equal(one[key].nan_to_num(-1), other[key].nan_to_num(-1)), key
+
+
+def test_without_a_seed_workers_act_differently(collector):
+    batch = next(collector(Counting, Policy(inputs=1)))
+    assert not torch.equal(batch["action"][0], batch["action"][1])
+
+
+def test_a_tensordict_module_is_a_policy(collector):
+    policy = TensorDictModule(Constant(1), in_keys=["observation"], out_keys=["action"])
+    batch = next(collector(Counting, policy))
+    assert batch["action"].all() and batch["action"].shape == (2, 20)
+
+
+def test_nested_observations_and_box_actions(collector):
+    batch = next(collector(environments.Nested, environments.BoxPolicy(), envs_per_worker=2))
+    assert batch.batch_size == (4, 10)
+    assert batch["observation", "image"].shape == (4, 10, 3, 4) and batch["observation", "image"].dtype == torch.uint8
+    assert torch.equal(batch["next", "observation", "goal"], torch.full((4, 10), 3))
+    assert torch.equal(batch["action"], torch.full((4, 10, 2), 0.5))
+
+
+def test_each_worker_can_have_its_own_environment(collector):
+    batch = next(collector([functools.partial(Counting, 3), functools.partial(Counting, 4)], Constant()))
+    assert [int(row["next", "done"].sum()) for row in batch] == [6, 5]
+
+
+def test_environments_of_different_form_are_refused(collector):
+    with pytest.raises(ValueError, match="same spaces"):
+        collector([Counting, environments.cartpole], environments.Constant())
+
+
+def test_logits_are_no_actions(collector):
+    with pytest.raises(ValueError, match=r"argmax") as caught:
+        collector(policy=environments.Logits())
+    assert "spaces.py" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": 0}, "num_workers must be 1"),
+        ({"frames_per_batch": 41}, "use 40"),
+        ({"device": ["cpu"]}, "is for 1 workers, but there are 2"),
+        ({"on_lag": "panic"}, "on_lag"),
+        ({"max_lag": -1}, "max_lag"),
+        ({"env": [Counting]}, "1 functions for 2 workers"),
+    ],
+)
+def test_arguments_are_refused_before_anything_starts(collector, options, message):
+    with pytest.raises(ValueError, match=message):
+        collector(**options)
+
+
+def test_a_loaded_state_continues_the_counts_the_policy_and_the_random_generators(collector):
+    policy = Policy()
+    first = collector(policy=policy, seed=3)
+    next(first)
+    state = first.state_dict()
+    with torch.no_grad():
+        policy.net.weight.zero_()
+
+    def resumed():
+        other = collector(policy=Policy(), seed=9)
+        other.load_state_dict(state)
+        assert other.stats().frames == 40
+        assert torch.equal(other.policy.net.weight, state["policy"]["net.weight"])
+        return next(other).clone()
+
+    one, again = resumed(), resumed()
+    assert torch.equal(one["observation"], again["observation"]) and torch.equal(one["action"], again["action"])
+    with pytest.raises(ValueError, match="num_workers=2"):
+        collector(num_workers=1, frames_per_batch=40).load_state_dict(state)
+
+
+def test_a_state_of_another_policy_is_refused(collector):
+    batches = collector(policy=Policy())
+    state = batches.state_dict()
+    state["policy"].pop("net.weight")
+    with pytest.raises(shmsync.ManifestMismatch, match=r"missing: net\.weight"):
+        batches.load_state_dict(state)

@@ -1,0 +1,242 @@
+"""What an environment or a policy gives is recorded as it is, or refused."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict.nn import TensorDictModule
+
+import shmsync
+from support.environments.basic import (
+    BYTES,
+    THREE,
+    Always,
+    Constant,
+    Counting,
+    EveryOther,
+    Later,
+    Odd,
+    Other,
+    Reusing,
+    Scribbling,
+    Starting,
+    Twice,
+)
+
+INTS = spaces.Box(-100, 100, (3,), np.int32)
+NESTED = spaces.Dict({"image": BYTES, "inner": spaces.Dict({"goal": spaces.Discrete(7)})})
+RIGHT = {"image": np.zeros(3, np.uint8), "inner": {"goal": 3}}
+f32, f64 = np.float32, np.float64
+
+REFUSED = {  # space, what is returned, words of the error
+    "a scalar for three": (THREE, f32(1), r"shape \(\) but the space says \(3,\)"),
+    "one for three": (THREE, np.ones(1, f32), r"shape \(1,\) but the space says \(3,\)"),
+    "a row of one for three": (THREE, np.ones((1, 3), f32), r"shape \(1, 3\)"),
+    "300.7 in uint8": (BYTES, np.array([1, 300.7, 2]), r"300\.7 in float64, which would be 44 in uint8"),
+    "1.5 in uint8": (BYTES, np.array([1, 1.5, 2], f32), r"1\.5 in float32"),
+    "300 in uint8": (BYTES, np.array([1, 300, 2]), r"300 in int64, which would be 44 in uint8"),
+    "negative in unsigned": (BYTES, np.array([1, 2, -1], np.int8), r"-1 in int8, which would be 255 in uint8"),
+    "nan in int": (INTS, np.array([1, np.nan, 2]), r"nan in float64"),
+    "too large for int32": (INTS, np.array([1, 2, 2**40]), r"1099511627776 in int64"),
+    "too large for float32": (THREE, np.array([1, 1e300, 2]), r"1e\+300 in float64, which would be inf in float32"),
+    "complex": (THREE, np.ones(3, np.complex64), r"complex64, and must have numbers"),
+    "words": (THREE, ["a", "b", "c"], r"must have numbers"),
+    "nothing": (THREE, None, r"must have numbers"),
+    "ragged": (THREE, [1, [2, 3], 4], r"that is no array"),
+    "a key less": (NESTED, {"image": RIGHT["image"]}, r"lacks inner: it has \['image'\]"),
+    "an inner key less": (NESTED, {**RIGHT, "inner": {}}, r"lacks inner\.goal"),
+    "an array for a dict": (NESTED, np.zeros(3), r"lacks image: it has ndarray"),
+    "wrong inside": (NESTED, {**RIGHT, "image": np.full(3, 300)}, r"observation\.image of"),
+}
+KEPT = {
+    "rounded": (THREE, np.array([0.1, -1e30, np.inf]), torch.tensor([0.1, -1e30, torch.inf])),
+    "nan": (THREE, np.array([np.nan, 0, 1]), torch.tensor([torch.nan, 0, 1])),
+    "a list": (THREE, [1, 2, 3], torch.tensor([1.0, 2, 3])),
+    "whole numbers": (BYTES, np.array([0.0, 255.0, 7.0]), torch.tensor([0, 255, 7], dtype=torch.uint8)),
+    "large bytes": (BYTES, np.array([0, 255, 7]), torch.tensor([0, 255, 7], dtype=torch.uint8)),
+    "a tensor": (THREE, torch.ones(3), torch.ones(3)),
+    "flags": (BYTES, np.array([True, False, True]), torch.tensor([1, 0, 1], dtype=torch.uint8)),
+}
+
+
+def right(space):
+    return RIGHT if space is NESTED else np.zeros(3, space.dtype)
+
+
+@pytest.mark.parametrize("call", ["reset()", "step()"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_observation_that_does_not_fit_is_refused(collector, case, call):
+    space, value, words = REFUSED[case]
+    given = {"reset": value} if call == "reset()" else {"reset": right(space), "step": value}
+    with pytest.raises(shmsync.ManifestMismatch, match=words) as caught:
+        next(collector(functools.partial(Odd, space, **given), Constant(), num_workers=1, frames_per_batch=4))
+    assert call in str(caught.value) or "observation of" in str(caught.value)
+
+
+def test_a_key_that_the_space_lacks_is_refused(collector):
+    env = functools.partial(Odd, NESTED, reset={**RIGHT, "inner": {"goal": 3, "more": 1}})
+    with pytest.raises(shmsync.ManifestMismatch, match=r"has inner\.more, which its space does not have"):
+        collector(env, Constant(), num_workers=1, frames_per_batch=4)
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_an_observation_that_fits_is_kept(collector, case):
+    space, value, recorded = KEPT[case]
+    batch = next(collector(functools.partial(Odd, space, reset=value), Constant(), num_workers=1, frames_per_batch=4))
+    for row in (*batch["observation"][0], *batch["next", "observation"][0]):
+        assert row.dtype == recorded.dtype
+        assert torch.equal(torch.nan_to_num(row, -5), torch.nan_to_num(recorded, -5))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"reward": None}, "reward"),
+        ({"reward": "1"}, "reward"),
+        ({"reward": np.ones(2)}, r"shape \(2,\), and must be one value"),
+        ({"reward": 1e300}, "float32"),
+        ({"reward": 1j}, "must have numbers"),
+        ({"terminated": None}, "terminated"),
+        ({"terminated": 0.5}, "0.5, and must be True or False"),
+        ({"terminated": np.array([True, False])}, "one value"),
+        ({"result": (np.zeros(3, f32), 1.0, False, {})}, "a tuple of 4"),
+        ({"result": "nothing"}, "returned a str"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_refused(collector, given, words):
+    env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), **given)
+    with pytest.raises(shmsync.ManifestMismatch, match=words):
+        next(collector(env, Constant(), num_workers=1, frames_per_batch=4))
+
+
+@pytest.mark.parametrize("reward", [2, np.float64(2), np.array([2.0]), torch.tensor(2.0), True])
+def test_a_reward_may_be_any_one_number(collector, reward):
+    env = functools.partial(Odd, THREE, reset=np.zeros(3, f32), reward=reward, terminated=np.bool_(True))
+    batch = next(collector(env, Constant(), num_workers=1, frames_per_batch=4))
+    assert (batch["next", "reward"] == (1 if reward is True else 2)).all() and batch["next", "terminated"].all()
+
+
+def test_environments_of_one_worker_have_the_same_spaces(collector):
+    with pytest.raises(shmsync.ManifestMismatch, match="environments 0 and 1 of worker 0"):
+        collector(EveryOther(), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=4)
+
+
+@pytest.mark.parametrize("takes_tensordict", [False, True])
+def test_the_recorded_observation_is_the_one_that_the_policy_got(collector, takes_tensordict):
+    batch = next(
+        collector(Reusing, Scribbling(takes_tensordict), num_workers=1, envs_per_worker=2, frames_per_batch=48)
+    )
+    steps = torch.arange(24.0).remainder(5).expand(2, 24)
+    assert torch.equal(batch["observation"][..., 0], steps)
+    assert torch.equal(batch["action"][..., 0], steps)  # what it saw, also after it and the environment wrote into it
+    assert torch.equal(batch["next", "observation"][..., 0], steps + 1)
+    assert torch.equal(batch["before"][:, 1:, 0], steps[:, :-1])  # what it kept is its own
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        ({"x": torch.zeros(3, 2)}, shmsync.ManifestMismatch, "'x'"),
+        ({"x": torch.zeros(())}, shmsync.ManifestMismatch, "'x'"),
+        ({"x": 3.0}, TypeError, "'x' as float"),
+        ({"action": torch.zeros(2)}, shmsync.ManifestMismatch, "argmax|first was"),
+        ({"action": torch.zeros(2, 5, dtype=torch.int64)}, shmsync.ManifestMismatch, "shape|form"),
+        ({"action": torch.full((2,), 9)}, shmsync.ManifestMismatch, "not in Discrete"),
+    ],
+)
+def test_a_policy_that_returns_another_form_is_refused(collector, out, error, words, after):
+    with pytest.raises(error, match=words):
+        next(collector(Counting, Other(out, after), num_workers=1, envs_per_worker=2, frames_per_batch=20))
+
+
+@pytest.mark.parametrize("key", ["worker", "policy_version"])
+def test_a_policy_cannot_take_a_key_of_the_collector(collector, key):
+    with pytest.raises(shmsync.ManifestMismatch, match=f"'{key}', which is the collector's own"):
+        collector(Counting, Other({key: torch.zeros(1)}), num_workers=1, frames_per_batch=4)
+
+
+D, M = spaces.Discrete, spaces.MultiDiscrete
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "choice", "got"),
+    [
+        (D(3, start=5), 2, None, 7),  # argmax
+        (D(3, start=5), 7, None, 7),
+        (D(3, start=5), [0, 0, 1], None, 7),  # one-hot
+        (D(3, start=-4), 0, None, -4),
+        (D(3, start=-4), -2, None, -2),
+        (D(3, start=1), 1, "index", 2),
+        (D(3, start=1), 1, "value", 1),
+        (D(3), 2, None, 2),
+        (M([3, 4], start=[5, 0]), [2, 3], None, 10),
+        (M([3, 4], start=[5, 0]), [7, 3], None, 10),
+        (M([3, 4], start=[1, 0]), [2, 3], "index", 6),
+        (M([3, 4], start=[1, 0]), [2, 3], "value", 5),
+        (spaces.MultiBinary(3), [1, 0, 1], None, 2),
+    ],
+)
+def test_actions_that_do_not_start_at_zero(collector, space, action, choice, got):
+    env, options = functools.partial(Starting, space), {"num_workers": 1, "frames_per_batch": 4}
+    batch = next(collector(env, Always(action), discrete_actions=choice, **options))
+    assert batch["next", "reward"].flatten().tolist() == [got] * 4
+    assert batch["action"][0, 0].tolist() == action  # as the policy returned it
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "choice", "words"),
+    [
+        (D(3, start=1), 1, None, 'discrete_actions="index"'),
+        (M([3, 4], start=[1, 0]), [1, 1], None, 'discrete_actions="index"'),
+        (D(3, start=5), 3, None, "not all in"),
+        (D(3, start=5), 7, "index", "not all in"),
+        (D(3, start=5), 2, "value", "not all in"),
+        (M([3, 4], start=[5, 0]), [8, 0], None, "not all in"),
+        (spaces.MultiBinary(3), [2, 0, 1], None, "not all in"),
+        (M([3, 4]), [1, 4], None, "not all in"),
+        (M([3, 4]), [-1, 0], None, "not all in"),
+        (D(3), [0, 0, 0], None, "one-hot"),
+        (D(3), [0, 1, 1], None, "one-hot"),
+        (D(3), [0, 256, 0], None, "one-hot"),
+    ],
+)
+def test_actions_that_may_mean_two_things_or_none_are_refused(collector, space, action, choice, words):
+    env, options = functools.partial(Starting, space), {"num_workers": 1, "frames_per_batch": 4}
+    with pytest.raises(shmsync.ManifestMismatch, match=words):
+        collector(env, Always(action), discrete_actions=choice, **options)
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [(M([3, 4]), [1, 4]), (spaces.MultiBinary(2), [1, 2]), (D(3), [0, 1, 1])],
+)
+def test_every_action_is_checked_not_only_the_first(collector, space, action):
+    begins = torch.tensor([[1, 0]] if space.shape else [[0, 1, 0]])
+    policy = Later(begins, torch.tensor([action]), 3)
+    with pytest.raises(shmsync.ManifestMismatch, match="not all in|one-hot"):
+        next(collector(functools.partial(Starting, space), policy, num_workers=1, frames_per_batch=20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_box_actions_are_passed_as_they_are(collector, dtype):
+    env = functools.partial(Starting, spaces.Box(-1, 1, (2,)), check=False)
+    batch = next(collector(env, Always([1.5, -4.0], dtype), num_workers=1, frames_per_batch=4))  # a Gaussian policy
+    assert batch["next", "reward"].flatten().tolist() == [-2.5] * 4
+    assert batch["action"].dtype == dtype
+
+
+def test_a_float_is_not_cut_to_a_whole_action(collector):
+    env = functools.partial(Starting, M([3, 4]))
+    with pytest.raises(shmsync.ManifestMismatch, match=r"1\.7\d* in float32"):
+        collector(env, Always([1.7, 0.0], torch.float32), num_workers=1, frames_per_batch=4)
+
+
+def test_a_policy_that_normalises_its_observation_in_the_tensordict(collector):
+    module = TensorDictModule(Twice(), in_keys=["observation"], out_keys=["observation", "action"])
+    batch = next(collector(Counting, module, num_workers=1, frames_per_batch=24))
+    assert torch.equal(batch["observation"][0, :, 0], torch.arange(24.0).remainder(5))

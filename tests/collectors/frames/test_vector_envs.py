@@ -1,0 +1,253 @@
+"""Gymnasium's vector environments in a worker: the frames are those that single environments would give."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+
+import gymnasium
+import psutil
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+
+import shmsync
+from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
+from support.environments.basic import basic as environments
+from support.environments.vector import (
+    MODES,
+    Altered,
+    Dying,
+    Episodes,
+    Lengths,
+    NestedEpisodes,
+    Pids,
+    Random,
+    Through,
+    Vectors,
+    a_row_less,
+    doubles,
+    four,
+    half_done,
+    wide_rewards,
+    without_final,
+)
+from support.environments.waiting import Partners
+from support.processes import alive, until, workers
+
+ONE = {"num_workers": 1, "frames_per_batch": 40}
+
+
+CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
+
+
+def frames(collector, env, policy, **options):
+    """Some batches, with other weights for each."""
+    torch.manual_seed(0)
+    module = policy()
+    batches = collector(env, module, frames_per_batch=160, seed=11, **options)
+    found = []
+    for _ in range(3):
+        found.append(flat(next(batches)))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.01)
+        batches.update_policy_weights_()
+    batches.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_frames_are_those_of_single_environments(collector, kind, mode, case, scheme):
+    make, policy = CASES[case]
+    single = frames(collector, make, policy, envs_per_worker=4)
+    vector = frames(collector, Vectors(kind, make, 4, mode), policy, weight_sync_scheme=scheme())
+    assert single[0]["observation" if case != "nested" else "observation.state"].shape[:2] == (8, 20)
+    assert case == "cartpole" or any(each["next.terminated"].any() and each["next.truncated"].any() for each in single)
+    for one, other in zip(single, vector, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key].dtype == other[key].dtype
+            assert torch.equal(one[key].nan_to_num(-9), other[key].nan_to_num(-9)), key
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_several_vector_environments_in_a_worker(collector, mode):
+    single = frames(collector, Episodes, Policy, envs_per_worker=4)
+    vector = frames(collector, Vectors("sync", Episodes, 2, mode), Policy, envs_per_worker=2)
+    for one, other in zip(single, vector, strict=True):
+        assert all(torch.equal(one[key].nan_to_num(-9), other[key].nan_to_num(-9)) for key in one)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_frames_follow_one_another_in_a_vector_environment(collector, mode, sync):
+    env = Vectors("sync", [Lengths(3), Lengths(5)], 2, mode)
+    batches = collector(env, Constant(), frames_per_batch=24, sync=sync, total_frames=240)
+    seen: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for batch in batches:
+        assert batch.batch_size == ((4, 6) if sync else (2, 12))
+        for row, each in enumerate(batch.clone()):
+            seen.setdefault((int(each["worker"][0]), row % 2), []).append(each)
+    for (_, row), rows in seen.items():
+        check_rows(torch.cat(rows), (3, 5)[row])
+
+
+def check_rows(whole, length):
+    now, after = whole["observation"][:, 0], whole["next", "observation"][:, 0]
+    done = whole["next", "done"][:, 0]
+    assert torch.equal(now, torch.arange(len(whole)) % length)
+    assert torch.equal(after, now + 1) and torch.equal(done, after == length)
+    assert torch.equal(whole["next", "episode_return"][:, 0].nan_to_num(-1), torch.where(done, float(length), -1.0))
+    assert (whole["next", "reward"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        Vectors("sync", [Lengths(2), Lengths(5), Lengths(50)], 3, wrap=Through),
+        Vectors("async", [Lengths(2), Lengths(5), Lengths(50)], 3, shared_memory=False),
+    ],
+    ids=["a wrapper", "async without shared memory"],
+)
+def test_one_that_resets_in_a_step_of_its_own_leaves_no_such_step_in_the_batch(collector, env):
+    batches = collector(env, Constant(), num_workers=1, frames_per_batch=60)
+    for _ in range(4):
+        for row, length in zip(next(batches).clone(), (2, 5, 50), strict=True):
+            now, after = row["observation"][:, 0], row["next", "observation"][:, 0]
+            done = row["next", "done"][:, 0]
+            assert (row["next", "reward"] == 1).all() and torch.equal(after, now + 1)
+            assert torch.equal(done, after == length)
+            assert torch.equal(now[1:], torch.where(done[:-1], 0.0, after[:-1]))
+            ended = row["next", "episode_return"][:, 0][done]
+            assert (ended == length).all() and row["next", "episode_return"][:, 0][~done].isnan().all()
+            assert (row["policy_version"] == 1).all() and (row["action"] == 0).all()
+
+
+def test_gymnasiums_own_vectorised_cartpole(collector):
+    def make():
+        return gymnasium.make_vec("CartPole-v1", 4, vectorization_mode="vector_entry_point")
+
+    batches = collector(make, Policy(), seed=5, frames_per_batch=400)
+    returned = []
+    for _ in range(4):
+        batch = next(batches).clone()
+        assert batch.batch_size == (8, 50)
+        before, after, done = batch["observation"], batch["next", "observation"], batch["next", "done"][..., 0]
+        assert torch.equal(before[:, 1:][~done[:, :-1]], after[:, :-1][~done[:, :-1]])
+        assert (before[:, 1:][done[:, :-1]].abs() <= 0.05).all()  # an episode begins near 0
+        assert (batch["next", "reward"] == 1).all()
+        returned += batch["next", "episode_return"][..., 0][done].tolist()
+    assert len(returned) > 20 and all(8 <= each <= 500 and each == int(each) for each in returned)
+
+
+def test_the_seeds_of_a_state_go_on_in_a_vector_environment(collector):
+    for kind in ("sync", "async"):
+        env = Vectors(kind, Episodes, 3)
+        first = collector(env, Policy(), seed=3, frames_per_batch=60)
+        next(first)
+        state = first.state_dict()
+
+        def resumed(env=env, state=state):
+            other = collector(env, Policy(), seed=9, frames_per_batch=60)
+            other.load_state_dict(state)
+            return flat(next(other))
+
+        one, again = resumed(), resumed()
+        assert all(torch.equal(one[key].nan_to_num(-1), again[key].nan_to_num(-1)) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "call"),
+    [
+        (without_final, "final_obs", "step"),
+        (a_row_less, r"shape \(1, 1\) but .* \(2, 1\)", "step"),
+        (a_row_less, r"shape \(1, 1\) but .* \(2, 1\)", "reset"),
+        (wide_rewards, r"1e\+300.* float32", "step"),
+        (half_done, r"terminated .*0\.5", "step"),
+        (doubles, r"which would be inf in float32", "step"),
+        (four, "a tuple of 4", "step"),
+    ],
+)
+def test_what_a_vector_environment_returns_is_checked(collector, change, words, call):
+    wrap = functools.partial(Altered, change=change, call=call)
+    with pytest.raises(shmsync.ManifestMismatch, match=words):
+        next(collector(Vectors("sync", Counting, 2, AutoresetMode.SAME_STEP, wrap=wrap), Constant(), **ONE))
+
+
+def test_async_ones_of_a_worker_step_at_the_same_time(collector, tmp_path):
+    path = tmp_path / "counts"
+    path.write_bytes(bytes(16))
+    batches = collector(Partners(path), Constant(), num_workers=1, envs_per_worker=2, frames_per_batch=40)
+    for _ in range(2):
+        batch = next(batches).clone()
+        assert torch.equal(batch["next", "observation"], batch["observation"] + 1)
+
+
+def test_frames_that_do_not_divide_over_the_environments_are_refused(collector):
+    before = workers()
+    with pytest.raises(ValueError, match=r"frames_per_batch=20 .* 8 environment\(s\).* use 16"):
+        collector(Vectors("sync", Counting, 4), Constant(), frames_per_batch=20)
+    assert workers() <= before
+
+
+def test_workers_have_the_same_number_of_environments(collector):
+    with pytest.raises(ValueError, match="worker 0 has 4 environment.*worker 1 has 1"):
+        collector([Vectors("sync", Counting, 4), Counting], Constant(), frames_per_batch=40)
+
+
+def test_what_an_environment_of_an_async_one_raises_arrives(collector):
+    with pytest.raises(RuntimeError, match="the simulator broke"):
+        next(collector(Vectors("async", functools.partial(Dying, "raise"), 2), Constant(), **ONE))
+
+
+def test_a_process_of_an_async_one_that_dies_is_named(collector):
+    with pytest.raises(RuntimeError, match=r"process.* 1 .*-9"):
+        next(collector(Vectors("async", [Counting, functools.partial(Dying, "kill")], 2), Constant(), **ONE))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path, method):
+    env = Vectors("async", functools.partial(Pids, tmp_path), 2)
+    batches = collector(env, Constant(), start_method=method)
+    next(batches)
+    worker = batches._pool.members[0].process.pid
+    pids = {int(each.name) for each in tmp_path.iterdir()} - {
+        member.process.pid for member in batches._pool.members.values()
+    }
+    assert len(pids) == 4 and all(map(alive, pids))
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(shmsync.WorkerDied, match="SIGKILL"):
+        for _ in range(3):
+            next(batches)
+    batches.shutdown()
+    until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_killed_worker_is_named_also_while_its_environments_are_stuck(collector, tmp_path, method):
+    env = Vectors("async", functools.partial(Dying, "stay"), 2)
+    batches = collector([env, env], Constant(), start_method=method)
+    batches._batches.begin_round()
+    pid = batches._pool.members[1].process.pid
+    stuck = [child.pid for child in psutil.Process(pid).children()]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:
+        next(batches)
+    assert caught.value.missing == [1]
+    assert stuck
+    until(lambda: not any(map(alive, stuck)))
+
+
+def test_a_restarted_worker_makes_its_vector_environment_again(collector):
+    env = Vectors("async", Counting, 2)
+    batches = collector(env, Constant(), restart_workers=True)
+    next(batches)
+    os.kill(batches._pool.members[1].process.pid, signal.SIGKILL)
+    batch = next(batches)
+    assert (batch["observation"][..., 0] == torch.arange(10.0).remainder(5)).all(-1)[2:].all()
+    assert batches.stats().restarts == 1

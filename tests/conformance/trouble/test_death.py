@@ -1,0 +1,262 @@
+"""Workers that are killed or stopped, with real signals, at each step of a send."""
+
+import math
+import os
+import signal
+import time
+
+import pytest
+
+from shmsync.errors import AckTimeout, WorkerDied
+from support.calls import Call
+from support.conformance import peers
+from support.conformance.nets import Stamped
+from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
+from support.processes import alive, until
+
+quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
+NAMES = r"(pid \d+|Ray: |RPC worker rank2|rank 2, pid \d+|127.0.0.1:\d+)"  # of a worker, by what its scheme knows of it
+LONG = 60.0  # seconds; a send that notices a death returns long before
+
+
+@pytest.fixture(params=[entry for entry in SCHEMES if entry is not RAY_MODULE], ids=lambda entry: entry.name)
+def entry(request):
+    """Not both schemes for actors of Ray: they die the same way, and each takes seconds to replace."""
+    return request.param
+
+
+def raises_worker_died(sending, since):
+    """The send must end with the death of worker 1, and not with its deadline."""
+    with pytest.raises(WorkerDied, match=rf"worker 1 \({NAMES}") as died:
+        sending.result()
+    assert time.monotonic() - since < LONG / 2
+    assert died.value.missing[0] == 1 and set(died.value.missing[1:]) <= {"the relay on node b"}
+    return died.value
+
+
+def kill(worker):
+    """Without waiting for its end, which is the sender's to notice; the time."""
+    os.kill(worker.pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def goes_on_without(fleet, sender, version):
+    """The others have this version, and the next send reaches them."""
+    assert fleet.stamps(workers=[0, 2]) == [version, version]
+    assert sender.send(Stamped(version + 1), timeout=LONG) == version + 1
+    assert fleet.stamps(workers=[0, 2]) == [version + 1, version + 1]
+
+
+@quick
+def test_worker_killed_before_the_first_send(fleet):
+    sender = fleet.open()
+    fleet.workers[1].kill()
+    sending = Call(sender.send, Stamped(1), timeout=LONG)
+    assert raises_worker_died(sending, time.monotonic()).version == 1
+    goes_on_without(fleet, sender, 1)
+
+
+@quick
+def test_worker_killed_before_it_is_registered(fleet):
+    sender = fleet.open()
+    fleet.hold(1)
+    sending = Call(sender.send, Stamped(1), timeout=LONG)
+    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
+    raises_worker_died(sending, kill(fleet.workers[1]))
+    goes_on_without(fleet, sender, 1)
+
+
+@quick
+def test_worker_killed_before_it_receives(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    sending = Call(sender.send, Stamped(2), timeout=LONG)
+    until(lambda: fleet.stamps(workers=[0, 2]) == [2, 2])
+    raises_worker_died(sending, kill(fleet.workers[1]))
+    goes_on_without(fleet, sender, 2)
+
+
+@quick
+def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    fleet.die_when_applied(1, tmp_path / "applied")
+    sending = Call(sender.send, Stamped(2), timeout=LONG)
+    fleet.workers[1].process.join()
+    raises_worker_died(sending, time.monotonic())
+    assert (tmp_path / "applied").read_text() == "2"
+    goes_on_without(fleet, sender, 2)
+
+
+@over_pipes
+@quick
+def test_worker_killed_whose_child_still_holds_the_pipe(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    child = fleet.workers[1].call(peers.have_a_child)
+    try:
+        fleet.hold(1)
+        sending = Call(sender.send, Stamped(2), timeout=LONG)
+        until(lambda: fleet.stamps(workers=[0, 2]) == [2, 2])
+        raises_worker_died(sending, kill(fleet.workers[1]))
+        assert alive(child)
+        goes_on_without(fleet, sender, 2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@over_pipes
+@quick
+def test_worker_killed_mid_ack(fleet, tmp_path):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    fleet.workers[1].start(peers.die_at_ack, 0.5, tmp_path / "applied")
+    sending = Call(sender.send, Stamped(2), timeout=LONG)
+    fleet.workers[1].process.join()
+    raises_worker_died(sending, time.monotonic())
+    assert (tmp_path / "applied").read_text() == "2"
+    goes_on_without(fleet, sender, 2)
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    fleet.hold(1)
+    fleet.workers[1].start(peers.die_at_ack, 1, tmp_path / "applied")
+    assert sender.send(Stamped(2), timeout=LONG) == 2
+    fleet.workers[1].process.join()
+    raises_worker_died(Call(sender.send, Stamped(3), timeout=LONG), time.monotonic())
+    goes_on_without(fleet, sender, 3)
+
+
+@start_methods("forkserver")
+def test_send_to_the_dead_alone_says_so(fleet):
+    sender = fleet.open(alone=True)
+    fleet.workers[1].kill()
+    for _ in range(2):
+        with pytest.raises(WorkerDied) as died:
+            sender.send(Stamped(1), 1, timeout=LONG)
+        assert died.value.missing == [1]
+
+
+@start_methods("forkserver")
+def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    fleet.workers[1].kill()
+    with pytest.raises(WorkerDied):
+        sender.send(Stamped(2), timeout=LONG)
+    fleet.replace(1)
+    fleet.register(sender, 1)
+    fleet.join(1, fleet.schemes[0])
+    if fleet.entry in PIPES:
+        assert sender.resend() == 2
+        assert fleet.stamps() == [2, 2, 2]
+    assert sender.send(Stamped(3)) == 3
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@over_pipes
+@quick
+def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
+    scheme = fleet.make()
+    fleet.init_sender(scheme, procs=None)
+    for index in range(3):
+        fleet.join(index, scheme)
+    fleet.hold(1)
+    sending = Call(scheme.get_sender().send, Stamped(1), timeout=LONG)
+    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
+    since = kill(fleet.workers[1])
+    with pytest.raises(WorkerDied, match="worker 1"):
+        sending.result()
+    assert time.monotonic() - since < LONG / 2
+
+
+@over_pipes
+@pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
+def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
+    sender = fleet.open()
+    sender.send(Stamped(1))
+    worker = fleet.workers[1]
+    for version in (2, 3):  # the second time, the first late ack lies in the pipe
+        worker.stop()
+        began = time.monotonic()
+        sender.send_async(Stamped(version))
+        assert fleet.stamps(workers=[0, 2]) == [version, version]
+        with pytest.raises(AckTimeout, match=rf"stopped: worker 1 \(pid {worker.pid}\)") as late:
+            sender.wait_async(timeout=0.1)
+        assert time.monotonic() - began >= 0.1
+        assert (late.value.missing, late.value.version) == ([1], version)
+        worker.resume()
+        assert fleet.stamps(workers=[1]) == [version]
+    assert sender.send(Stamped(4), timeout=LONG) == 4
+    assert fleet.stamps() == [4, 4, 4]
+    assert fleet.versions() == [4, 4, 4]
+
+
+@start_methods("forkserver")
+def test_dead_and_late_are_told_in_one_error(fleet):
+    sender = fleet.open()
+    fleet.hold(2)
+    fleet.workers[1].kill()
+    with pytest.raises(WorkerDied, match="late: worker 2") as died:
+        sender.send(Stamped(1), timeout=2)
+    assert died.value.missing == [1, 2]
+
+
+LARGE = 1 << 20  # columns: 8 MiB in a message, far more than a pipe holds
+
+
+@only(MP)
+@start_methods("forkserver")
+def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
+    sender = fleet.open("policy", Stamped, 0, LARGE)
+    fleet.workers[1].stop()
+    for version in (1, 2):
+        with pytest.raises(AckTimeout) as late:
+            sender.send(Stamped(version, LARGE), timeout=2)
+        assert late.value.missing == [1]
+    assert fleet.stamps(workers=[0, 2]) == [2, 2]
+    fleet.workers[1].resume()
+    assert sender.send(Stamped(3, LARGE), timeout=LONG) == 3
+    assert fleet.stamps() == [3, 3, 3]
+
+
+@only(MP)
+@start_methods("forkserver")
+def test_worker_killed_in_the_middle_of_a_message(fleet):
+    sender = fleet.open("policy", Stamped, 0, LARGE)
+    fleet.workers[1].stop()
+    sending = Call(sender.send, Stamped(1, LARGE), timeout=LONG)
+    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
+    raises_worker_died(sending, kill(fleet.workers[1]))
+    assert sender.send(Stamped(2, LARGE), timeout=LONG) == 2
+
+
+@start_methods("forkserver")
+def test_infinite_timeout_ends_with_a_death(fleet):
+    sender = fleet.open(timeout=math.inf)
+    fleet.hold(1)
+    sending = Call(sender.send, Stamped(1))
+    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
+    raises_worker_died(sending, kill(fleet.workers[1]))
+
+
+@over_pipes
+@start_methods("forkserver")
+def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet):
+    sender = fleet.open()
+    assert sender.send(Stamped(1)) == 1
+    fleet.workers[1].kill()
+    fleet.replace(1)
+    fleet.register(sender, 1)
+    assert fleet.workers[1].finish() == 0  # by itself, and before it has received anything
+    with pytest.raises(WorkerDied) as died:
+        sender.resend(timeout=LONG)
+    assert died.value.missing == [1]
+    assert fleet.stamps(workers=[0, 2]) == [1, 1]

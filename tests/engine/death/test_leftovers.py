@@ -1,0 +1,200 @@
+"""Killed publishers leave their control segments. The next publisher removes them, whatever their names."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import shmsync
+from shmsync import _native, cli
+from shmsync.memory.control import header, leftovers
+from shmsync.schemes.remote.relay import Relay, RelayOptions
+from support.calls import in_forked_child
+from support.choice import first
+from support.jobs.engine import create_and_stall, open_arena, read
+from support.processes import segment_path, segments, until
+from support.weights import stamped
+
+MAGIC, ABI, OWNER, BOOT_ID, NAMESPACE = 0, 8, 40, 48, 64  # where they stand in a segment
+NOBODY = 4_194_303 << 42  # an owner word whose pid no process has
+
+
+@pytest.fixture
+def dead(start, name):
+    """The segment of a publisher that was killed, at a name that only its own test knows."""
+    writer = start()
+    writer.call(open_arena, name=name)
+    aside = segment_path(name).with_name(f"aside.{name}")
+    shutil.copyfile(segment_path(name), aside)
+    writer.kill()
+    yield aside
+    aside.unlink(missing_ok=True)
+
+
+def write(path, offset, data):
+    with open(path, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
+
+
+def make_some_publishers(gone):
+    """As many as it takes: each sweeps a part."""
+    until(lambda: shmsync.Publisher(stamped(1)).close() or gone())
+
+
+def test_a_crash_loop_leaves_one_segment(start):
+    pids = []
+    for _ in range(20):
+        trainer = start()
+        trainer.call(open_arena)
+        trainer.kill()
+        pids.append(trainer.pid)
+    make_some_publishers(lambda: not any(segments(pid) for pid in pids))
+
+
+def test_every_leftover_has_its_turn(dead, name):
+    copies = [segment_path(f"{name}.{i}") for i in range(300)]
+    try:
+        for copy in copies:
+            shutil.copyfile(dead, copy)
+        make_some_publishers(lambda: not any(copy.exists() for copy in copies))
+    finally:
+        for copy in copies:
+            copy.unlink(missing_ok=True)
+
+
+SMALL = """
+mount -t tmpfs -o size={size} none /dev/shm || exit 77
+exec "$@"
+"""
+
+CRASH_LOOP = """
+import os, sys
+import torch, shmsync
+from shmsync.memory.control import header, leftovers
+from shmsync.schemes.remote.relay import Relay, RelayOptions
+leftovers._MOMENT = float(sys.argv[1])
+for _ in range(40):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            pub = shmsync.Publisher({"t": torch.ones(4)})
+        except BaseException as error:
+            print(repr(error), flush=True)
+            os._exit(1)
+        os.kill(os.getpid(), 9)
+    _, status = os.waitpid(pid, 0)
+    if os.waitstatus_to_exitcode(status) != -9:
+        sys.exit("a publisher of the loop was refused")
+print("done", len(os.listdir("/dev/shm")))
+"""
+
+
+@pytest.mark.parametrize("moment", first([0.002, -1.0]), ids=["each sweeps some", "swept when it is full"])
+def test_a_crash_loop_in_a_small_dev_shm(moment):
+    """Without a moment for it, everything is swept once there is no room left."""
+    command = ["unshare", "-Urm", "sh", "-c", SMALL.format(size="2m"), "sh", sys.executable, "-c", CRASH_LOOP]
+    done = subprocess.run([*command, str(moment)], capture_output=True, text=True, check=False)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"this system lets nobody mount: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("done")
+
+
+def swept(path, name):
+    """Is it removed, as leftovers are, when it is put in its place?"""
+    shutil.copy2(path, segment_path(name))
+    os.chown(segment_path(name), path.stat().st_uid, -1)
+    leftovers.sweep_some(float("inf"))
+    return not segment_path(name).exists()
+
+
+def test_what_is_proven_dead_is_swept(dead, name):
+    assert swept(dead, name)
+
+
+@pytest.mark.parametrize(
+    ("offset", "data"),
+    [(NAMESPACE, bytes(8)), (BOOT_ID, bytes(16)), (MAGIC, b"whatever")],
+    ids=["another pid namespace", "another boot", "no arena at all"],
+)
+def test_what_cannot_be_found_out_is_left_alone(dead, name, offset, data):
+    write(dead, offset, data)
+    assert not swept(dead, name)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_another_users_is_left_alone(dead, name):
+    os.chown(dead, 12345, -1)
+    assert not swept(dead, name)
+
+
+def test_another_versions_is_swept_when_nobody_has_its_pid(dead, name):
+    write(dead, ABI, (_native.ABI + 1).to_bytes(4, "little"))
+    write(dead, OWNER, NOBODY.to_bytes(8, "little"))
+    assert swept(dead, name)
+
+
+def test_another_versions_is_kept_while_somebody_has_its_pid(start, name, capsys):
+    """Whatever its words mean: its publisher may live."""
+    trainer = start()
+    handle = trainer.call(open_arena, 3, name=name)
+    with shmsync.Subscriber(handle) as sub:
+        write(segment_path(name), ABI, (_native.ABI - 1).to_bytes(4, "little"))
+        write(segment_path(name), OWNER, (trainer.pid << 42 | 12345).to_bytes(8, "little"))
+        leftovers.sweep_some(float("inf"))
+        assert cli.main(["gc"]) == 0
+        assert f"kept {name}: process {trainer.pid} is alive" in capsys.readouterr().out
+        assert segment_path(name).exists()
+        assert read(sub) == (3, 3, 3)
+
+
+def test_what_is_being_made_is_left_alone_until_its_creator_dies(start, name):
+    creator = start()
+    creator.start(create_and_stall, name)
+    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
+    leftovers.sweep_some(float("inf"))
+    assert segment_path(name).exists()
+    creator.kill()
+    leftovers.sweep_some(float("inf"))
+    assert not segment_path(name).exists()
+
+
+def test_a_living_arena_is_left_alone(start, name):
+    trainer = start()
+    handle = trainer.call(open_arena, 2, name=name)
+    trainer.stop()
+    leftovers.sweep_some(float("inf"))
+    trainer.resume()
+    with shmsync.Subscriber(handle) as sub, shmsync.Publisher(stamped(1)):
+        leftovers.sweep_some(float("inf"))
+        assert read(sub) == (2, 2, 2)
+        assert segment_path(name).exists()
+
+
+def test_the_arena_of_a_parent_is_left_alone():
+    with shmsync.Publisher(stamped(1)) as pub:
+        assert in_forked_child(lambda: leftovers.sweep_some(float("inf"))) == (0, None)
+        assert segment_path(pub.name).exists()
+
+
+def test_a_relay_removes_what_the_one_before_it_left(start):
+    """Its own arenas have random names, so nobody else takes them. It has made none yet."""
+    earlier = start()
+    earlier.call(open_arena)
+    earlier.kill()
+    assert segments(earlier.pid)
+    Relay(RelayOptions(1, 4, 5.0)).close()
+    assert not segments(earlier.pid)
+
+
+def test_a_name_that_stands_for_a_newer_segment_stays(name):
+    with shmsync.Publisher(stamped(1), name=name), open(segment_path(name), "rb") as old:
+        os.rename(segment_path(name), segment_path(f"{name}.aside"))
+        try:
+            with shmsync.Publisher(stamped(2), name=name):
+                header.unlink(name, old.fileno())
+                assert segment_path(name).exists()
+        finally:
+            os.rename(segment_path(f"{name}.aside"), segment_path(name))

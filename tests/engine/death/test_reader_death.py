@@ -1,0 +1,220 @@
+"""Readers that are killed hold nobody up, and publishes that wait for them name them."""
+
+import signal
+from math import inf as for_ever
+
+import pytest
+
+import shmsync
+from shmsync.engine.write.acks import wait_for_acks
+from support.calls import Call
+from support.jobs.engine import (
+    apply_until,
+    attach,
+    detach,
+    enter,
+    look,
+    read,
+    read_for_ever,
+)
+from support.processes import until
+from support.weights import stamped
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_publisher_never_waits_for_a_killed_reader(start, slots):
+    reader = start()
+    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+        reader.call(attach, pub.handle, worker=5)
+        reader.call(enter)
+        reader.kill()
+        for v in range(2, 6):
+            assert pub.publish(stamped(v)) == v
+        assert pub.readers() == []
+        assert pub.stats().reaped == 1
+        with shmsync.Subscriber(pub.handle) as sub:
+            assert read(sub) == (5, 5, 5)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(start, slots):
+    reader = start()
+    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+        reader.call(attach, pub.handle, worker=5)
+        reader.call(enter)
+        for v in range(2, slots + 1):
+            pub.publish(stamped(v))
+        call = Call(pub.publish, stamped(slots + 1))
+        until(lambda: pub._writer.side.lock.locked())
+        call.join(0.2)
+        assert call.is_alive()
+        reader.kill()
+        assert call.result() == slots + 1
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_readers_killed_at_any_moment_hold_nobody_up(start, slots):
+    victims = start(4)
+    with (
+        shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub,
+        shmsync.Subscriber(pub.handle, timeout=for_ever) as witness,
+    ):
+        version = 1
+        for victim in victims:
+            victim.call(attach, pub.handle)
+            victim.start(read_for_ever)
+        for victim in victims:
+            for _ in range(50):
+                version += 1
+                assert pub.publish(stamped(version)) == version
+            victim.kill()
+        for _ in range(5):
+            version += 1
+            pub.publish(stamped(version))
+            assert read(witness) == (version,) * 3
+        for victim in victims:
+            assert victim.process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_joiner_takes_over_the_row_of_a_killed_reader(start, slots):
+    first, second, third = start(3)
+    with shmsync.Publisher(stamped(1), slots=slots, max_readers=2, timeout=for_ever) as pub:
+        first.call(attach, pub.handle, worker=1)
+        second.call(attach, pub.handle, worker=2)
+        with pytest.raises(shmsync.ReaderTableFull):
+            third.call(attach, pub.handle, worker=3)
+        first.call(enter)
+        first.kill()
+        third.call(attach, pub.handle, worker=3)
+        assert sorted(reader.worker for reader in pub.readers()) == [2, 3]
+        assert all(reader.pinned is None for reader in pub.readers())
+        for v in range(2, 5):
+            pub.publish(stamped(v))
+        assert second.call(look) == third.call(look) == (4, 4, 4)
+
+
+def test_publish_names_the_worker_that_was_killed_before_it_applied(start):
+    alive, victim = start(2)
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        alive.call(attach, pub.handle, worker=1)
+        victim.call(attach, pub.handle, worker=2)
+        for wait in ("all", [1, 2]):
+            version = pub.version + 1
+            alive.start(apply_until, version)
+            call = Call(pub.publish, stamped(version), wait=wait)
+            assert alive.result() == version
+            assert call.is_alive()
+            victim.kill()
+            with pytest.raises(shmsync.WorkerDied, match="worker 2") as caught:
+                call.result()
+            assert caught.value.missing == [2]
+            assert caught.value.version == pub.version == version
+            victim = start()
+            victim.call(attach, pub.handle, worker=2)
+
+
+def test_dead_worker_is_reported_once(start):
+    alive, victim = start(2)
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        alive.call(attach, pub.handle, worker=1)
+        victim.call(attach, pub.handle, worker=2)
+        alive.start(apply_until, 2)
+        call = Call(pub.publish, stamped(2), wait="all")
+        until(lambda: pub.version == 2)
+        victim.kill()
+        with pytest.raises(shmsync.WorkerDied):
+            call.result()
+        alive.result()
+        # "all" means the rows alive at commit.
+        alive.start(apply_until, 3)
+        assert pub.publish(stamped(3), wait="all") == 3
+        alive.result()
+        # Asked for by name it is missing as long as nobody takes its index over.
+        alive.start(apply_until, 4)
+        with pytest.raises((shmsync.WorkerDied, shmsync.AckTimeout)) as caught:
+            pub.publish(stamped(4), wait=[1, 2], timeout=1)
+        assert caught.value.missing == [2]
+        alive.result()
+
+
+def test_restarted_worker_stands_in_for_the_dead_one_of_its_index(start):
+    alive, victim = start(2)
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        alive.call(attach, pub.handle, worker=1)
+        victim.call(attach, pub.handle, worker=2)
+        victim.kill()
+        heir = start()
+        heir.call(attach, pub.handle, worker=2)
+        for version, wait in ((2, [1, 2]), (3, "all")):
+            alive.start(apply_until, version)
+            heir.start(apply_until, version)
+            assert pub.publish(stamped(version), wait=wait) == version
+            assert alive.result() == heir.result() == version
+
+
+def test_named_worker_may_attach_after_the_publish(start):
+    late = start()
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        call = Call(pub.publish, stamped(2), wait=[4])
+        until(lambda: pub.version == 2)
+        assert late.call(attach, pub.handle, worker=4) == 2
+        assert call.result() == 2
+
+
+def test_named_worker_that_acked_and_left_at_once_has_applied(start):
+    """However late the publisher looks."""
+    worker = start()
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        worker.call(attach, pub.handle, worker=4)
+        worker.call(detach)
+        worker.call(attach, pub.handle, worker=4)
+        version = pub.publish(stamped(2))
+        assert worker.call(look) == (2, 2, 2)
+        worker.call(detach)
+        side = pub._writer.side
+        side.settle(for_ever)
+        wait_for_acks(side.writer, pub._writer.arena.control, side.peers, version, [4], for_ever, side._me, {})
+
+
+def test_named_worker_that_left_without_an_ack_is_late(start):
+    leaver = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        leaver.call(attach, pub.handle, worker=4)
+        call = Call(pub.publish, stamped(2), wait=[4], timeout=1)
+        until(lambda: pub.version == 2)
+        leaver.call(detach)
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            call.result()
+        assert caught.value.missing == [4]
+
+
+def test_clean_leaver_is_not_waited_for(start):
+    leaver = start()
+    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
+        leaver.call(attach, pub.handle, worker=4)
+        call = Call(pub.publish, stamped(2), wait="all")
+        until(lambda: pub.version == 2)
+        leaver.call(detach)
+        assert call.result() == 2
+
+
+# ---- found by review
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_named_worker_killed_inside_its_section_is_reported(start, slots):
+    """The wait for its pin takes its row; the wait for its ack must still know of it."""
+    victim = start()
+    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+        victim.call(attach, pub.handle, worker=7)
+        victim.call(enter)
+        for v in range(2, slots + 1):
+            pub.publish(stamped(v))
+        call = Call(pub.publish, stamped(slots + 1), wait=[7])
+        until(lambda: pub._writer.side.lock.locked())
+        victim.kill()
+        with pytest.raises(shmsync.WorkerDied) as caught:
+            call.result()
+        assert caught.value.missing == [7]
+        assert pub.version == slots + 1

@@ -1,0 +1,154 @@
+"""A process that is stopped is alive: it keeps its pin, and is named when it is late."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import shmsync
+from shmsync import cli
+from shmsync.engine.publish_all import Publication, publish_all
+from support.jobs.engine import (
+    apply_until,
+    attach,
+    enter,
+    leave,
+    look,
+    open_arena,
+    publish,
+    read,
+)
+from support.weights import stamped
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_stopped_reader_keeps_its_pin_and_is_named(start, slots):
+    reader = start()
+    with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as other:
+        reader.call(attach, pub.handle, worker=3)
+        reader.call(enter)
+        reader.stop()
+        for v in range(2, slots + 1):
+            pub.publish(stamped(v))
+        with pytest.raises(shmsync.ReaderStalled, match="worker 3") as caught:
+            pub.publish(stamped(slots + 1), timeout=0.2)
+        assert caught.value.missing == [3]
+        with pytest.raises(shmsync.ReaderStalled), pub.update(timeout=0.2):
+            pass
+        assert pub.version == slots
+        assert read(other) == (slots,) * 3  # the gate is open again, and nothing was written
+        (info,) = [r for r in pub.readers() if r.worker == 3]
+        assert (info.state, info.pinned, info.pid) == ("stopped", 1, reader.pid)
+        assert info.pin_age > 0
+        reader.resume()
+        assert reader.call(leave) is False
+        assert pub.publish(stamped(slots + 1)) == slots + 1
+        assert reader.call(look) == read(other) == (slots + 1,) * 3
+
+
+def test_stopped_worker_is_named_when_it_does_not_apply(start):
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        reader.call(attach, pub.handle, worker=3)
+        reader.stop()
+        for version, wait in ((2, "all"), (3, [3])):
+            with pytest.raises(shmsync.AckTimeout, match="worker 3") as caught:
+                pub.publish(stamped(version), wait=wait, timeout=0.2)
+            assert (caught.value.missing, caught.value.version, pub.version) == ([3], version, version)
+        reader.resume()
+        reader.start(apply_until, 4)
+        assert pub.publish(stamped(4), wait="all") == 4
+        assert reader.result() == 4
+
+
+def test_stopped_publisher_is_alive(start, name):
+    writer = start()
+    with shmsync.Subscriber(writer.call(open_arena, name=name)) as sub:
+        writer.stop()
+        with pytest.raises(shmsync.PublishTimeout):
+            sub.wait_version(2, timeout=0.2)
+        with pytest.raises(shmsync.ArenaExists):
+            shmsync.Publisher(stamped(1), name=name)
+        assert cli.main(["gc"]) == 0
+        writer.resume()
+        writer.call(publish, 2)
+        assert read(sub) == (2, 2, 2)
+
+
+def test_a_stopped_reader_is_told_from_a_busy_one(start):
+    stopped, busy, nameless = start(3)
+    with shmsync.Publisher(stamped(1)) as pub:
+        for worker, index in ((stopped, 3), (busy, 4), (nameless, None)):
+            worker.call(attach, pub.handle, worker=index)
+            worker.call(enter)
+        stopped.stop()
+        nameless.stop()
+        before = pub.stats().stalls
+        with pytest.raises(shmsync.ReaderStalled) as caught:
+            pub.publish(stamped(2), timeout=0.1)
+        for words in (
+            f"worker 3 (pid {stopped.pid}), which is stopped",
+            f"worker 4 (pid {busy.pid}),",
+            f"pid {nameless.pid}, which is stopped",
+        ):
+            assert words in str(caught.value)
+        assert f"(pid {busy.pid}), which" not in str(caught.value)
+        with pytest.raises(shmsync.ReaderStalled), pub.update(timeout=0):
+            pass
+        assert pub.stats().stalls == before + 2
+        for worker in (stopped, nameless):
+            worker.resume()
+        for worker in (stopped, busy, nameless):
+            worker.call(leave)
+        pub.publish(stamped(2))
+        stopped.stop()
+        with pytest.raises(shmsync.AckTimeout, match=rf"stopped: worker 3 \(pid {stopped.pid}\)"):
+            pub.publish(stamped(3), wait=[3, 4], timeout=0.1)
+        assert pub.stats().stalls == before + 2  # that was no stall: it was written
+        stopped.resume()
+
+
+@pytest.mark.parametrize("way", ["publish", "update", "several"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_stopped_reader_keeps_no_other_reader_out(start, way, consistency):
+    """Neither from its own arena, nor from one that is written together with it."""
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as held, shmsync.Publisher(stamped(1)) as free, ThreadPoolExecutor() as pool:
+        others = [shmsync.Subscriber(pub.handle, timeout=0.4, consistency=consistency) for pub in (held, free)]
+        reader.call(attach, held.handle, worker=3)
+        reader.call(enter)
+        reader.stop()
+        writing = pool.submit(write_by(way), held, free)
+        while not held._writer.side.close_request.waiting_thread and not writing.done():
+            time.sleep(0.001)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            for other in others:
+                assert read(other) == (1, 1, 1)
+        assert not writing.done()
+        reader.resume()
+        assert reader.call(leave) is False
+        writing.result()
+        written = (2, 2, 2) if way == "several" else (1, 1, 1)
+        for other, expected in zip(others, [(2, 2, 2), written], strict=True):
+            assert read(other) == expected
+            other.close()
+
+
+def write_by(way):
+    """A function that writes version 2 into the first of two arenas, and into the second where it writes both."""
+
+    def update(held, free):
+        with held.update(timeout=60) as weights:
+            for leaf in weights.values(True, True):
+                leaf.fill_(2)
+
+    def several(held, free):
+        both = [Publication(each._writer, stamped(2)) for each in (free, held)]
+        assert publish_all(both, 2, time.monotonic() + 60) == [2, 2]
+
+    return {
+        "publish": lambda held, free: held.publish(stamped(2), timeout=60),
+        "update": update,
+        "several": several,
+    }[way]

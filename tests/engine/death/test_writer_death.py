@@ -1,0 +1,194 @@
+"""A writer that is killed: readers keep what is whole, and are told. Section 6 of the design, with real signals."""
+
+import os
+from math import inf as for_ever
+
+import pytest
+
+import shmsync
+from shmsync import cli
+from support.calls import outcome
+from support.faults.reader_table import word
+from support.holdings import holders, slab_inodes
+from support.jobs.engine import (
+    GONE,
+    attach,
+    begin_update,
+    create_and_stall,
+    detach,
+    look,
+    open_arena,
+    publish,
+    read,
+    wait_version,
+)
+from support.processes import segment_path, until
+from support.weights import stamped, stamps
+
+
+@pytest.mark.parametrize("moment", ["idle", "inside update"])
+def test_readers_keep_the_last_version_of_a_killed_writer(start, name, moment):
+    writer = start()
+    handle = writer.call(open_arena, 2, name=name, slots=2)
+    with (
+        shmsync.Subscriber(handle) as sub,
+        shmsync.Subscriber(handle, consistency="optimistic") as optimistic,
+    ):
+        writer.call(publish, 3)
+        if moment == "inside update":
+            writer.call(begin_update, 4)
+        writer.kill()
+        assert read(sub) == read(optimistic) == (3, 3, 3)
+        assert sub.refresh() is False
+        assert sub.wait_version(3) == 3
+        assert stamps(sub.snapshot().weights) == (3, 3)
+        for reader in (sub, optimistic):
+            with pytest.raises(shmsync.WriterDied, match=str(writer.pid)):
+                reader.wait_version(4, timeout=for_ever)
+            with pytest.raises(shmsync.WriterDied):
+                reader.read(version=4, timeout=for_ever).__enter__()
+        assert read(sub) == (3, 3, 3)
+        with pytest.raises(GONE):
+            shmsync.Subscriber(handle)
+
+
+def test_death_of_the_writer_wakes_a_waiting_reader(start, name):
+    writer, reader = start(2)
+    reader.call(attach, writer.call(open_arena, name=name, slots=2))
+    reader.start(wait_version, 2, timeout=for_ever)
+    writer.kill()
+    with pytest.raises(shmsync.WriterDied):
+        reader.result()
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_intact_weights_of_a_killed_writer_are_served_in_place(start, name, consistency):
+    writer = start()
+    with shmsync.Subscriber(writer.call(open_arena, 3, name=name), consistency=consistency) as sub:
+        writer.call(publish, 4)
+        writer.kill()
+        assert read(sub) == (4, 4, 4)
+        with pytest.raises(shmsync.WriterDied):
+            sub.wait_version(5, timeout=for_ever)
+
+
+def test_intact_weights_are_served_when_the_writer_died_waiting_for_pins(start, name):
+    writer = start()
+    handle = writer.call(open_arena, 3, name=name)
+    with shmsync.Subscriber(handle) as holder, shmsync.Subscriber(handle) as late:
+        with holder.read() as section:
+            writer.start(publish, 4, timeout=for_ever)
+            until(lambda: outcome(read, late, timeout=0) == "WriterBusy")
+            writer.kill()
+            assert (section.version, *stamps(section.weights)) == (3, 3, 3)
+            assert read(late) == (3, 3, 3)
+        assert read(holder) == (3, 3, 3)
+        with pytest.raises(shmsync.WriterDied):
+            late.wait_version(4, timeout=for_ever)
+
+
+def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gate(start, name):
+    writer = start()
+    with shmsync.Subscriber(writer.call(open_arena, 3, name=name)) as sub:
+        writer.call(publish, 4)
+        with open(segment_path(name), "r+b", buffering=0) as file:
+            writer.kill()
+            # As it was for an instant: bytes and seq are of version 4, `current` says 3 with the gate closed.
+            os.pwrite(file.fileno(), word(3 << 8 | 1 << 7), 256)
+        assert read(sub) == (4, 4, 4)
+        assert sub.wait_version(4) == 4
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_weights_half_written_by_a_killed_writer_are_never_served(start, name, consistency):
+    writer = start()
+    handle = writer.call(open_arena, 3, name=name)
+    with shmsync.Subscriber(handle, consistency=consistency) as sub:
+        writer.call(begin_update, 4)
+        writer.kill()
+        for call in (lambda: read(sub, timeout=for_ever), lambda: sub.run(print), sub.snapshot):
+            with pytest.raises(shmsync.Poisoned) as caught:
+                call()
+            assert caught.value.version == 4
+        assert sub.version == 3
+        with pytest.raises(shmsync.WriterDied):
+            sub.wait_version(4, timeout=for_ever)
+    with pytest.raises(GONE):
+        shmsync.Subscriber(handle)
+
+
+def test_section_that_was_open_when_the_writer_died_half_way_is_torn(start, name):
+    writer = start()
+    with shmsync.Subscriber(writer.call(open_arena, 3, name=name), consistency="optimistic") as sub:
+        with sub.read() as section:
+            writer.call(begin_update, 4)
+            writer.kill()
+        assert section.torn
+        with pytest.raises(shmsync.Poisoned):
+            sub.run(print)
+
+
+@pytest.mark.host_memory(reason="it follows the slab's file; the memory of a device is its driver's to free")
+def test_killed_publisher_leaves_no_memory(start, name, capsys):
+    writer, reader = start(2)
+    reader.call(attach, writer.call(open_arena, name=name))
+    (inode,) = slab_inodes(writer.pid)
+    assert holders(inode) == {writer.pid, reader.pid}
+    writer.kill()
+    assert holders(inode) == {reader.pid}
+    assert reader.call(look) == (1, 1, 1)
+    reader.call(detach)
+    assert holders(inode) == set()
+    with shmsync.Publisher(stamped(1)) as alive:
+        assert cli.main(["gc"]) == 0  # unless that publisher has removed it
+        assert segment_path(alive.name).exists()
+        assert f"kept {alive.name}: process {os.getpid()} is alive" in capsys.readouterr().out
+    assert not segment_path(name).exists()
+
+
+def test_next_publisher_of_the_name_sweeps_a_dead_one(start, name):
+    writer = start()
+    writer.call(open_arena, name=name)
+    with pytest.raises(shmsync.ArenaExists, match=str(writer.pid)):
+        shmsync.Publisher(stamped(1), name=name)
+    before = segment_path(name).stat().st_ino
+    writer.kill()
+    with shmsync.Publisher(stamped(1), name=name) as pub:
+        assert segment_path(name).stat().st_ino != before
+        with shmsync.Subscriber(name) as sub:
+            pub.publish(stamped(2))
+            assert read(sub) == (2, 2, 2)
+    assert not segment_path(name).exists()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_restarted_publisher_is_another_session(start, name, slots):
+    writer = start()
+    handle = writer.call(open_arena, 3, name=name, slots=slots)
+    with shmsync.Subscriber(handle) as sub:
+        writer.kill()
+        with shmsync.Publisher(stamped(9), name=name, slots=slots) as pub:
+            for v in range(2, 6):
+                pub.publish(stamped(v))
+            assert pub.handle != handle
+            with pytest.raises(shmsync.ArenaNotFound):
+                shmsync.Subscriber(handle)
+            # The old subscriber stays with the weights that it has.
+            assert sub.refresh() is False
+            assert read(sub) == (3, 3, 3)
+            assert (sub.version, sub.latest) == (3, 3)
+            with pytest.raises(shmsync.WriterDied):
+                sub.wait_version(4, timeout=for_ever)
+            with shmsync.Subscriber(name) as new:
+                assert read(new) == (5, 5, 5)
+
+
+def test_attaching_to_an_arena_whose_creator_died_does_not_wait_for_ever(start, name):
+    victim = start()
+    victim.start(create_and_stall, name)
+    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
+    victim.kill()
+    with pytest.raises(GONE):
+        shmsync.Subscriber(name, timeout=30)
+    with shmsync.Publisher(stamped(1), name=name) as pub:  # sweeps it
+        assert shmsync.Subscriber(pub.handle).close() is None

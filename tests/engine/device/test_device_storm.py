@@ -1,0 +1,34 @@
+"""On a simulated device no kernel sees anything but its section's version; and each order that is taken away shows."""
+
+import pytest
+
+from support.devices.device_faults import FAULTS
+from support.devices.simulated import everywhere
+from support.storms.device import storm, storm_of_processes
+
+
+@pytest.fixture
+def device():
+    with everywhere(seed=11, longest=0.0003) as device:
+        yield device
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_kernel_sees_another_version(device, slots):
+    counted = storm(device, 300, slots=slots)
+    assert counted.reads > 0
+    assert counted.wrong == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_no_kernel_of_another_process_sees_another_version(device, slots):
+    counted = storm_of_processes(device, 300, slots=slots, readers=2, seed=1)
+    assert counted.reads >= 2
+    assert counted.wrong == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_order_that_is_taken_away_shows(device, monkeypatch, fault, slots):
+    FAULTS[fault](monkeypatch, device)
+    assert any(storm(device, 200, slots=slots, seed=seed).wrong for seed in range(10))

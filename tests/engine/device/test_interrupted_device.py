@@ -1,0 +1,113 @@
+"""A signal handler that raises while a section over a device is left: the device is told of its reads all the same.
+
+Else the slot would be held for as long as the worker lives, or a private copy be overwritten that is still read.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+import shmsync
+from support.devices.simulated import everywhere
+
+STEPS = "_reads_end", "_copies_read", "end", "follow", "call", "give", "record"  # in which it is interrupted
+
+
+class Interrupt(Exception):
+    pass
+
+
+class AtLine:
+    """Raises at one line of those steps, counted from 0, and then no more."""
+
+    def __init__(self, line):
+        self.left = line
+        self.raised = False
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.call)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(self.before)
+
+    def call(self, frame, event, argument):
+        return self.look if frame.f_code.co_name in STEPS else None
+
+    def look(self, frame, event, argument):
+        if event == "line" and not self.raised:
+            if self.left == 0:
+                self.raised = True
+                raise Interrupt
+            self.left -= 1
+        return self.look
+
+
+@pytest.fixture
+def device():
+    with everywhere(seed=9, longest=0.0005) as device:
+        yield device
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("way", ["section", "nested", "guarded call", "run", "refresh"])
+def test_interrupted_at_every_line_of_the_end_of_a_section(device, way, consistency, slots):
+    with (
+        shmsync.Publisher({"w": torch.zeros(8)}, slots=slots, timeout=20.0) as pub,
+        shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, consistency=consistency) as sub,
+    ):
+        module = sub.bind(nn.ParameterDict({"w": nn.Parameter(torch.zeros(8), requires_grad=False)}), guard=False)
+        guarded = sub.bind(Doubled())
+
+        def nested():
+            with sub.read(), sub.read():
+                pass
+
+        def section():
+            with sub.read():
+                pass
+
+        ways = {
+            "section": section,
+            "nested": nested,
+            "guarded call": guarded,
+            "run": lambda: sub.run(lambda: None),
+            "refresh": sub.refresh,
+        }
+        ways[way]()
+        for line in count():
+            version = pub.publish({"w": torch.full((8,), float(line))}, wait=[])
+            with AtLine(line) as at:
+                try:
+                    ways[way]()
+                except Interrupt:
+                    assert at.raised
+                else:
+                    assert not at.raised, "the interrupt was lost"
+            for _ in range(slots):  # each slot can be written, and what was interrupted can be done
+                version = pub.publish(wait=[], timeout=20.0)
+            ways[way]()
+            with sub.read() as inside:
+                assert inside.version == version
+                assert set(module["w"].tolist()) == {0.0}
+            assert pub.readers()[0].pinned is None
+            pub.publish({"w": torch.zeros(8)}, wait=[])
+            if not at.raised:
+                break
+        assert line > (10 if way != "refresh" or consistency == "pinned" else 0)
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self):
+        return self.w * 2

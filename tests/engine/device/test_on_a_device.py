@@ -1,0 +1,304 @@
+"""An arena on a device: what it was asked for is done later, and nobody sees it before, or overwrites it too early.
+
+The device is simulated (support/devices/simulated.py): streams are threads that a gate can hold up.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import shmsync
+from shmsync.memory import devices
+from support.devices.simulated import everywhere
+
+SLOTS = [1, 2, 3]
+
+
+@pytest.fixture
+def device():
+    with everywhere(seed=7, longest=0.0005) as device:
+        yield device
+
+
+@pytest.fixture
+def arena(device):
+    """arena(weights, slots=) -> a publisher and a subscriber of one arena on the device."""
+    opened = []
+
+    def make(weights, slots=2, **options):
+        pub = shmsync.Publisher(weights, slots=slots, timeout=20.0)
+        opened.append(pub)
+        sub = shmsync.Subscriber(pub.handle, worker=0, timeout=20.0, **options)
+        opened.append(sub)
+        return pub, sub
+
+    yield make
+    for each in reversed(opened):
+        each.close()
+
+
+@contextmanager
+def held_up(stream):
+    """What the stream is given inside is done after it."""
+    gate = threading.Event()
+    stream.give(gate.wait)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def stream_of(handle):
+    return (handle._writer.arena if isinstance(handle, shmsync.Publisher) else handle.arena).on_device.stream
+
+
+def value(sub, **kwargs):
+    """What a section sees; all elements are one value."""
+    with sub.read(**kwargs) as section:
+        (found,) = set(section.weights["t"].tolist())
+        return section.version, found
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_version_is_visible_when_it_is_copied_and_the_trainer_goes_on(arena, slots):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, slots)
+    with held_up(stream_of(pub)):
+        source["t"].fill_(2)
+        assert pub.publish() == 2
+        source["t"].fill_(-1)  # what lies in the host's memory was copied aside
+        assert (pub.version, sub.latest, value(sub)) == (1, 1, (1, 1.0))
+    assert sub.wait_version(2) == 2
+    assert value(sub) == (2, 2.0)
+    assert pub.version == 2
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_the_publisher_knows_a_version_as_soon_as_its_readers_do(arena, slots):
+    pub, sub = arena({"t": torch.ones(1)}, slots)
+    for version in range(2, 302):
+        pub.publish()
+        while sub.latest < version:
+            pass
+        assert pub.version == version
+
+
+def test_in_place_readers_wait_for_the_copy(arena):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, 1)
+    with held_up(stream_of(pub)):
+        source["t"].fill_(2)
+        pub.publish()
+        with pytest.raises(shmsync.WriterBusy), sub.read(timeout=0.1):
+            pass
+    assert value(sub) == (2, 2.0)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_the_next_publish_waits_for_the_one_under_way(arena, slots):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, slots)
+    with held_up(stream_of(pub)):
+        pub.publish()
+        with pytest.raises(shmsync.WriterBusy, match="still being copied"):
+            pub.publish(timeout=0.1)
+        with pytest.raises(shmsync.WriterBusy, match="still being copied"):
+            pub.publish(wait=[], timeout=0.1)
+    source["t"].fill_(3)
+    assert pub.publish(wait=[]) == 3
+    assert pub.version == 3
+    assert value(sub) == (3, 3.0)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_weights_on_the_device_are_copied_in_the_order_of_the_current_stream(arena, device, slots):
+    there = device.tensor(torch.full((1000,), 1.0))
+    pub, sub = arena({"t": there}, slots)
+    stream = device.stream()
+    for version in range(2, 40):
+        with device.on(stream):
+            for step in (-1, version):  # the last one is what is published
+                device.kernel(lambda step=step: there.fill_(step))
+            pub.publish({"t": there})
+            device.kernel(lambda: there.fill_(-2))  # the next step, while the copy may be under way
+        sub.wait_version(version)
+        assert value(sub) == (version, float(version))
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_after_orders_what_another_stream_makes(arena, device, slots):
+    there = device.tensor(torch.full((1000,), 1.0))
+    pub, sub = arena({"t": there}, slots)
+    gathering = device.stream()
+    for version in range(2, 30):
+        gathering.give(lambda: time.sleep(0.002))
+        gathering.give(lambda version=version: there[500:].fill_(version))
+        gathering.give(lambda version=version: there[:500].fill_(version))
+        after = gathering if version % 2 else gathering.record()
+        pub.publish({"t": there}, after=after, wait=[])
+        assert value(sub) == (version, float(version))
+    with pytest.raises(TypeError, match="a stream or an event"):
+        pub.publish({"t": there}, after=3)
+    assert pub.publish({"t": there}, wait=[]) == version + 1
+
+
+def test_after_is_for_devices(publisher_in_host_memory):
+    with pytest.raises(ValueError, match="lies in the host's memory"):
+        publisher_in_host_memory.publish(after=object())
+    assert publisher_in_host_memory.version == 1
+
+
+@pytest.fixture
+def publisher_in_host_memory():
+    before = list(devices._default)
+    devices._default.clear()
+    with shmsync.Publisher({"t": torch.ones(3)}) as pub:
+        yield pub
+    devices._default[:] = before
+
+
+@pytest.mark.parametrize("how", ["current", "another"])
+@pytest.mark.parametrize("slots", SLOTS)
+def test_a_slot_is_kept_until_the_kernels_of_its_sections_are_done(arena, device, slots, how):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, slots)
+    kernels, seen = device.stream(), []
+    with held_up(kernels) as gate:
+        with device.on(kernels if how == "current" else device.current()), sub.read() as section:
+            weights = section.weights["t"]
+            device.kernel(lambda: seen.append(set(weights.tolist())), kernels)
+            if how == "another":
+                section.release_after(kernels)
+        for version in range(2, slots + 1):
+            source["t"].fill_(version)
+            pub.publish(wait=[])
+            value(sub)
+        source["t"].fill_(-1)
+        with pytest.raises(shmsync.ReaderStalled) as caught:
+            pub.publish(timeout=0.2)
+        assert caught.value.missing == [0]
+        assert pub.version == slots
+        gate.set()
+    source["t"].fill_(slots + 1)
+    assert pub.publish(wait=[]) == slots + 1
+    assert seen == [{1.0}]
+
+
+def test_release_after_is_for_an_open_section(arena, device):
+    _, sub = arena({"t": torch.ones(3)})
+    with sub.read() as section, pytest.raises(TypeError, match="a stream or an event"):
+        section.release_after("stream")
+    with pytest.raises(shmsync.ProtocolError, match="open"):
+        section.release_after(device.stream())
+
+
+def test_an_ack_waits_for_kernels_that_use_an_older_version(arena, device):
+    source = {"t": torch.ones(100)}
+    pub, sub = arena(source, 3)
+    kernels = device.stream()
+    with held_up(kernels):
+        with device.on(kernels), sub.read():
+            pass
+        pub.publish(wait=[])
+        assert sub.refresh()
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            pub.publish(wait=[0], timeout=0.2)
+        assert caught.value.missing == [0]
+    sub.refresh()
+    assert pub.publish(wait=[]) == 4
+    sub.refresh()
+    pub._writer.wait_rows(4, list(pub._writer.attached_rows().values()), 10**9)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_update_follows_the_current_stream(arena, device, slots):
+    source = {"t": torch.full((100,), 1.0), "other": torch.full((5,), 7.0)}
+    pub, sub = arena(source, slots)
+    stream = device.stream()
+    for version in range(2, 30):
+        with device.on(stream), pub.update(wait=[]) as weights:
+            there = weights["t"]
+            device.kernel(lambda there=there, version=version: there.fill_(version))
+        assert value(sub) == (version, float(version))
+        with sub.read() as section:
+            assert section.weights["other"].tolist() == [7.0] * 5
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_part_is_carried_on_the_device(arena, slots):
+    source = {"t": torch.full((100,), 1.0), "u": torch.full((70,), 1.0)}
+    pub, sub = arena(source, slots)
+    for version in range(2, 20):
+        key = "t" if version % 3 else "u"
+        source[key].fill_(version)
+        pub.publish({key: source[key]}, wait=[])
+        with sub.read() as section:
+            for name, tensor in source.items():
+                assert torch.equal(section.weights[name], tensor)
+
+
+def test_an_optimistic_section_is_judged_when_its_kernels_are_done(arena, device):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, 1, consistency="optimistic")
+    kernels = device.stream()
+    with device.on(kernels):
+        section = sub.read()
+        with section:
+            device.kernel(lambda: pub.publish(wait=[]) and None)  # the bytes change before the section's kernels end
+        assert section.torn
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_a_failure_that_comes_late_takes_the_version_back(arena, device, slots):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, slots)
+    while not sub._reader.arena.on_device.reads.wait(10**8):  # else they are lost too
+        pass
+    with held_up(stream_of(pub)):
+        pub.publish()
+        device.fail()
+    with pytest.raises(shmsync.DeviceFailed, match="version 2 of arena") as caught:
+        pub.publish()
+    assert caught.value.version == 2
+    assert (pub.version, sub.latest) == (1, 1)
+    device.failed = None  # so that the arena can be closed; a real device would need a new process
+    if slots == 1:
+        with pytest.raises(shmsync.Poisoned):
+            value(sub, timeout=0.1)
+        pub.publish(wait=[])
+    assert value(sub)[1] == 1.0
+
+
+def test_close_waits_for_what_sections_have_asked_for(arena, device):
+    pub, _ = arena({"t": torch.ones(100)})
+    sub = shmsync.Subscriber(pub.handle, timeout=0.2)
+    kernels = device.stream()
+    with held_up(kernels):
+        with device.on(kernels), sub.read():
+            pass
+        with pytest.raises(shmsync.WriterBusy, match="still does what was asked for"):
+            sub.close()
+    sub.close()
+    assert [reader.worker for reader in pub.readers()] == [0]
+
+
+def test_a_module_is_bound_to_weights_on_the_device(arena, device):
+    torch.manual_seed(0)
+    trainer, worker = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    pub, sub = arena(trainer, 2)
+    sub.bind(worker)
+    x = torch.randn(4, 8)
+    for _ in range(10):
+        with torch.no_grad():
+            trainer.weight.add_(1)
+        pub.publish(wait=[])
+        assert torch.equal(worker(x), trainer(x))
+
+
+def test_more_slots_than_readers_can_hold_are_refused(device):
+    with pytest.raises(ValueError, match="at most 64 slots, not 65"):
+        shmsync.Publisher({"t": torch.ones(3)}, slots=65)
+    assert device._ranges == {}

@@ -1,0 +1,265 @@
+"""Where an arena lies, and how weights come there: from the host, from its own device, and from another one.
+
+Two simulated devices (support/devices/simulated.py): what they are asked for is done late, in the order of each stream.
+"""
+
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import shmsync
+from shmsync.memory import devices
+from support.devices.simulated import Simulated, installed
+from support.jobs.engine import bind_copies
+from support.processes import segments
+
+SIZE = (24, 10)
+PLACES = ["cpu", "simulated:0", "simulated:1"]
+
+
+@pytest.fixture
+def two():
+    first, second = Simulated(3, 0.0005), Simulated(4, 0.0005, index=1)
+    with installed(first, second):
+        yield {"cpu": None, first.name: first, second.name: second}
+
+
+def made(place, two, value, shape=SIZE):
+    values = torch.full(shape, float(value))
+    return values if two[place] is None else two[place].tensor(values)
+
+
+def seen(sub):
+    with sub.read() as section:
+        return {".".join(key) if isinstance(key, tuple) else key: set(tensor.flatten().tolist())
+                for key, tensor in section.weights.items(True, True)}  # fmt: skip
+
+
+def lies(pub):
+    return pub._writer.arena.place
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_without_a_name_the_arena_lies_in_the_hosts_memory(two, place):
+    with shmsync.Publisher({"a": made(place, two, 1), "b": made("cpu", two, 1)}) as pub:
+        assert lies(pub) == "cpu"
+        for version, source in enumerate(PLACES, 2):
+            assert pub.publish({"a": made(source, two, version)}) == version
+            with shmsync.Subscriber(pub.handle) as sub:
+                assert seen(sub)["a"] == {float(version)}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_same_is_where_the_weights_are(two, place):
+    with shmsync.Publisher({"a": made(place, two, 1), "b": torch.empty(0)}, device="same") as pub:
+        assert lies(pub) == place
+        other = next(each for each in PLACES if each != place)
+        with pytest.raises(shmsync.ManifestMismatch, match=f"a is on {place} in the arena but on {other}"):
+            pub.publish({"a": made(other, two, 2)})
+        assert pub.version == 1
+        assert pub.publish({"a": made(place, two, 2)}, wait=[]) == 2
+
+
+def test_weights_in_several_places_have_no_same_one(two):
+    before = segments()
+    weights = {"a": made("cpu", two, 1), "b": made("simulated:1", two, 1), "c": made("simulated:1", two, 1)}
+    with pytest.raises(shmsync.ManifestMismatch, match=r"1 on cpu, such as a; 2 on simulated:1, such as b.*device="):
+        shmsync.Publisher(weights, device="same")
+    assert segments() == before
+    with shmsync.Publisher(weights, device="simulated:1") as pub:
+        assert lies(pub) == "simulated:1"
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", torch.device("mps", 0)], ids=str)
+def test_a_device_where_no_arena_can_lie_is_refused(device):
+    with pytest.raises(ValueError, match=r"cannot lie on .*device='cpu'"):
+        shmsync.Publisher({"a": torch.ones(2)}, device=device)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("source", PLACES)
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_come_from_anywhere_in_the_order_in_which_they_are_made(two, place, source, mixed, dtype, slots):
+    there, whole, host = two[source], made(source, two, 1, (24, 20)), torch.full(SIZE, 1.0)
+    weights = {"plain": made(source, two, 1), "strided": whole[:, ::2]}
+    if mixed:
+        weights["host"] = host
+    with shmsync.Publisher(weights, device=place, dtype=dtype, slots=slots) as pub:
+        assert lies(pub) == place
+        with shmsync.Subscriber(pub.handle, timeout=30.0) as sub:
+            stream = None if there is None else there.stream()
+            for version in range(2, 6):
+                host.fill_(version)
+                if there is None:
+                    weights["plain"].fill_(version)
+                    whole.fill_(version)
+                    pub.publish(weights)
+                    weights["plain"].fill_(-1)  # copied aside, or into the host's memory
+                    whole.fill_(-1)
+                else:
+                    with there.on(stream):
+                        there.kernel(lambda: time.sleep(0.002))
+                        there.kernel(lambda version=version: weights["plain"].fill_(version))
+                        there.kernel(lambda version=version: whole.fill_(version))
+                        pub.publish(weights)
+                        there.kernel(lambda: weights["plain"].fill_(-1))
+                        there.kernel(lambda: whole.fill_(-1))
+                host.fill_(-1)
+                sub.wait_version(version)
+                sub.refresh()
+                assert seen(sub) == {key: {float(version)} for key in weights}
+            if dtype is not None and place == source != "cpu":
+                assert there.casts > 0
+
+
+def test_one_copy_for_each_device_whatever_the_number_of_readers(two):
+    first = two["simulated:0"]
+    with shmsync.Publisher({"a": torch.ones(5), "b": torch.ones(7)}, device=first.name) as pub:
+        subs = [shmsync.Subscriber(pub.handle) for _ in range(3)]
+        before = first.copies
+        pub.publish(wait=[])
+        assert first.copies == before + 1  # both leaves, from staging memory
+        for sub in subs:
+            sub.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_into_host_memory_weights_that_are_not_made_in_time_are_not_published(two, slots):
+    device = two["simulated:0"]
+    there = made("simulated:0", two, 1)
+    with shmsync.Publisher({"t": there}, device="cpu", slots=slots) as pub, shmsync.Subscriber(pub.handle) as sub:
+        stream = device.stream()
+        gate = device.gate(stream)
+        stream.give(lambda: there.fill_(2))
+        with device.on(stream):
+            with pytest.raises(shmsync.WriterBusy, match="still being made on simulated:0"):
+                pub.publish({"t": there}, timeout=0.1)
+            assert (pub.version, seen(sub)) == (1, {"t": {1.0}})
+            gate.set()
+            assert pub.publish({"t": there}) == 2
+        assert seen(sub) == {"t": {2.0}}
+
+
+def test_after_orders_what_comes_from_a_device_into_host_memory(two):
+    device = two["simulated:0"]
+    there = made("simulated:0", two, 1)
+    with shmsync.Publisher({"t": there}, device="cpu") as pub, shmsync.Subscriber(pub.handle) as sub:
+        with pytest.raises(TypeError, match="a stream or an event"):
+            pub.publish({"t": there}, after="stream")
+        gathering = device.stream()
+        for version in range(2, 10):
+            with device.on(device.stream()):
+                gathering.give(lambda: time.sleep(0.002))
+                gathering.give(lambda version=version: there.fill_(version))
+                assert pub.publish({"t": there}, after=gathering) == version
+            assert seen(sub) == {"t": {float(version)}}
+        with pytest.raises(ValueError, match="lies in the host's memory, and so do the weights"):
+            pub.publish({"t": torch.ones(SIZE)}, after=gathering)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_weights_of_the_arena_itself_are_refused_on_a_device(two, slots):
+    with shmsync.Publisher({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}, device="simulated:0", slots=slots) as pub:
+        pub.publish(wait=[])
+        with pytest.raises(shmsync.ManifestMismatch, match="lies inside arena"):
+            pub.publish({"a": pub.weights["b"]})
+        if slots == 1:
+            assert pub.publish({"a": pub.weights["a"], "b": torch.zeros(2, 4)}, wait=[]) == 3
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("into", [None, *PLACES])
+def test_a_snapshot_is_of_one_version_wherever_it_goes(two, place, into):
+    source = {"a": torch.full(SIZE, 1.0)}
+    with shmsync.Publisher(source, device=place, slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        out = None if into is None else TensorDict({"a": made(into, two, 0)})
+        stream = None if two[place] is None else two[place].stream()
+        for version in range(2, 6):
+            source["a"].fill_(version)
+            pub.publish(wait=[])
+            if stream is None:
+                taken = sub.snapshot(out)
+            else:
+                with two[place].on(stream):
+                    taken = sub.snapshot(out)
+                while not two[place].wait(stream, 1.0):
+                    pass
+            for each in two.values():  # what goes into a device's memory is done in the order of its current stream
+                assert each is None or each.wait(each.current(), 10.0)
+            assert taken.version == version
+            assert set(taken.weights["a"].flatten().tolist()) == {float(version)}
+
+
+def test_a_tensor_of_another_device_is_no_tensor_of_the_host(two):
+    assert devices.holding(torch.ones(2)) is None
+    assert devices.holding(made("simulated:1", two, 1)) is two["simulated:1"]
+    assert devices.named("simulated:1") is two["simulated:1"]
+    assert devices.named("cpu") is devices.named(torch.device("cpu")) is None
+
+
+def test_memory_of_a_device_is_given_back_when_an_arena_cannot_be_made(two, name):
+    device = two["simulated:0"]
+    with shmsync.Publisher({"a": torch.ones(3)}, name=name, device="cpu"), pytest.raises(shmsync.ArenaExists):
+        shmsync.Publisher({"a": torch.ones(3)}, name=name, device=device.name)
+    assert device._ranges == {}
+
+
+def test_a_module_is_adopted_on_a_device(two):
+    device = two["simulated:0"]
+    net = torch.nn.Linear(3, 2)
+    there = [device.tensor(parameter.data) for parameter in net.parameters()]  # memory that goes with these
+    for parameter, data in zip(net.parameters(), there, strict=True):
+        parameter.data = data
+    with shmsync.Publisher(net, device="same") as pub, shmsync.Subscriber(pub.handle) as sub:
+        assert lies(pub) == "simulated:0"
+        pub.adopt(net)
+        with pub.update(wait=[]), torch.no_grad():
+            net.weight.fill_(5)
+        assert seen(sub)["weight"] == {5.0}
+    assert set(net.weight.flatten().tolist()) == {5.0}
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["current stream", "release_after"])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("arena", PLACES)
+def test_a_private_copy_is_not_overwritten_before_the_kernels_that_read_it_are_done(
+    two, arena, slots, consistency, named
+):
+    device = two["simulated:0"]
+    source = {"weight": torch.full((64, 64), 1.0)}
+    net = torch.nn.Linear(64, 64, bias=False)
+    there = device.tensor(net.weight.data)
+    net.weight.data = there
+    wrong = []
+    with (
+        shmsync.Publisher(source, device=arena, slots=slots, timeout=60.0) as pub,
+        shmsync.Subscriber(pub.handle, timeout=60.0, consistency=consistency) as sub,
+    ):
+        bind_copies(sub, net, guard=False)
+        copy = net.weight.data
+        assert devices.holding(copy) is device
+        streams = [device.stream() for _ in range(3)]
+
+        def look(version):
+            time.sleep(0.0005)
+            if set(copy.flatten().tolist()) != {float(version)}:
+                wrong.append(version)
+
+        for version in range(2, 40):
+            source["weight"].fill_(version)
+            pub.publish(wait=[])
+            for turn in range(2):
+                stream = streams[(version + turn) % 3]
+                with nullcontext() if named else device.on(stream), sub.read() as section:
+                    device.kernel(lambda shown=section.version: look(shown), stream)
+                    if named:
+                        section.release_after(stream)
+        for stream in streams:
+            stream.record().done.wait()
+    assert wrong == []

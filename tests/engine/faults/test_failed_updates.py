@@ -1,0 +1,120 @@
+"""An update that fails half way."""
+
+import threading
+from math import inf as for_ever
+
+import pytest
+import torch
+
+import shmsync
+from support.calls import Call
+from support.jobs.engine import (
+    attach,
+    look,
+    read,
+    wait_version,
+)
+from support.processes import until_waits
+from support.weights import stamp, stamped, stamps
+
+
+def fail_half_way(pub):
+    with pub.update() as weights:
+        weights["large"].fill_(2)
+        raise ZeroDivisionError
+
+
+def test_failed_update_in_place_poisons_until_a_full_publish(start):
+    waiter = start()
+    with (
+        shmsync.Publisher(stamped(1)) as pub,
+        shmsync.Subscriber(pub.handle, timeout=0.1) as sub,
+        shmsync.Subscriber(pub.handle, timeout=0.1, consistency="optimistic") as optimistic,
+    ):
+        waiter.call(attach, pub.handle)
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        assert pub.version == 1
+        for reader in (sub, optimistic):
+            for call in (lambda: read(reader), lambda: reader.run(print), reader.snapshot):  # noqa: B023
+                with pytest.raises(shmsync.Poisoned):
+                    call()
+        with pytest.raises(shmsync.PublishTimeout):
+            waiter.call(wait_version, 2, timeout=0.2)
+        waiter.start(wait_version, 2, timeout=for_ever)
+        with pytest.raises(shmsync.Poisoned, match="all"):
+            pub.publish({"scalar": torch.tensor(2)})
+        with pytest.raises(shmsync.Poisoned), pub.update():
+            pass
+        with pytest.raises(shmsync.Poisoned):
+            read(sub)
+        with shmsync.Subscriber(pub.handle, timeout=0.1) as joiner:
+            with pytest.raises(shmsync.Poisoned):
+                read(joiner)
+            assert pub.publish(stamped(2)) == 2  # the number of the one that failed
+            assert read(joiner) == (2, 2, 2)
+        assert waiter.result() == 2
+        assert read(sub) == read(optimistic) == waiter.call(look) == (2, 2, 2)
+        with pub.update() as weights:
+            stamp(weights, 3)
+        assert read(sub) == (3, 3, 3)
+
+
+CALLS = {
+    "read": read,
+    "run": lambda sub: sub.run(lambda: (sub.version, *stamps(sub.weights))),
+    "snapshot": lambda sub: (lambda found: (found.version, *stamps(found.weights)))(sub.snapshot()),
+    "refresh": lambda sub: (sub.refresh(), read(sub))[1],
+    "versions": lambda sub: (next(sub.versions()), read(sub))[1],
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, call):
+    with shmsync.Publisher(stamped(1)) as pub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        with (  # attaching does not wait
+            shmsync.Subscriber(pub.handle, timeout=for_ever, consistency=consistency) as sub,
+            shmsync.Subscriber(pub.handle, timeout=0.05, consistency=consistency) as hasty,
+        ):
+            with pytest.raises(shmsync.Poisoned):
+                CALLS[call](hasty)
+            waiting = Call(CALLS[call], sub)
+            until_waits(waiting, "_try_again")
+            pub.publish(stamped(2))
+            assert waiting.result() == CALLS[call](hasty) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_a_read_with_a_timeout_waits_for_the_repair(consistency):
+    with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        with pytest.raises(shmsync.Poisoned):
+            read(sub, timeout=0.05)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(read(sub, timeout=for_ever)))
+        reader.start()
+        until_waits(reader, "_try_again")
+        pub.publish(stamped(2))
+        reader.join(60)
+        assert found == [(2, 2, 2)]
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        pub.close()
+        with pytest.raises(shmsync.Poisoned):  # nothing will repair it
+            read(sub, timeout=for_ever)
+
+
+def test_failed_update_of_a_spare_slot_just_goes_away():
+    with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        with pytest.raises(ZeroDivisionError):
+            fail_half_way(pub)
+        assert pub.version == 1
+        assert read(sub) == (1, 1, 1)
+        with pub.update() as weights:
+            assert stamps(weights) == (1, 1)
+            stamp(weights, 2)
+        assert read(sub) == (2, 2, 2)

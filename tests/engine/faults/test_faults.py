@@ -1,0 +1,40 @@
+"""Each system call fails once: shmsync's call succeeds, or raises a typed error and has changed nothing."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.choice import first
+from support.faults.faults import scenarios as fault_scenarios
+
+SOURCE = Path(__file__).parents[2] / "support" / "faults" / "faults.c"
+FEW, EVERY = 12, 10**6  # cases of each scenario
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("failures are injected by a small C library: install a compiler named cc")
+    target = tmp_path_factory.mktemp("faults") / "faults.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", target, SOURCE, "-ldl"], check=True)
+    return target
+
+
+@pytest.mark.timeout(900)  # a watchdog: hundreds of failures, some of which are waited for
+@pytest.mark.parametrize("group", first(fault_scenarios.GROUPS, 3))
+@pytest.mark.parametrize("cases", [FEW, pytest.param(EVERY, marks=pytest.mark.full)], ids=["few", "every"])
+def test_a_failing_system_call(library, group, cases):
+    names = ",".join(scenario.__name__ for scenario in fault_scenarios.GROUPS[group])
+    command = [sys.executable, "-m", "support.faults.faults", names, str(cases), "1"]
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    injected = [int(number) for number in re.findall(r"(\d+) failures injected", done.stdout)]
+    assert len(injected) == len(fault_scenarios.GROUPS[group])
+    assert sum(injected) > 0

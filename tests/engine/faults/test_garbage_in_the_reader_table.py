@@ -1,0 +1,102 @@
+"""Garbage in the reader table does not stop the writer."""
+
+import secrets
+import struct
+from math import inf as for_ever
+
+import pytest
+
+import shmsync
+from shmsync import _native
+from support.calls import outcome
+from support.faults.reader_table import ACKED, OWNER, PIN, rows_offset, word, write_row
+from support.jobs.engine import (
+    attach,
+    detach,
+    enter,
+    leave,
+    look,
+)
+from support.processes import segment_path
+from support.weights import stamped
+
+GARBAGE = {
+    "pin of all ones": [(PIN, word(2**64 - 1))],
+    "pin of a slot that is not there": [(PIN, word((1 << 8 | 100) + 1))],
+    "pin of the future": [(PIN, word((10**9 << 8) + 1))],
+    "pin with the gate": [(PIN, word((1 << 8 | 1 << 7) + 1))],
+    "no owner, but a pin": [(OWNER, word(0)), (PIN, word((1 << 8) + 1))],
+    "an owner nobody is": [(OWNER, word(2**64 - 1)), (PIN, word((1 << 8) + 1))],
+    "ones all over": [(0, b"\xff" * 128)],
+    "random bytes": [(0, secrets.token_bytes(128))],
+}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_garbage_in_the_reader_table_does_not_stop_the_writer(start, slots):
+    vandal, witness = start(2)
+    for what, writes in GARBAGE.items():
+        with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+            witness.call(attach, pub.handle, worker=1)
+            vandal.call(attach, pub.handle, worker=2)
+            for offset, content in writes:
+                vandal.call(write_row, offset, content)
+            for v in range(2, 6):
+                assert pub.publish(stamped(v)) == v, what
+                assert witness.call(look) == (v, v, v), what
+            pub.readers()
+            # Whoever wrote it reads right weights, or is told.
+            vandal.start(look)
+            try:
+                assert vandal.result() == (5, 5, 5), what
+            except shmsync.ProtocolError:
+                pass
+            vandal.call(detach)
+            vandal.call(attach, pub.handle, worker=2)
+            assert vandal.call(look) == (5, 5, 5), what
+            witness.call(detach)
+            vandal.call(detach)
+            assert pub.publish(stamped(6)) == 6, what
+
+
+def test_acknowledgement_from_the_future_is_not_believed(start):
+    vandal = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        vandal.call(attach, pub.handle, worker=2)
+        vandal.call(write_row, ACKED, word(2**63))
+        for wait in ("all", [2]):
+            with pytest.raises((shmsync.AckTimeout, shmsync.WorkerDied)) as caught:
+                pub.publish(stamped(pub.version + 1), wait=wait, timeout=0.2)
+            assert caught.value.missing == [2]
+        pub.readers()
+
+
+def test_evicted_reader_does_not_write_the_row_of_its_successor(start):
+    vandal, heir = start(2)
+    with shmsync.Publisher(stamped(1)) as pub:
+        vandal.call(attach, pub.handle, worker=1)
+        vandal.call(enter)
+        vandal.call(write_row, PIN, word(2**64 - 1))
+        pub.publish(stamped(2))
+        heir.call(attach, pub.handle, worker=2)
+        heir.call(enter)
+        vandal.call(leave)
+        (info,) = pub.readers()
+        assert (info.worker, info.pinned) == (2, 2)
+        outcome(vandal.call, detach)
+        (info,) = pub.readers()
+        assert (info.worker, info.pinned) == (2, 2)
+        with pytest.raises(shmsync.ReaderStalled):
+            pub.publish(stamped(3), timeout=0.1)
+
+
+def test_reader_table_layout_is_where_these_tests_think(start):
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        reader.call(attach, pub.handle, worker=9)
+        reader.call(enter)
+        with open(segment_path(pub.name), "rb") as file:
+            file.seek(rows_offset(_native.read_identity(file.fileno())))
+            owner, pin, acked, _want, worker = struct.unpack("<QQQIi", file.read(32))
+        assert owner >> 42 == reader.pid
+        assert (pin, acked, worker) == ((1 << 8) + 1, 1, 9)

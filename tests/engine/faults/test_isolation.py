@@ -1,0 +1,215 @@
+"""Weights change by a send only, and a worker cannot damage them."""
+
+import math
+import signal
+
+import pytest
+import torch
+
+import shmsync
+from support.faults.damage import break_in, fill_weights, unprotect, write_bound_parameter, write_through_numpy
+from support.jobs.engine import attach, bind, buffer, detach, forward, look, output, read_digest, refresh, wait_version
+from support.weights import Net, Scaled, bytes_of, stamp, stamped
+from support.worker import Gone
+
+
+@pytest.fixture(scope="module")
+def kept(keep):
+    """Two workers for the tests in which nobody dies."""
+    return keep(2)
+
+
+@pytest.fixture
+def pair(kept):
+    yield kept
+    for worker in kept:
+        if not worker.busy:
+            worker.call(detach)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_changes_of_the_trainer_show_up_with_the_next_publish_only(pair, slots):
+    source = stamped(1)
+    with shmsync.Publisher(source, slots=slots) as pub:
+        for worker in pair:
+            worker.call(attach, pub.handle)
+        for v in range(2, 5):
+            stamp(source, v)
+            source["large"].numpy()[:] = v  # past autograd's version counters
+            assert pair[0].call(look) == pair[1].call(look) == (v - 1, v - 1, v - 1)
+            assert pub.publish() == v
+            assert pair[0].call(look) == pair[1].call(look) == (v, v, v)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_send_changes_no_tensor_of_the_trainer(pair, slots):
+    net = Net(0)
+    net(torch.randn(4, 6)).sum().backward()
+
+    def state():
+        tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+        return {
+            key: (id(t), t.data_ptr(), t._version, t.requires_grad, t.is_shared(), bytes_of({"": t.detach()}))
+            for key, t in tensors.items()
+        }, {key: (id(p.grad), p.grad.data_ptr()) for key, p in net.named_parameters()}
+
+    before = state()
+    with (
+        shmsync.Publisher(net, slots=slots, dtype=torch.bfloat16) as cast,
+        shmsync.Publisher(net, slots=slots) as pub,
+    ):
+        pair[0].call(attach, pub.handle)
+        for _ in range(3):
+            cast.publish()
+            pub.publish()
+            pub.publish(net)
+            pub.publish(net.state_dict())
+            with pub.update() as weights:
+                stamp(weights, 3)
+            pair[0].call(refresh)
+        assert state() == before
+    assert state() == before
+
+
+def test_adopted_parameters_show_up_under_update_only(pair):
+    net, x = Net(0), torch.randn(8, 6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with shmsync.Publisher(net) as pub:
+        for worker in pair:
+            worker.call(attach, pub.handle)
+        identities = [id(p) for p in net.parameters()]
+        pub.adopt(net, optimizer)
+        assert [id(p) for p in net.parameters()] == identities
+        reader = pair[0]
+        seen = reader.call(read_digest)
+        # Forward, backward and the buffers that forward writes leave the workers' weights alone.
+        net(x).sum().backward()
+        assert reader.call(read_digest) == seen
+        # The optimizer's step is a version.
+        optimizer.step()
+        assert pub.version == 2
+        stepped = reader.call(read_digest)
+        assert stepped != seen
+        assert stepped == bytes_of(pub.weights)
+        # Writing under update(): nobody sees it before the end.
+        with pub.update() as weights, torch.no_grad():
+            net[0].weight.fill_(7)
+            assert (weights["0", "weight"] == 7).all()
+            for worker in pair:
+                with pytest.raises(shmsync.WriterBusy):
+                    worker.call(look, timeout=0.1)
+            with pytest.raises(shmsync.PublishTimeout):
+                reader.call(wait_version, 3, timeout=0.1)
+            assert pub.version == 2
+        for worker in pair:
+            assert worker.call(wait_version, 3, timeout=math.inf) == 3
+            assert worker.call(read_digest) == bytes_of(pub.weights) != stepped
+        # Its own step inside update() is not another version.
+        with pub.update():
+            net.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+            optimizer.step()
+        assert pub.version == 4
+
+
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("damage", [fill_weights, write_through_numpy, write_bound_parameter])
+def test_worker_that_writes_into_its_weights_dies(start, pair, damage, slots):
+    vandal = start()
+    net = Net(0) if damage is write_bound_parameter else stamped(1)
+    with shmsync.Publisher(net, slots=slots, timeout=math.inf) as pub:
+        vandal.call(attach, pub.handle)
+        if damage is write_bound_parameter:
+            vandal.call(bind, Net, 1)
+        for worker in pair:
+            worker.call(attach, pub.handle)
+        before = bytes_of(pub.weights)
+        with pytest.raises(Gone) as caught:
+            vandal.call(damage)
+        assert caught.value.exitcode == -signal.SIGSEGV
+        assert pair[0].call(read_digest) == pair[1].call(read_digest) == bytes_of(pub.weights) == before
+        # And it holds nobody up.
+        pub.publish()
+        assert pair[0].call(refresh) is True
+        with pub.update():
+            pass
+
+
+@pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
+def test_worker_cannot_make_its_weights_writable_or_shorter(pair):
+    vandal, other = pair
+    with shmsync.Publisher(stamped(1)) as pub:
+        vandal.call(attach, pub.handle)
+        other.call(attach, pub.handle)
+        before = other.call(read_digest)
+        assert vandal.call(unprotect) == (-1, "EACCES")
+        results = vandal.call(break_in)
+        opened = results.pop("open it writable", None)  # that much may be refused already
+        expected = {"map its descriptor", "write through /proc/self/mem"}
+        if opened is None:
+            expected |= {"map it again", "write to it", "truncate it", "grow it", "punch a hole"}
+        assert set(results) == expected
+        assert "done" not in results.values(), results
+        assert other.call(read_digest) == vandal.call(read_digest) == bytes_of(pub.weights) == before
+        pub.publish(stamped(2))
+        assert other.call(look) == vandal.call(look) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_bound_batch_norm_trains_privately(pair, slots):
+    net = Net(0)
+    with shmsync.Publisher(net, slots=slots) as pub:
+        for seed, worker in enumerate(pair):
+            worker.call(attach, pub.handle)
+            worker.call(bind, Net, seed)
+        start_mean = net[1].running_mean.tolist()
+        digest = pair[1].call(read_digest)
+        batch = (torch.randn(16, 6) * 3 + 2).tolist()
+        reference = Net(0).train()
+        for steps in (1, 2):
+            with torch.no_grad():
+                reference(torch.tensor(batch))
+            pair[0].call(forward, batch)
+            assert pair[0].call(buffer, "1.running_mean") == pytest.approx(reference[1].running_mean.tolist())
+            assert pair[0].call(buffer, "1.num_batches_tracked") == steps
+        # Neither the arena nor the other worker notices.
+        assert pair[1].call(buffer, "1.running_mean") == start_mean
+        assert pair[0].call(read_digest) == pair[1].call(read_digest) == digest
+        # The next version brings the trainer's.
+        net[1].running_mean.fill_(4)
+        pub.publish()
+        for worker in pair:
+            worker.call(refresh)
+            assert worker.call(buffer, "1.running_mean") == [4.0] * 16
+            assert worker.call(buffer, "1.num_batches_tracked") == 0
+
+
+@pytest.mark.parametrize("buffers", ["copy", "view"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_output_that_is_a_view_of_the_weights_does_not_change_with_them(pair, slots, buffers, consistency):
+    worker = pair[0]
+    one, two = 1.0, 2.0
+    shapes = {
+        "whole": lambda v: [v] * 4,
+        "tensor": lambda v: [v] * 2,
+        "nested": lambda v: {"out": [[0.0, 0.0], [[[v, v], [v, v]]]], "shift": [v] * 4},
+    }
+    for kind, expected in shapes.items():
+        policy = Scaled(one)
+        with shmsync.Publisher(policy, slots=slots) as pub:
+            worker.call(attach, pub.handle, consistency=consistency)
+            worker.call(bind, Scaled, 0, buffers=buffers)
+            assert worker.call(forward, kind) == expected(one)
+            for _ in range(slots):  # so that every slot is written again
+                pub.publish(Scaled(two))
+                worker.call(refresh)
+                # A copied buffer is the module's own: an output that is one moves with it, as anywhere.
+                if kind != "nested" or buffers == "view":
+                    assert worker.call(output) == expected(one)
+                else:
+                    assert worker.call(output)["out"] == expected(one)["out"]
+            assert worker.call(forward, kind) == expected(two)
+            worker.call(detach)

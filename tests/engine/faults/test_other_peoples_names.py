@@ -1,0 +1,281 @@
+"""Names in /dev/shm that are somebody else's, or no segment: refused by each entry, harmed by none."""
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shmsync
+from shmsync import cli
+from shmsync.memory.control import leftovers
+from support.faults.faults import squatting
+from support.faults.squatting import KINDS, NEED_ROOT, STRANGER
+from support.jobs.engine import open_arena
+from support.processes import segment_path
+from support.weights import stamped
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user; run as root")
+
+
+def create(name):
+    shmsync.Publisher(stamped(1), name=name).close()
+
+
+def attach(name):
+    shmsync.Subscriber(name, timeout=0.1).close()
+
+
+def sweep(name):
+    assert leftovers.sweep(name) is not None
+    raise shmsync.ArenaNotFound("it is said to be somebody's")
+
+
+def sweep_all(name):
+    leftovers.sweep_some(float("inf"))
+
+
+def list_all(name):
+    assert cli.main(["list", "-v"]) == 0
+    assert cli.main(["list", "--json"]) == 0
+
+
+def inspect(name):
+    if cli.main(["inspect", name, "--interval", "0"]):
+        raise shmsync.ArenaNotFound("exit status")
+
+
+def export(name):
+    if cli.main(["export", name, "/nowhere/file"]):
+        raise shmsync.ArenaNotFound("exit status")
+
+
+def gc(name):
+    assert cli.main(["gc", "--dry-run"]) == 0
+    assert cli.main(["gc"]) == 0
+
+
+def doctor(name):
+    cli.main(["doctor"])
+
+
+REFUSE = (create, attach)
+SURVIVE = (sweep, sweep_all, list_all, inspect, export, gc, doctor)
+
+
+def state(path):
+    """All that a sweeper or a creator could have changed."""
+    found = os.lstat(path)
+    inside = sorted(os.listdir(path)) if stat.S_ISDIR(found.st_mode) else None
+    target = path.with_name(f"target.{path.name}")
+    content = path.read_bytes() if stat.S_ISREG(found.st_mode) else None
+    return found.st_ino, found.st_mode, found.st_uid, inside, content, target.exists() and target.read_bytes()
+
+
+@pytest.fixture
+def squat(name):
+    path = segment_path(name)
+    with shmsync.Publisher(stamped(1)) as pub:
+
+        def make(kind):
+            kind(path, pub.name)
+            return path
+
+        yield make
+        squatting.remove(path)
+
+
+def needing(kinds):
+    return [pytest.param(kind, marks=[needs_root] if kind in NEED_ROOT else [], id=kind.__name__) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", needing(KINDS))
+@pytest.mark.parametrize("entry", REFUSE, ids=lambda entry: entry.__name__)
+def test_who_creates_or_attaches_is_told(squat, name, kind, entry):
+    path = squat(kind)
+    before = state(path)
+    with pytest.raises((shmsync.ArenaNotFound, shmsync.ArenaExists, shmsync.ArenaCorrupt)) as caught:
+        entry(name)
+    assert name in str(caught.value)
+    assert state(path) == before
+
+
+@pytest.mark.parametrize("kind", needing(KINDS))
+@pytest.mark.parametrize("entry", SURVIVE, ids=lambda entry: entry.__name__)
+def test_who_looks_or_sweeps_harms_nothing(squat, name, kind, entry, capsys):
+    path = squat(kind)
+    before = state(path)
+    try:
+        entry(name)
+    except shmsync.ShmSyncError:
+        pass
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert state(path) == before
+    if entry in (list_all, gc):
+        assert name in said.out
+
+
+def named(name):
+    """What of this name lies in /dev/shm, where other processes make arenas meanwhile."""
+    return {entry for entry in os.listdir("/dev/shm") if name in entry}
+
+
+def test_dry_run_says_what_gc_does(start, name, capsys):
+    """Of a dead arena, of a living one and of every kind of name at once."""
+    dead, paths = start(), []
+    dead.call(open_arena, name=f"{name}.dead")
+    dead.kill()
+    with shmsync.Publisher(stamped(1), name=f"{name}.alive") as pub:
+        try:
+            for kind in KINDS:
+                if kind in NEED_ROOT and os.geteuid() != 0:
+                    continue
+                paths.append(segment_path(f"{name}.{kind.__name__}"))
+                kind(paths[-1], pub.name)
+            there = named(name)
+            assert cli.main(["gc", "--dry-run"]) == 0
+            assert named(name) == there
+            would = [line for line in capsys.readouterr().out.splitlines() if name in line and ".dead" not in line]
+            assert cli.main(["gc"]) == 0
+            said = [line for line in capsys.readouterr().out.splitlines() if name in line]
+            did = [line for line in said if ".dead" not in line]
+            assert [line.split(":")[0].split("(")[0] for line in did] == [
+                line.removeprefix("would ")
+                .replace("keep", "kept")
+                .replace("remove ", "removed ")
+                .split(":")[0]
+                .split("(")[0]
+                for line in would
+            ]
+            removed = [line for line in said if line not in did]  # [] if another publisher was quicker
+            assert removed in ([], [f"removed {name}.dead (its publisher is dead, process {dead.pid})"])
+            assert not segment_path(f"{name}.dead").exists()
+            assert all(":" in line for line in did if line.startswith("kept"))
+        finally:
+            for path in paths:
+                squatting.remove(path)
+            segment_path(f"{name}.dead").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("odd", ["\x1b[2J", "a\nremoved b", " ", "é", "..", "-", "x" * 240], ids=ascii)
+def test_a_name_that_no_arena_has_is_not_shown(odd, capsys):
+    """It could be escape sequences for a terminal, or lines that look like ours."""
+    path = segment_path(odd)
+    path.write_bytes(b"\x01" * 4096)
+    try:
+        list_all(odd)
+        gc(odd)
+        create(f"test-{os.getpid()}-beside")
+        assert odd == " " or odd == "-" or odd not in capsys.readouterr().out
+        assert path.exists()
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("mask", [0, 0o077, 0o777], ids=oct)
+def test_segments_are_for_their_user_alone(name, mask):
+    before = os.umask(mask)
+    try:
+        with shmsync.Publisher(stamped(1), name=name):
+            found = os.stat(segment_path(name))
+            assert (stat.S_IMODE(found.st_mode) & ~0o600, found.st_uid) == (0, os.geteuid())
+            with shmsync.Subscriber(name) if mask != 0o777 or os.geteuid() == 0 else shmsync.Publisher(stamped(1)):
+                pass
+    finally:
+        os.umask(before)
+
+
+STRANGERS_WAYS = """
+import os, sys, torch, shmsync
+from shmsync import cli
+with shmsync.Publisher({"t": torch.ones(1)}) as pub:  # imports all that it takes: a stranger may not read where it lies
+    shmsync.Subscriber(pub.name).close()
+    cli.main(["gc", "--dry-run"]), cli.main(["list"])
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+name, session = sys.argv[1], bytes.fromhex(sys.argv[2])
+for how in (name, shmsync.Handle(name, session)) if hasattr(shmsync, "Handle") else (name,):
+    try:
+        shmsync.Subscriber(how, timeout=0.1)
+        sys.exit("a stranger is let in")
+    except shmsync.ArenaNotFound as error:
+        assert "uid 12345" in str(error), error
+try:
+    shmsync.Publisher({"t": torch.ones(1)}, name=name)
+    sys.exit("a stranger has the name")
+except shmsync.ArenaExists as error:
+    assert name in str(error)
+assert cli.main(["gc"]) == 0 and cli.main(["gc", "--dry-run"]) == 0 and cli.main(["list"]) == 0
+with shmsync.Publisher({"t": torch.ones(1)}) as pub:
+    shmsync.Subscriber(pub.name).close()
+print("well")
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("life", ["alive", "dead"])
+def test_another_user_is_refused_and_harms_nothing(start, name, life):
+    trainer = start()
+    handle = trainer.call(open_arena, name=name)
+    held = None
+    if life == "dead":
+        held = os.open(segment_path(name), os.O_RDWR)
+        fcntl.flock(held, fcntl.LOCK_EX)  # so that no other publisher of this user removes it meanwhile
+        trainer.kill()
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGERS_WAYS, name, handle.session.hex()],
+        capture_output=True, text=True, check=False, cwd="/", env={**os.environ, "HOME": "/tmp"},
+    )  # fmt: skip
+    if held is not None:
+        os.close(held)
+    assert (done.returncode, done.stderr.strip().splitlines()[-1:]) == (0, []), done.stderr
+    assert f"kept {name}: " in done.stdout and "well" in done.stdout
+    assert segment_path(name).exists()
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o666, 0o777], ids=oct)
+def test_root_does_not_act_on_what_another_user_says(start, name, mode):
+    """It may look at it, and remove it when its publisher is dead."""
+    path = segment_path(name)
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    os.chown(path, STRANGER, -1)
+    path.chmod(mode)
+    with pytest.raises(shmsync.ArenaNotFound, match=f"uid {STRANGER}"):
+        attach(name)
+    with pytest.raises(shmsync.ArenaExists):
+        create(name)
+    trainer.kill()
+    assert cli.main(["gc"]) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o622, 0o666], ids=oct)
+def test_who_could_have_written_a_segment_is_not_believed(name, mode):
+    with shmsync.Publisher(stamped(1), name=name) as pub:
+        segment_path(name).chmod(mode)
+        for how in (name, pub.handle):
+            with pytest.raises(shmsync.ArenaNotFound, match=f"{mode:04o}"):
+                shmsync.Subscriber(how, timeout=0.1)
+        segment_path(name).chmod(0o600)
+        attach(name)
+
+
+def test_a_name_that_changes_hands_is_not_followed(name):
+    """Between the look and the removal the name came to stand for something else, which stays."""
+    with shmsync.Publisher({"t": torch.ones(1)}, name=name) as pub:
+        path = segment_path(name)
+        aside = path.with_name(f"aside.{name}")
+        path.rename(aside)
+        path.symlink_to(aside)
+        try:
+            pub.close()
+            assert path.is_symlink() and aside.exists()
+        finally:
+            path.unlink(missing_ok=True)
+            Path(aside).unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""The logger "shmsync" tells what happens by itself, with the arena's name: dead readers, stalls, sweeps, restarts."""
+
+import logging
+
+import pytest
+
+import shmsync
+from shmsync.memory.control import leftovers
+from support.jobs.engine import attach, enter, open_arena
+from support.processes import segment_path, until
+from support.weights import stamped
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.DEBUG, logger="shmsync")
+
+    def said(level, *words):
+        return [
+            r.getMessage() for r in caplog.records if r.levelname == level and all(w in r.getMessage() for w in words)
+        ]
+
+    return said
+
+
+def test_a_reader_that_died_in_a_section(start, log):
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        reader.call(attach, pub.handle, worker=3)
+        reader.call(enter)
+        reader.kill()
+        pub.publish(stamped(2))
+        assert len(log("INFO", f"arena '{pub.name}'", "reader 3 died")) == 1
+
+
+def test_a_publish_that_finds_no_slot(start, log):
+    reader = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        reader.call(attach, pub.handle, worker=3)
+        reader.call(enter)
+        with pytest.raises(shmsync.ReaderStalled):
+            pub.publish(stamped(2), timeout=0.05)
+        assert len(log("WARNING", f"arena '{pub.name}'", "version 2 was not written", "worker 3")) == 1
+
+
+def test_what_a_dead_publisher_left(start, log, name):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    copy = segment_path(name).read_bytes()
+    trainer.kill()
+    while not log("INFO", f"arena '{name}'", "was removed"):  # unless another test's publisher was quicker
+        segment_path(name).write_bytes(copy)
+        leftovers.sweep_some(float("inf"))
+
+
+def test_a_publisher_that_was_started_again(log, name):
+    first = shmsync.Publisher(stamped(1), name=name)
+    with shmsync.Subscriber(name, follow=True) as sub:
+        first.close()
+        with shmsync.Publisher(stamped(5), name=name):
+            until(lambda: sub.refresh())
+            assert len(log("INFO", f"arena '{name}'", "started again")) == 1
+
+
+def test_nothing_is_said_of_what_is_as_usual(log):
+    with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle) as sub:
+        pub.publish(stamped(2))
+        sub.wait_version(2)
+        assert not [message for level in ("WARNING", "INFO") for message in log(level, pub.name)]

@@ -1,0 +1,165 @@
+"""shmsync.metrics: the figures of a publisher in Prometheus' text format, in one dict, and in the dashboard."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import shmsync
+from shmsync import metrics
+from support.jobs.engine import attach, enter, refresh
+from support.processes import PATIENCE
+from support.weights import stamped
+
+prometheus_client = pytest.importorskip("prometheus_client", reason="needs shmsync[metrics]")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def registry():
+    return prometheus_client.CollectorRegistry()
+
+
+def scraped(registry):
+    """What Prometheus would read: {(name, labels): value}, parsed by its own parser."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = prometheus_client.generate_latest(registry).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def of(found, name, **labels):
+    return found.get((name, tuple(sorted(labels.items()))))
+
+
+def test_every_figure_is_that_of_the_publisher(start, registry):
+    late, killed = start(2)
+    with shmsync.Publisher(stamped(1), slots=2) as pub:
+        for index, worker in enumerate((late, killed)):
+            worker.call(attach, pub.handle, worker=index)
+            worker.call(refresh)
+        late.call(enter)
+        killed.kill()
+        metrics.prometheus(pub, registry)
+        pub.publish(stamped(2))
+        found, arena, stats = scraped(registry), pub.name, pub.stats()
+        assert of(found, "shmsync_version", arena=arena) == 2
+        assert of(found, "shmsync_publishes_total", arena=arena) == stats.publishes == 2
+        assert of(found, "shmsync_bytes_copied_total", arena=arena) == stats.bytes_copied > 0
+        assert of(found, "shmsync_publish_seconds_count", arena=arena) == stats.publish.count
+        assert of(found, "shmsync_publish_seconds_sum", arena=arena) == pytest.approx(stats.publish.total)
+        assert of(found, "shmsync_publish_quantile_seconds", arena=arena, quantile="0.99") == stats.publish.p99
+        assert of(found, "shmsync_reader_lag", arena=arena, worker="0", pid=str(late.pid)) == 1
+        assert of(found, "shmsync_reader_pin_age_seconds", arena=arena, worker="0", pid=str(late.pid)) > 0
+        reads = next(reader.reads for reader in pub.readers() if reader.worker == 0)
+        assert of(found, "shmsync_reader_reads_total", arena=arena, worker="0", pid=str(late.pid)) == reads > 0
+        states = [of(found, "shmsync_readers", arena=arena, state=state) for state in ("live", "stopped", "dead")]
+        assert states == [1, 0, 1]
+        late.stop()
+        assert of(scraped(registry), "shmsync_readers", arena=arena, state="stopped") == 1
+    assert scraped(registry) == {}
+
+
+def test_several_publishers_share_a_registry(registry):
+    with shmsync.Publisher(stamped(1)) as one, shmsync.Publisher(stamped(1)) as other:
+        first = metrics.prometheus(one, registry)
+        metrics.prometheus(other, registry)
+        with pytest.raises(shmsync.ProtocolError, match="in this registry already"):
+            metrics.prometheus(one, registry)
+        other.publish(stamped(2))
+        found = scraped(registry)
+        assert (of(found, "shmsync_version", arena=one.name), of(found, "shmsync_version", arena=other.name)) == (1, 2)
+        first.unregister()
+        first.unregister()
+        assert of(scraped(registry), "shmsync_version", arena=one.name) is None
+        metrics.prometheus(one, registry)
+        assert of(scraped(registry), "shmsync_version", arena=one.name) == 1
+
+
+def test_a_new_publisher_takes_the_place_of_a_closed_one(registry, name):
+    for version in (1, 2):
+        with shmsync.Publisher(stamped(1), name=name) as pub:
+            metrics.prometheus(pub, registry)
+            for each in range(1, version):
+                pub.publish(stamped(each + 1))
+            assert of(scraped(registry), "shmsync_version", arena=name) == version
+    with pytest.raises(shmsync.ClosedError):
+        metrics.prometheus(pub, registry)
+
+
+def test_one_dict_for_tensorboard_and_others(start):
+    worker = start()
+    with shmsync.Publisher(stamped(1), slots=2) as pub:
+        worker.call(attach, pub.handle, worker=0)
+        worker.call(refresh)
+        worker.call(enter)
+        pub.publish(stamped(2))
+        found = metrics.values(pub)
+        assert (found["shmsync/version"], found["shmsync/readers.live"], found["shmsync/readers.max_lag"]) == (2, 1, 1)
+        assert found["shmsync/readers.max_pin_age"] > 0
+        assert found["shmsync/publish.count"] == 2
+        assert all(isinstance(value, (int, float)) for value in found.values())
+        names = metrics.values(pub, prefix="shmsync.")
+        assert all(re.fullmatch(r"[a-z][a-z0-9_.]*", each) for each in names)
+    with pytest.raises(shmsync.ClosedError):
+        metrics.values(pub)
+
+
+def test_the_dashboard_asks_for_figures_that_there_are(start, registry):
+    worker = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        worker.call(attach, pub.handle, worker=0)
+        metrics.prometheus(pub, registry)
+        names = {name for name, _ in scraped(registry)}
+        labels = {label for _, pairs in scraped(registry) for label, _ in pairs}
+    panels = json.loads((ROOT / "docs" / "grafana.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 5
+    for target in (target for panel in panels for target in panel["targets"]):
+        assert set(re.findall(r"shmsync_\w+", target["expr"])) <= names
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels
+
+
+@pytest.mark.full  # the tests above ask for the figures; this one starts a trainer and two workers anew
+def test_the_example_serves_them():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program = Path(shmsync.__file__).parent / "examples" / "serve_metrics.py"
+    command = [sys.executable, str(program), "--seconds", "3", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as process:
+        assert "serving at" in process.stdout.readline()
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics", timeout=PATIENCE) as answer:
+            text = answer.read().decode()
+        rest = process.stdout.read()
+        assert process.wait() == 0
+    assert re.search(r'^shmsync_reader_lag\{arena="metrics-example",pid="\d+",worker="1"\} ', text, re.M)
+    assert re.search(r"^shmsync/version \d+", rest, re.M)
+
+
+def test_several_subscribers_of_one_process_are_one_series(registry):
+    with (
+        shmsync.Publisher(stamped(1), slots=3) as pub,
+        shmsync.Subscriber(pub.handle) as one,
+        shmsync.Subscriber(pub.handle) as other,
+    ):
+        for _ in range(3):
+            with one.read():
+                pass
+        with other.read():
+            pass
+        metrics.prometheus(pub, registry)
+        pub.publish(stamped(2))
+        other.refresh()
+        found = scraped(registry)
+        who = {"arena": pub.name, "worker": "", "pid": str(os.getpid())}
+        assert of(found, "shmsync_reader_lag", **who) == 1  # of the one that is behind
+        assert of(found, "shmsync_reader_reads_total", **who) == sum(reader.reads for reader in pub.readers())

@@ -1,0 +1,361 @@
+"""What an arena shows to a terminal beside it, whatever became of its processes: `shmsync list`, `inspect`, `gc`."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import shmsync
+from shmsync import _native, cli
+from shmsync.cli.measures import holders
+from shmsync.memory import inspection as observed
+from shmsync.memory.system.process import Peers
+from support.jobs.engine import (
+    attach,
+    begin_update,
+    close_publisher,
+    create_and_stall,
+    device_is_idle,
+    enter,
+    leave,
+    open_arena,
+    publish,
+    publish_for_ever,
+    refresh,
+)
+from support.processes import segment_path, until
+from support.weights import stamped
+
+PYTHON = (sys.executable, "-m", "shmsync")
+
+
+@pytest.fixture
+def said(capsys):
+    """said("list", "-v") -> what the command prints."""
+
+    def run(*arguments, status=0):
+        assert cli.main(arguments) == status
+        printed = capsys.readouterr()
+        return printed.out if status == 0 else printed.err
+
+    return run
+
+
+@pytest.fixture
+def told(said):
+    """told(name) -> what `list --json` says of an arena."""
+
+    def run(name, interval="0"):
+        arenas = json.loads(said("list", "--json", "--interval", interval))["arenas"]
+        return next((arena for arena in arenas if arena["name"] == name), None)
+
+    return run
+
+
+@contextlib.contextmanager
+def left_dead(trainer, name):
+    """Kill the publisher, and have nobody remove its segment: sweepers leave one alone that somebody has locked."""
+    with open(segment_path(name)) as segment:
+        fcntl.flock(segment, fcntl.LOCK_SH)
+        trainer.kill()
+        yield
+
+
+def cell(text, name, column):
+    """One cell of the table of `list`."""
+    head, *rows = text.splitlines()
+    row = next(row for row in rows if row.split()[0] == name)
+    return re.split(r"  +", row)[re.split(r"  +", head).index(column)].strip()
+
+
+def test_the_owner_is_alive_stopped_or_dead(start, name, told, said):
+    trainer = start()
+    trainer.call(open_arena, 3, name=name, slots=2)
+    shown = told(name)
+    assert (shown["owner"], shown["pid"], shown["version"], len(shown["slots"])) == ("alive", trainer.pid, 3, 2)
+    assert shown["command"]
+    trainer.stop()
+    shown = told(name)
+    assert (shown["owner"], shown["version"]) == ("stopped", 3)
+    assert "is stopped" in said("list", "--interval", "0")
+    with left_dead(trainer, name):
+        shown = told(name)
+        assert (shown["owner"], shown["version"], shown["pid"]) == ("dead", 3, trainer.pid)
+        assert "`shmsync gc` removes" in shown["why"]
+        assert "slots" in said("inspect", name, "--interval", "0")
+
+
+def test_one_that_is_not_ready_says_why(start, name, told, said):
+    creator = start()
+    creator.start(create_and_stall, name)
+    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
+    until(lambda: (told(name) or {}).get("owner") == "not ready")  # it is listed once its header is there
+    assert f"pid {creator.pid} is making it" in told(name)["why"]
+    text = said("list", "--interval", "0")
+    assert cell(text, name, "OWNER") == "not ready"
+    assert f"pid {creator.pid} is making it" in text
+    assert "is making it" in said("inspect", name)
+    copy = segment_path(name).read_bytes()
+    creator.kill()
+
+    def shown_as_dead():
+        segment_path(name).write_bytes(copy)  # another test's publisher may have swept it
+        shown = told(name)
+        return shown and shown["owner"] == "dead" and "died before the first version" in shown["why"]
+
+    until(shown_as_dead)
+
+
+def test_versions_per_second_are_counted(start, told, name):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    assert told(name)["versions_per_s"] is None
+    assert told(name, "0.05")["versions_per_s"] == 0
+    trainer.start(publish_for_ever)
+    until(lambda: told(name, "0.05")["versions_per_s"] > 0)
+
+
+def test_readers_are_shown_as_they_are(start, name, told, said):
+    trainer, pinned, stopped, killed = start(4)
+    handle = trainer.call(open_arena, 2, name=name, slots=3)
+    for index, worker in enumerate((pinned, stopped, killed)):
+        worker.call(attach, handle, worker=index)
+        worker.call(refresh)
+    pinned.call(enter)
+    stopped.stop()
+    killed.kill()
+    trainer.call(publish, 3)
+    rows = {reader["worker"]: reader for reader in told(name)["readers"]}
+    assert {index: row["condition"] for index, row in rows.items()} == {0: "alive", 1: "stopped", 2: "dead"}
+    assert [rows[i]["pid"] for i in range(3)] == [pinned.pid, stopped.pid, killed.pid]
+    assert (rows[0]["pinned"], rows[1]["pinned"], rows[0]["lag"], rows[0]["acked"]) == (2, None, 1, 2)
+    assert rows[0]["pin_age"] > 0 == rows[1]["pin_age"]
+    text = said("inspect", name, "--interval", "0")
+    line = next(line for line in text.splitlines() if line.split()[:2] == ["0", str(pinned.pid)])
+    assert line.split()[2:6] == ["alive", "2", "1", "2"]
+    assert "3 of 64 rows (1 alive, 1 stopped, 1 dead" in said("list", "-v", "--interval", "0")
+    pinned.call(leave)
+    assert told(name)["readers"][0]["reads"] >= 1
+
+
+def test_weights_slots_and_ties(said):
+    shared = torch.zeros(4, 3)
+    weights = {"embed.weight": shared, "body.0.bias": torch.zeros(5, dtype=torch.int64), "head.weight": shared}
+    with shmsync.Publisher(weights, slots=2) as pub:
+        text = said("inspect", pub.name, "--interval", "0")
+        leaves = json.loads(said("inspect", pub.name, "--json", "--interval", "0"))["leaves"]
+        short = said("inspect", pub.name, "--depth", "1", "--interval", "0")
+        pub.publish()
+        later = said("inspect", pub.name, "--interval", "0")
+    assert "int64 [5]  40 B" in text
+    assert "weight  float32 [4, 3]  48 B" in text
+    assert "weight  float32 [4, 3]  = embed.weight" in text
+    assert re.search(r"^  0  version 1, current\n  1  never written$", text, re.M) or "version 1, current" in text
+    assert {leaf["name"]: (leaf["dtype"], leaf["shape"], leaf["tied"]) for leaf in leaves} == {
+        "embed.weight": ("float32", [4, 3], ["head.weight"]),
+        "body.0.bias": ("int64", [5], []),
+        "head.weight": ("float32", [4, 3], ["embed.weight"]),
+    }
+    assert "body  (1 tensor, 40 B)" in short and "int64" not in short
+    assert "version 2, current" in later and "version 1\n" in later
+
+
+def test_a_write_under_way_is_shown(start, name, told, said):
+    trainer = start()
+    trainer.call(open_arena, 2, name=name)
+    trainer.call(begin_update, 3)
+    shown = told(name)
+    assert (shown["version"], shown["gated"], shown["state"]) == (2, True, "open")
+    assert shown["slots"] == [{"version": 3, "unfinished": True, "current": False}]
+    assert "closed to new sections" in said("inspect", name, "--interval", "0")
+
+
+def spent(pid):
+    """What the kernel has counted of all threads of a process: time on a processor, turns there, switches."""
+    tasks = sorted(Path(f"/proc/{pid}/task").iterdir())
+    return [(task / "schedstat").read_text().split()[::2] for task in tasks]
+
+
+def test_nobody_notices_that_they_are_looked_at(start, name, said):
+    """The processes that are looked at do not run for it, and no byte of the segment changes: no row is taken."""
+    trainer, worker = start(2)
+    worker.call(attach, trainer.call(open_arena, 2, name=name, max_readers=1), worker=0)
+    worker.call(device_is_idle)
+    pids = (trainer.pid, worker.pid)
+    until(lambda: all(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S" for pid in pids))
+    before = segment_path(name).read_bytes(), [spent(pid) for pid in pids]
+    for arguments in (("list", "-v"), ("inspect", name), ("gc", "--dry-run")):
+        said(*arguments)
+    assert before == (segment_path(name).read_bytes(), [spent(pid) for pid in pids])
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "words"),
+    [
+        (0, b"whatever", "is no segment of shmsync"),
+        (8, (_native.ABI + 1).to_bytes(4, "little"), f"layout is number {_native.ABI + 1}, but this one reads number"),
+        (72, (0).to_bytes(4, "little"), "crc"),
+    ],
+    ids=["no arena", "another version", "damaged"],
+)
+def test_what_cannot_be_read_says_why(start, name, told, said, offset, data, words):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    with open(segment_path(name), "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
+    assert words in told(name)["why"]
+    assert told(name)["version"] is None
+    assert name in said("inspect", name)
+
+
+def test_a_segment_that_is_cut_off_ends_no_command(start, name, told):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    size = segment_path(name).stat().st_size
+    with open(segment_path(name)) as segment:
+        fcntl.flock(segment, fcntl.LOCK_SH)  # else another test's publisher removes it, as one that nobody made ready
+        for length in (size - 1, 65536, 4096, 300, 100, 0):
+            os.truncate(segment_path(name), length)
+            assert told(name)["version"] is None
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_others(said, name):
+    with shmsync.Publisher(stamped(1)) as pub:
+        assert re.search(f"no arena '{name}'.*there are: .*{pub.name}", said("inspect", name, status=1))
+
+
+def test_gc_says_first_what_it_would_remove(start, name, said):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    assert f"would keep {name}: process {trainer.pid} is alive" in said("gc", "--dry-run")
+    with left_dead(trainer, name):
+        assert f"would remove {name}" in said("gc", "--dry-run")
+        assert segment_path(name).exists()
+
+
+@pytest.mark.host_memory(reason="the memory of a device has no name")
+def test_the_memory_carries_the_name_of_its_arena(start):
+    longest = "a" * 200
+    trainer, worker = start(2)
+    worker.call(attach, trainer.call(open_arena, name=longest))
+    for pid in (trainer.pid, worker.pid):
+        assert f"/memfd:shmsync:{longest} (deleted)" in Path(f"/proc/{pid}/maps").read_text()
+    trainer.call(close_publisher)
+    assert longest not in Path(f"/proc/{trainer.pid}/maps").read_text()
+
+
+def test_a_stream_that_knows_ascii_only(start, name):
+    trainer = start()
+    trainer.call(open_arena, name=name)
+    done = run("inspect", name, "--interval", "0", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "`-- " in done.stdout
+    assert "├" in run("inspect", name, "--interval", "0", PYTHONIOENCODING="utf-8").stdout
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [*PYTHON, *arguments], capture_output=True, text=True, check=False, cwd="/", env=os.environ | environment
+    )
+
+
+def test_every_command_shows_examples(capsys):
+    for command in ([], ["list"], ["inspect"], ["gc"], ["completion"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*command, "--help"])
+        assert ended.value.code == 0
+        assert "examples:" in capsys.readouterr().out
+
+
+def test_a_reader_that_goes_away_ends_it_quietly():
+    done = subprocess.run(
+        f"{' '.join(PYTHON)} completion bash | true", shell=True, capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.stderr == ""
+
+
+@pytest.fixture
+def completed(said, tmp_path):
+    """completed("insp") -> what bash makes of a press of Tab there: the words, as its own function finds them."""
+    pytest.importorskip("argcomplete", reason="completion needs shmsync[completion]")
+    script = tmp_path / "completion"
+    script.write_text(said("completion", "bash"))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+
+    def complete(typed):
+        typed = f"shmsync {typed}"
+        line = f"""
+            . {script}
+            COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_TYPE=9
+            $(complete -p shmsync | grep -o -- '-F [^ ]*' | cut -c4-) shmsync
+            echo "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, check=True, cwd="/", env=os.environ | {"PATH": path}
+        )
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    return complete
+
+
+def test_bash_completes_commands_options_and_names(completed):
+    with shmsync.Publisher(stamped(1)) as pub:
+        assert completed("ins") == ["inspect"]
+        for command in ("inspect", "top", "export"):
+            assert completed(f"{command} {pub.name[:-3]}") == [pub.name]
+        assert completed("gc --d") == ["--dry-run"]
+        assert completed("completion z") == ["zsh"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_a_script(said, shell):
+    pytest.importorskip("argcomplete", reason="completion needs shmsync[completion]")
+    assert "shmsync" in said("completion", shell)
+
+
+def test_an_observer_in_python_sees_what_readers_says(start):
+    worker = start()
+    with shmsync.Publisher(stamped(1)) as pub:
+        worker.call(attach, pub.handle, worker=7)
+        (told,), peers = pub.readers(), Peers()
+        (seen,) = observed.look(pub.name, peers).readers
+        peers.close()
+    for field in ("worker", "pid", "acked", "lag", "pinned", "reads", "torn", "retries"):
+        assert getattr(seen, field) == getattr(told, field)
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_who_holds_everybody_up_is_known_before_a_publish_waits(start, slots):
+    """With several slots: who holds the versions of all but the current one, the longest pin first."""
+    readers, peers = start(slots - 1), Peers()
+    with shmsync.Publisher(stamped(1), slots=slots) as pub:
+        for version, reader in enumerate(readers, 1):
+            reader.call(attach, pub.handle, worker=version)
+            reader.call(enter)
+            assert holders(observed.look(pub.name, peers)) == []
+            pub.publish(stamped(version + 1))
+        assert [reader.worker for reader in holders(observed.look(pub.name, peers))] == list(range(1, slots))
+        readers[0].call(leave)
+        assert holders(observed.look(pub.name, peers)) == []
+    peers.close()
+
+
+def test_a_publisher_of_another_pid_namespace_is_unknown(start, name, told):
+    trainer, reader = start(2)
+    reader.call(attach, trainer.call(open_arena, name=name), worker=0)
+    with open(segment_path(name), "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes(8), 64)
+        covered = os.pread(file.fileno(), 128, 0) + os.pread(file.fileno(), 120, 136)  # all but the CRC and `ready`
+        os.pwrite(file.fileno(), zlib.crc32(covered).to_bytes(4, "little"), 128)
+    shown = told(name)
+    assert (shown["owner"], shown["version"], shown["readers"][0]["condition"]) == ("unknown", 1, "unknown")
+    assert "another container" in shown["why"]

@@ -1,0 +1,314 @@
+"""A trainer that dies, or closes, and comes back under its name: who follows goes on with the new weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from math import inf as for_ever
+from pathlib import Path
+
+import pytest
+import torch
+
+import shmsync
+from support.jobs.engine import attach, begin_update, close_publisher, open_arena, publish, read
+from support.jobs.restarts import count_readers, follow_until, open_net, open_other_layout
+from support.processes import until, until_waits
+from support.weights import Net, bytes_of
+
+
+def outputs(seed):
+    with torch.no_grad():
+        return Net(seed).eval()(torch.ones(2, 6))
+
+
+@pytest.fixture
+def follower():
+    made = []
+
+    def make(source, **kwargs):
+        made.append(shmsync.Subscriber(source, follow=True, **kwargs))
+        return made[-1]
+
+    yield make
+    for sub in made:
+        sub.close()
+
+
+END = {
+    "killed": lambda trainer: trainer.kill(),
+    "closed": lambda trainer: trainer.call(close_publisher),
+}
+
+
+@pytest.mark.parametrize("by", ["name", "handle"])
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("end", END)
+def test_a_follower_moves_to_the_arena_of_a_new_trainer(start, name, follower, end, slots, by):
+    trainer = start()
+    handle = trainer.call(open_arena, 5, name=name, slots=slots)
+    sub = follower(name if by == "name" else handle, worker=3)
+    stale = sub.weights
+    assert (read(sub), sub.publisher_alive, sub.session) == ((5, 5, 5), True, handle.session)
+    END[end](trainer)
+    until(lambda: not sub.publisher_alive)
+    assert read(sub) == (5, 5, 5)  # nobody is back yet
+    assert not sub.refresh()
+    assert (sub.version, sub.lag) == (5, 0)
+    trainer = start()
+    fresh = trainer.call(open_arena, 2, name=name, slots=3 - slots)  # the number of slots may be another one
+    until(sub.refresh)
+    assert (sub.version, sub.latest, sub.lag) == (2, 2, 0)
+    assert (read(sub), sub.publisher_alive, sub.session) == ((2, 2, 2), True, fresh.session)
+    assert sub.stats().restarts == 1
+    assert (stale["large"] == 5).all()  # what was taken before stays readable
+    trainer.start(publish, 3, wait=[3])
+    until(sub.refresh)
+    assert trainer.result() == 3
+    assert read(sub) == (3, 3, 3)
+
+
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_bound_module_moves_by_being_called(start, name, follower, slots, consistency):
+    trainer = start()
+    trainer.call(open_net, 1, name=name, slots=slots)
+    sub = follower(name, consistency=consistency)
+    module = sub.bind(Net(9)).eval()
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        assert torch.equal(module(x), outputs(1))
+        trainer.kill()
+        assert torch.equal(module(x), outputs(1))
+        for seed in (2, 3):  # more than once
+            trainer = start()
+            trainer.call(open_net, seed, name=name, slots=slots)
+            call_until_moved(module, x, sub)
+            assert torch.equal(module(x), outputs(seed))
+            assert torch.equal(sub.weights["0", "weight"], Net(seed)[0].weight)
+            assert sub.version == 1
+            trainer.kill()
+    assert sub.stats().moves == 3
+    assert sub.stats().reads > 3
+
+
+def call_until_moved(module, x, sub):
+    restarts = sub.stats().restarts
+    until(lambda: sub.stats().restarts > restarts or module(x) is None)
+
+
+def test_a_trainer_killed_in_the_middle_of_a_write(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 4, name=name)
+    sub = follower(name)
+    trainer.call(begin_update, 5)
+    trainer.kill()
+    with pytest.raises(shmsync.Poisoned), sub.read():
+        pass
+    trainer = start()
+    trainer.call(open_arena, 2, name=name)
+    assert read(sub) == (2, 2, 2)
+    assert sub.refresh() is False
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_wait_version_waits_for_a_trainer_that_comes_back(start, name, follower, slots):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=slots)
+    sub = follower(name)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(sub.wait_version(6, timeout=for_ever)))
+    thread.start()
+    until_waits(thread, "_wait_for")
+    trainer.kill()
+    until(lambda: not sub.publisher_alive)
+    trainer = start()
+    trainer.call(open_arena, 1, name=name, slots=slots)
+    thread.join()  # the wait has moved on to the new arena, whose every version is newer than 5
+    assert seen == [1]
+    assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
+    assert (sub.weights["large"] == 5).all()
+    trainer.call(publish, 2)
+    assert read(sub) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_next_version_is_waited_for_across_restarts(start, name, follower, slots):
+    """What a loop of wait_version(sub.version + 1) and refresh() sees, though the numbers begin again."""
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=slots)
+    sub = follower(name)
+    sub.refresh()
+    seen = []
+    for value in (2, 3):
+        trainer.kill()
+        trainer = start()
+        trainer.call(open_arena, value, name=name, slots=slots)
+        seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
+        trainer.call(publish, value + 1)
+        seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
+    assert [found for found, *_ in seen] == [2, 3, 3, 4]
+    assert [(moved, values[0]) for _, moved, values in seen] == [(True, 2), (True, 3), (True, 3), (True, 4)]
+
+
+def test_a_wait_counts_in_the_session_of_its_thread(start, name, follower):
+    """Another thread has followed the restart: what this thread has seen is older than all of the new session."""
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    sub = follower(name)
+    assert read(sub) == (5, 5, 5)
+    old = sub.session
+    trainer.kill()
+    trainer = start()
+    fresh = trainer.call(open_arena, 2, name=name, slots=2)
+    other = threading.Thread(target=until, args=(sub.refresh,))
+    other.start()
+    other.join()
+    assert (sub.version, sub.session, sub.latest) == (5, old, 2)
+    assert sub.wait_version(sub.version + 1, timeout=for_ever) == 2
+    assert sub.session == fresh.session  # so that the next wait counts in this one
+    trainer.call(publish, 3)
+    assert sub.wait_version(3, timeout=for_ever) == 3
+    with pytest.raises(shmsync.PublishTimeout):
+        sub.wait_version(4, timeout=0)
+
+
+def test_a_section_of_one_version_waits_for_its_number_in_the_new_arena(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    sub = follower(name)
+    seen = []
+
+    def enter():
+        with sub.read(version=6, timeout=for_ever) as section:
+            seen.append(section.version)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    until_waits(thread, "_wait_for")
+    trainer.kill()
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    until(lambda: sub.latest == 5)
+    assert not seen
+    trainer.call(publish, 6)
+    thread.join()
+    assert seen == [6]
+
+
+def test_waits_have_their_deadline_though_nobody_comes_back(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 1, name=name, slots=2)
+    sub = follower(name)
+    trainer.kill()
+    with pytest.raises(shmsync.WriterDied, match="not published again in time"):
+        sub.wait_version(2, timeout=0.2)
+    with pytest.raises(shmsync.WriterDied), sub.read(version=2, timeout=0.2):
+        pass
+    assert sub.wait_version(1) == 1
+
+
+def test_a_section_keeps_the_arena_it_has_entered(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=2)
+    sub = follower(name)
+    with sub.read() as section:
+        trainer.kill()
+        trainer = start()
+        trainer.call(open_arena, 2, name=name, slots=2)
+        until(lambda: not sub.publisher_alive)
+        assert not sub.refresh()
+        with pytest.raises(shmsync.WriterDied):
+            sub.wait_version(6, timeout=for_ever)
+        assert (section.version, section.weights["scalar"].item()) == (5, 5)
+    until(sub.refresh)
+    assert read(sub) == (2, 2, 2)
+
+
+def test_another_layout_is_named_and_the_old_weights_stay(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name)
+    sub = follower(name)
+    trainer.kill()
+    trainer = start()
+    trainer.call(open_other_layout, name)
+    until(lambda: not sub.publisher_alive)
+    for call in (sub.refresh, lambda: sub.wait_version(6)):
+        for _ in range(2):
+            with pytest.raises(shmsync.ManifestMismatch, match="extra is new.*large was") as error:
+                call()
+            assert name in str(error.value)
+    with pytest.warns(RuntimeWarning, match="extra is new"):
+        until(lambda: read(sub) != (5, 5, 5) or warned(sub))
+    assert read(sub) == (5, 5, 5)
+    trainer.call(close_publisher)
+    trainer.call(open_arena, 3, name=name)  # the right one in the end
+    until(sub.refresh)
+    assert read(sub) == (3, 3, 3)
+
+
+def warned(sub):
+    return sub._reader._successor._warned is not None
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_without_follow_nothing_moves(start, name, slots):
+    trainer = start()
+    trainer.call(open_arena, 5, name=name, slots=slots)
+    with shmsync.Subscriber(name) as sub:
+        assert sub.publisher_alive
+        os.kill(trainer.pid, signal.SIGSTOP)
+        assert sub.publisher_alive  # it may go on
+        os.kill(trainer.pid, signal.SIGCONT)
+        trainer.kill()
+        assert not sub.publisher_alive
+        start().call(open_arena, 2, name=name, slots=slots)
+        assert not sub.refresh()
+        assert read(sub) == (5, 5, 5)
+        assert not sub.publisher_alive
+        with pytest.raises(shmsync.WriterDied):
+            sub.wait_version(6)
+    with pytest.raises(shmsync.ClosedError):
+        sub.publisher_alive  # noqa: B018
+
+
+def test_followers_leave_nothing_behind(start, name, follower):
+    """Neither rows nor mappings nor descriptors grow with the number of restarts."""
+    trainer = start()
+    trainer.call(open_arena, 1, name=name, slots=2)
+    sub = follower(name)
+
+    def held():
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count("memfd:shmsync"), maps.count("/dev/shm/shmsync."), len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    for _ in range(5):
+        trainer.call(close_publisher)
+        trainer.call(open_arena, 1, name=name, slots=2)
+        until(sub.refresh)
+        gc.collect()
+        assert held() == before
+        assert trainer.call(count_readers) == 1
+
+
+def test_closing_and_attaching_other_workers_beside_a_follower(start, name, follower):
+    trainer = start()
+    trainer.call(open_arena, 1, name=name, slots=2)
+    workers = start(2)
+    for index, worker in enumerate(workers):
+        worker.call(attach, name, worker=index, follow=True)
+    sub = follower(name, worker=7)
+    trainer.kill()
+    trainer = start()
+    trainer.call(open_arena, 1, name=name, slots=2)
+    trainer.start(publish, 2, wait=[0, 1, 7], timeout=for_ever)
+    for worker in workers:
+        worker.start(follow_until, 2)
+    until(lambda: (sub.refresh() and sub.version == 2) or sub.version == 2)
+    assert trainer.result() == 2
+    assert [worker.result() for worker in workers] == [2, 2]
+    with shmsync.Subscriber(name) as other:
+        assert bytes_of(sub.weights) == bytes_of(other.weights)

@@ -1,0 +1,102 @@
+"""Readers never act on torn weights, while the writer publishes without pause.
+
+Every word of every leaf carries the version. Bounded by counts of sections and versions, never by time.
+"""
+
+import math
+from multiprocessing.connection import wait
+
+import pytest
+import torch
+
+import shmsync
+from support.jobs.engine import attach, detach, read_until, read_until_torn
+from support.weights import stamp
+
+READERS = 4
+# size: (sections, versions) that each reader has to accept
+SIZES = {"10KB": (10_000, 300, 40), "4MB": (4 << 20, 30, 8), "64MB": (64 << 20, 6, 3)}
+
+
+@pytest.fixture(scope="module")
+def readers(keep):
+    return keep(READERS)
+
+
+def weights_of(nbytes):
+    """Leaves of several shapes and word sizes, large and small, that together take about so many bytes."""
+    rows = nbytes // 8 // 16
+    return {
+        "embedding": torch.ones(rows, 8, dtype=torch.int64),
+        "layer1.weight": torch.ones(rows, 8, dtype=torch.int32),
+        "layer1.bias": torch.ones(3, dtype=torch.int64),
+        "layer2.weight": torch.ones(rows // 2, 4, dtype=torch.float64),
+        "layer2.scale": torch.ones((), dtype=torch.float32),
+        "layer3.weight": torch.ones(rows * 2, dtype=torch.int64),
+    }
+
+
+def write_while(pub, source, going_on):
+    """Publish and update in turns; every version bears its number."""
+    while going_on():
+        version = pub.version + 1
+        if version % 2:
+            stamp(source, version)
+            assert pub.publish() == version
+        else:
+            with pub.update() as weights:
+                stamp(weights, version)
+    return pub.version
+
+
+def all_answered(readers):
+    pending = {reader.conn for reader in readers}
+
+    def going_on():
+        for conn in wait(pending, 0):
+            pending.discard(conn)
+        return bool(pending)
+
+    return going_on
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
+def test_no_torn_weights_are_accepted(readers, size, slots, consistency):
+    nbytes, sections, versions = SIZES[size]
+    source = weights_of(nbytes)
+    with shmsync.Publisher(source, slots=slots, timeout=math.inf) as pub:
+        for index, reader in enumerate(readers):
+            reader.call(attach, pub.handle, consistency=consistency, worker=index, timeout=math.inf)
+            reader.start(read_until, sections, versions)
+        last = write_while(pub, source, all_answered(readers))
+        for reader in readers:
+            accepted, seen, torn = reader.result()
+            assert torn == []
+            assert accepted >= sections
+            assert seen >= versions
+        assert last >= versions  # the writer got on as well: its versions are what they saw
+        counts = pub.readers()
+        assert [info.worker for info in counts] == list(range(READERS))
+        if consistency == "pinned":
+            assert all(info.torn == 0 for info in counts)
+        for reader in readers:
+            reader.call(detach)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_live_reads_show_torn_weights(readers, slots):
+    """So the check above would have seen them."""
+    source = weights_of(4 << 20)
+    with shmsync.Publisher(source, slots=slots, timeout=math.inf) as pub:
+        for reader in readers:
+            reader.call(attach, pub.handle, consistency="live")
+            reader.start(read_until_torn)
+        write_while(pub, source, all_answered(readers))
+        assert all(reader.result() >= 1 for reader in readers)
+        assert all(info.torn >= 1 for info in pub.readers())  # and they say so
+        for reader in readers:
+            reader.call(detach)

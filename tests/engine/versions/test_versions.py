@@ -1,0 +1,120 @@
+"""sub.versions(): one applied version after the other, and what ends the loop."""
+
+from __future__ import annotations
+
+from math import inf as for_ever
+
+import pytest
+import torch
+
+import shmsync
+from support.calls import Call
+from support.jobs.engine import attach, close_publisher, collect_versions, open_arena, publish
+from support.processes import until_waits
+from support.weights import stamped
+
+
+def collected(worker, slots, *, reads):
+    """What a worker's loop collects while versions 1 to 5 are published."""
+    with shmsync.Publisher(stamped(1), slots=slots) as pub:
+        worker.call(attach, pub.handle, worker=0)
+        worker.start(collect_versions, reads=reads, timeout=for_ever)
+        for version in range(2, 6):
+            pub.publish(stamped(version), wait=True, timeout=for_ever)
+    return worker.result()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_each_version_that_is_waited_for_is_given_until_the_publisher_closes(start, slots):
+    assert collected(start(), slots, reads=False) in ([1, 2, 3, 4, 5], [2, 3, 4, 5])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_section_in_the_loop_has_that_version_or_a_newer_one(start, slots):
+    seen = collected(start(), slots, reads=True)
+    given = [version for version, *_ in seen]
+    assert given == sorted(set(given))
+    assert all(version <= read == low == high for version, read, low, high in seen)
+    assert seen[-1][1] == 5  # a section that acks a version takes it from the loop, never the last one from both
+
+
+def test_missed_versions_are_skipped_and_a_second_loop_begins_at_the_newest(start):
+    with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        for version in range(2, 5):
+            pub.publish(stamped(version))
+        versions = sub.versions(timeout=0.05)
+        assert next(versions) == 4
+        pub.publish(stamped(5))
+        pub.publish(stamped(6))
+        assert next(versions) == 6
+        with pytest.raises(shmsync.PublishTimeout, match="version 7"):
+            next(versions)
+        assert next(sub.versions()) == 6
+        pub.publish(stamped(7))
+        pub.close()
+        assert list(sub.versions()) == [7]
+
+
+def test_a_dead_publisher_is_an_error_unless_it_is_followed(start, name):
+    trainer = start()
+    trainer.call(open_arena, 7, name=name, slots=2)
+    with shmsync.Subscriber(name) as sub, shmsync.Subscriber(name, follow=True) as follower:
+        versions, followed = sub.versions(timeout=for_ever), follower.versions(timeout=for_ever)
+        assert next(versions) == next(followed) == 7
+        waiter = Call(next, followed)
+        until_waits(waiter, "_wait_for")
+        trainer.kill()
+        with pytest.raises(shmsync.WriterDied):
+            next(versions)
+        again = start()
+        again.call(open_arena, 2, name=name, slots=2)  # its versions begin again
+        first = waiter.result()
+        assert first in (1, 2)
+        again.call(publish, 3)
+        assert next(followed) in {2, 3} - {first}
+        again.call(close_publisher)
+
+
+def test_closing_the_subscriber_in_another_thread_is_no_end_of_the_weights():
+    with shmsync.Publisher({"t": torch.ones(2)}) as pub:
+        sub = shmsync.Subscriber(pub.handle)
+        versions = sub.versions(timeout=for_ever)
+        assert next(versions) == 1
+        waiter = Call(next, versions)
+        until_waits(waiter, "_wait_for")
+        sub.close()
+        with pytest.raises(shmsync.ClosedError):
+            waiter.result()
+
+
+def test_a_loop_inside_a_section_is_refused():
+    with shmsync.Publisher({"t": torch.ones(2)}, slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
+        versions = sub.versions(timeout=for_ever)
+        with sub.read():
+            assert next(versions) == 1
+            pub.publish()
+            with pytest.raises(shmsync.ProtocolError, match="leave the section"):
+                next(versions)
+        assert next(sub.versions()) == 2
+
+
+def test_a_name_is_waited_for(start, name):
+    worker = start()
+    worker.start(attach, name, timeout=for_ever)
+    trainer = start()
+    trainer.call(open_arena, 3, name=name)
+    assert worker.result() == 3
+
+
+def test_a_name_that_does_not_come_says_how_long_it_was_waited_for(name):
+    with pytest.raises(shmsync.ArenaNotFound, match=r"after waiting 0\.2\d* s for it.*timeout="):
+        shmsync.Subscriber(name, timeout=0.2)
+    with pytest.raises(shmsync.ArenaNotFound, match=r"after waiting [\de.-]+ s"):
+        shmsync.Subscriber(name, timeout=0)
+
+
+def test_a_handle_whose_arena_is_gone_is_refused_at_once(name):
+    with shmsync.Publisher({"t": torch.ones(2)}, name=name) as pub:
+        handle = pub.handle
+    with pytest.raises(shmsync.ArenaNotFound, match="any more"):
+        shmsync.Subscriber(handle, timeout=for_ever)

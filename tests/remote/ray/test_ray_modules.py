@@ -1,0 +1,239 @@
+"""Weights for modules inside actors, for actors that TorchRL brings, and what happens without Ray."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
+
+import ray
+
+from shmsync import RayActorTransport, RayModuleTransformScheme, RayWeightSyncScheme, WorkerDied
+from support import processes
+from support.remote import ray_parts as parts
+
+MODEL_ID = "env.transform[0]"
+METHODS = {"tensordict": ("tensordict", "TensorDict"), "state_dict": ("state_dict", "WeightsDict")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def crew(one_ray):
+    """Two actors that no test kills."""
+    return parts.start({MODEL_ID: RayModuleTransformScheme()}, 2, kind=parts.ModuleActor)
+
+
+@pytest.fixture
+def actor(crew):
+    """One of them, that has been called with nothing yet."""
+    parts.ask(crew, "called")
+    return crew[0]
+
+
+class Holder:
+    """What a transform or a context is to the sender: an object with attributes."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def sender_of(*args, strategy="tensordict", **kwargs):
+    scheme = RayModuleTransformScheme(strategy, timeout=math.inf)
+    scheme.init_on_sender(MODEL_ID, *args, **kwargs)
+    return scheme.get_sender()
+
+
+def test_constructors_take_what_the_api_says():
+    transport = inspect.signature(RayActorTransport).parameters
+    assert list(transport)[:3] == ["actor_ref", "update_method", "tensor_transport"]
+    assert [transport[name].default for name in list(transport)[:3]] == [None, "tensordict", "object_store"]
+    scheme = inspect.signature(RayModuleTransformScheme).parameters
+    assert next(iter(scheme)) == "strategy"
+    assert scheme["strategy"].default == "tensordict"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_update_method_says_which_method_gets_the_weights(actor, method):
+    transport = RayActorTransport(actor, method)
+    transport.send_weights(MODEL_ID, dict(parts.net(2.0).state_dict()))
+    ((called, _),) = ray.get(actor.called.remote())
+    assert called == method
+    assert ray.get(actor.look.remote())[0] == 2.0
+
+
+def test_an_unknown_method_or_transport_is_refused(crew):
+    with pytest.raises(ValueError, match="'tensordict' or 'state_dict', not 'pickle'"):
+        RayActorTransport(crew[0], "pickle")
+    with pytest.raises(ValueError, match="carrier pigeon"):
+        RayActorTransport(crew[0], tensor_transport="carrier pigeon")
+    with pytest.raises(ValueError, match="pickle"):
+        RayModuleTransformScheme("pickle")
+
+
+def test_a_transport_without_an_actor_does_nothing_until_it_has_one(actor):
+    transport = RayActorTransport()
+    assert not transport.check_connection()
+    transport.send_weights(MODEL_ID, {"weight": torch.ones(1)})
+    transport.send_weights_async(MODEL_ID, {"weight": torch.ones(1)})
+    transport.wait_ack()
+    with pytest.raises(RuntimeError, match="pending"):
+        transport.wait_ack()
+    transport.set_actor(actor)
+    assert transport.check_connection()
+    transport.send_weights(MODEL_ID, parts.net(5.0).state_dict())
+    assert ray.get(actor.look.remote())[0] == 5.0
+    transport.set_actor(None)
+    transport.send_weights(MODEL_ID, parts.net(6.0).state_dict())
+    assert ray.get(actor.look.remote())[0] == 5.0
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+@pytest.mark.parametrize("name", ["actors", "actor_refs"])
+def test_actors_can_be_given(crew, actor, name, strategy):
+    sender = sender_of(strategy=strategy, **{name: [crew[0], Holder(_actor=crew[1])]})
+    for version in (1, 2):
+        assert sender.send(parts.net(version)) == version
+        assert parts.ask(crew, "look") == [(float(version), version)] * 2
+    assert parts.ask(crew, "called") == [[METHODS[strategy]] * 2] * 2
+
+
+def test_a_context_that_is_gone_before_the_first_send_is_said(actor):
+    sender = sender_of(Holder(env=Holder(transform=[actor])))
+    with pytest.raises(ValueError, match="the context is gone"):
+        sender.send(parts.net(1.0))
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_the_actor_is_found_in_the_context_when_it_is_first_needed(actor, wrapped):
+    context = Holder(env=Holder(transform=[]))
+    sender = sender_of(context)
+    with pytest.raises(ValueError, match=r"no actor under 'env.transform\[0\]'"):
+        sender.send(parts.net(1.0))
+    context.env.transform.append(Holder(_actor=actor) if wrapped else actor)
+    assert sender.send(parts.net(1.0)) == 1
+    assert ray.get(actor.look.remote()) == (1.0, 1)
+
+
+def test_neither_actors_nor_a_context_is_an_error():
+    with pytest.raises(ValueError, match="actors must be given"):
+        sender_of()
+
+
+def test_a_source_model_is_read_again_at_each_send(actor):
+    model = parts.net(1.0)
+    context = Holder(env=Holder(transform=[actor]))
+    sender = sender_of(context, source_model=model)
+    for version in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(version)
+            model.bias.fill_(version)
+        assert sender.send() == version
+        assert ray.get(actor.look.remote()) == (float(version), version)
+
+
+def test_a_killed_actor_is_named(crew):
+    (actor,) = parts.start({MODEL_ID: RayModuleTransformScheme()}, kind=parts.ModuleActor)
+    sender = sender_of(actors=[crew[0], actor])
+    sender.send(parts.net(1.0))
+    processes.kill(ray.get(actor.pid.remote()))
+    with pytest.raises(WorkerDied) as caught:
+        sender.send(parts.net(2.0))
+    assert caught.value.missing == [1]
+    assert sender.send(parts.net(3.0)) == 3
+    assert ray.get(crew[0].look.remote()) == (3.0, 3)
+
+
+def test_fan_out_binds_the_module_to_shared_memory():
+    actors = parts.start({MODEL_ID: RayModuleTransformScheme()}, 2, kind=parts.ModuleActor)
+    scheme = RayModuleTransformScheme(fan_out="node", timeout=math.inf)
+    scheme.init_on_sender(MODEL_ID, actors=actors)
+    try:
+        for version in (1, 2):
+            assert scheme.get_sender().send(parts.net(version)) == version
+            assert parts.ask(actors, "look") == [(float(version), version)] * 2
+        assert {tuple(called) for calls in parts.ask(actors, "called") for called in calls} == {
+            ("tensordict", "Announcement")
+        }
+    finally:
+        scheme.shutdown()
+        parts.end(actors)
+
+
+@pytest.mark.parametrize("strategy", METHODS)
+def test_torchrls_own_module_transform_takes_what_is_sent(strategy):
+    pytest.importorskip("torchrl.envs", reason="it is TorchRL's, of shmsync[torchrl]")
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModule
+    from torchrl.envs.transforms.module import RayModuleTransform
+
+    module = TensorDictModule(parts.net(0.0), ["observation"], ["embedded"])
+    transform = RayModuleTransform(module=module, no_grad=True, num_cpus=0)
+    context = Holder(env=Holder(transform=[transform]))
+    sender = sender_of(context, strategy=strategy, source_model=module)
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(value)
+        sender.send()
+        embedded = transform(TensorDict({"observation": torch.ones(parts.SIZE)}))["embedded"]
+        assert torch.equal(embedded, torch.full((parts.SIZE,), value * (parts.SIZE + 1)))
+    parts.end([transform._actor])
+
+
+def test_a_collector_of_torchrl_takes_what_is_sent():
+    collectors = pytest.importorskip("torchrl.collectors", reason="it is TorchRL's, of shmsync[torchrl]")
+    pytest.importorskip("gymnasium", reason="its environment is Gymnasium's, which shmsync[collectors] brings")
+    from tensordict.nn import TensorDictModule, TensorDictSequential
+    from torchrl.envs import GymEnv
+
+    policy = TensorDictSequential(
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+        TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"]),
+    )
+    make = ray.remote(num_cpus=0)(collectors.Collector)
+    environment = partial(GymEnv, "CartPole-v1", categorical_action_encoding=True)
+    collector = make.remote(environment, policy, frames_per_batch=4, total_frames=99)
+    scheme = RayWeightSyncScheme("tensordict")  # the form that TorchRL's own schemes send
+    scheme.init_on_sender("policy", remote_collectors=[collector])
+    for value in (0.5, -0.5):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.fill_(value)
+        scheme.get_sender().send(policy)
+        found = collector.__ray_call__.remote(lambda self: [each.unique().item() for each in self.policy.parameters()])
+        assert ray.get(found) == [value] * 2
+    assert ray.get(collector.__ray_call__.remote(lambda self: next(iter(self)).numel())) == 4
+    parts.end([collector])
+
+
+def test_without_ray_the_classes_import_and_their_use_names_the_extra():
+    program = """
+import sys
+sys.modules["ray"] = None
+import torch
+import shmsync
+from shmsync import RayActorTransport, RayModuleTransformScheme, RayTransport, RayWeightSyncScheme, RayWeightUpdater
+uses = [
+    RayTransport,
+    RayActorTransport,
+    lambda: RayWeightSyncScheme().init_on_sender("policy", remote_collectors=[]),
+    lambda: RayModuleTransformScheme().init_on_sender("policy", actors=[]),
+    lambda: RayWeightUpdater(torch.nn.Linear(1, 1), []).push_weights(),
+]
+for number, use in enumerate(uses):
+    try:
+        use()
+        print(number, "passed")
+    except ImportError as error:
+        print(number, "shmsync[ray]" in str(error))
+"""
+    result = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [f"{number} True" for number in range(5)]

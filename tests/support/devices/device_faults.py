@@ -1,0 +1,69 @@
+"""Orders of an arena on a device, each taken away: a storm over the simulated device must see that each is gone.
+
+Each takes a monkeypatch, or what has its setattr(), and the simulated device of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shmsync.engine.copy.copy_plan import CopyPlan
+from shmsync.engine.read.reading import ReadPath
+from shmsync.engine.write.device_writes import DeviceWrites
+from support.devices.simulated import HOST
+
+
+def commits_at_once(patch, device):
+    patch.setattr(DeviceWrites, "commit", lambda writes: int(writes._writer.commit()))
+
+
+def sections_let_go_at_once(patch, device):
+    patch.setattr(ReadPath, "_reads_end", lambda path, call: call is None or device.call(HOST, call))
+
+
+def copies_do_not_follow_the_trainer(patch, device):
+    _some_follow_nobody(patch, device, lambda later, first, own: later is own and first is not HOST)
+
+
+def the_trainer_does_not_follow_copies(patch, device):
+    _some_follow_nobody(patch, device, lambda later, first, own: first is own)
+
+
+def weights_of_the_host_are_read_later(patch, device):
+    begin, aside = DeviceWrites.__init__, CopyPlan.aside
+
+    def begin_and_tell(writes, place, *rest):
+        begin(writes, place, *rest)
+        device.own = place.stream
+
+    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
+    patch.setattr(CopyPlan, "aside", lambda plan, staging: device.own.give(lambda: aside(plan, staging)))
+
+
+def _some_follow_nobody(patch, device, forgotten):
+    """`forgotten(later, first, own)`: is this order taken away? `own`: the stream of the publisher's copies."""
+    follow, begin = device.follow, DeviceWrites.__init__
+
+    def begin_and_tell(writes, place, *rest):
+        begin(writes, place, *rest)
+        device.own = place.stream
+
+    def follow_or_not(later, first):
+        if not forgotten(later, first, getattr(device, "own", None)):
+            follow(later, first)
+
+    patch.setattr(DeviceWrites, "__init__", begin_and_tell)
+    patch.setattr(device, "follow", follow_or_not)
+
+
+FAULTS: dict[str, Callable[[Any, Any], None]] = {
+    each.__name__: each
+    for each in (
+        commits_at_once,
+        sections_let_go_at_once,
+        copies_do_not_follow_the_trainer,
+        the_trainer_does_not_follow_copies,
+        weights_of_the_host_are_read_later,
+    )
+}

@@ -1,0 +1,41 @@
+"""What a worker is told to do with an arena on the simulated device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import shmsync
+from support.devices.simulated import everywhere
+
+
+def attach_there(state, handle):
+    state.everywhere = everywhere(seed=4, longest=0.0005)
+    state.everywhere.__enter__()
+    state.sub = shmsync.Subscriber(handle, worker=0)
+
+
+def value_there(state):
+    with state.sub.read() as section:
+        return set(section.weights["t"].tolist())
+
+
+def close_there(state):
+    state.sub.close()
+    state.everywhere.__exit__(None, None, None)
+
+
+def end_trace_during_publish(state, file):
+    """End a trace while the device has a publish to make, and look for that end until it has come."""
+    with everywhere(seed=4, longest=0.0005) as device, shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub:
+        writer = pub._writer.side._writer
+        with pub.trace(file):
+            gate = device.gate(pub._writer.arena.on_device.stream)
+            pub.publish({"t": torch.ones(8)})
+        under_way = writer.trace is not None
+        gate.set()
+        end = time.monotonic() + 30
+        while writer.trace is not None and time.monotonic() < end:
+            pass  # and hold the GIL: the device's thread must come to its end without it
+        return under_way, writer.trace is None

@@ -1,0 +1,208 @@
+"""Vector environments of the collector's tests, and the single environments that they are compared with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorWrapper
+from torch import nn
+
+from support.environments.basic import Constant, Counting
+
+MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+KINDS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
+
+
+class Episodes(gymnasium.Env):
+    """Episodes of 1 to 6 steps that end in either way, or in both; everything comes from the seed and the action."""
+
+    observation_space = spaces.Box(-1e9, 1e9, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._left = int(self.np_random.integers(1, 7))
+        return self._observation(0), {"options": str(options)}
+
+    def step(self, action):
+        self._left -= 1
+        over = self._left == 0
+        how = int(self.np_random.integers(1, 4)) if over else 0
+        reward = float(self.np_random.normal()) + int(action)
+        return self._observation(int(action)), reward, bool(how & 1), bool(how & 2), {"left": self._left}
+
+    def _observation(self, action):
+        return np.array([self._left, action, *self.np_random.normal(size=2)], np.float32)
+
+
+class NestedEpisodes(Episodes):
+    """The same with a Dict of Dicts, and Box actions."""
+
+    observation_space = spaces.Dict(
+        {
+            "state": Episodes.observation_space,
+            "inner": spaces.Dict({"image": spaces.Box(0, 255, (3, 4), np.uint8), "goal": spaces.Discrete(7)}),
+        }
+    )
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def step(self, action):
+        return super().step(int(action.sum() > 0))
+
+    def _observation(self, action):
+        image = self.np_random.integers(0, 256, (3, 4)).astype(np.uint8)
+        return {
+            "state": super()._observation(action),
+            "inner": {"image": image, "goal": int(self.np_random.integers(7))},
+        }
+
+
+class Vectors:
+    """Makes vector environments of this kind and mode."""
+
+    def __init__(self, kind, make, count, mode=AutoresetMode.NEXT_STEP, wrap=None, **options):
+        self.kind, self.makes, self.mode = kind, [make] * count if callable(make) else make, mode
+        self.wrap, self.options = wrap, options
+
+    def __call__(self):
+        made = KINDS[self.kind](self.makes, autoreset_mode=self.mode, **self.options)
+        return made if self.wrap is None else self.wrap(made)
+
+
+class Through(VectorWrapper):
+    """Changes nothing, and takes no reset_mask: like a simulator that resets by itself."""
+
+    def reset(self, *, seed=None, options=None):
+        assert options is None
+        return super().reset(seed=seed)
+
+
+class Lengths:
+    """Makes environments that count to a number of their own."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self):
+        return Counting(self.length)
+
+
+class Altered(VectorWrapper):
+    """Returns from `call` what `change` makes of it, from its n-th step on."""
+
+    def __init__(self, env, change, call="step", after=2):
+        super().__init__(env)
+        self._change, self._call, self._left = change, call, after
+
+    def reset(self, **kwargs):
+        found = super().reset(**kwargs)
+        return self._change(*found) if self._call == "reset" else found
+
+    def step(self, actions):
+        found = super().step(actions)
+        self._left -= 1
+        return self._change(*found) if self._call == "step" and self._left < 0 else found
+
+
+class Dying(Counting):
+    """Its process is killed at its third step, or stays in it for ever."""
+
+    def __init__(self, how):
+        super().__init__(length=50)
+        self._how = how
+
+    def step(self, action):
+        if self._steps == 3:
+            if self._how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self._how == "raise":
+                raise RuntimeError("the simulator broke")
+            time.sleep(3600)
+        return super().step(action)
+
+
+class Pids(Counting):
+    """Writes the number of its process into a folder."""
+
+    def __init__(self, folder):
+        super().__init__()
+        (folder / str(os.getpid())).touch()
+
+
+def more_keys(observations, *rest):
+    return {**observations, "more": np.zeros(2)}, *rest
+
+
+def without_final(observations, *rest):
+    return observations, *rest[:-1], {}
+
+
+def a_row_less(observations, *rest):
+    return observations[1:], *rest
+
+
+def wide_rewards(observations, rewards, *rest):
+    return observations, rewards * 1e300, *rest
+
+
+def half_done(observations, rewards, terminated, *rest):
+    return observations, rewards, terminated + 0.5, *rest
+
+
+def doubles(observations, *rest):
+    return observations.astype(np.float64) * 1e300, *rest
+
+
+def four(*found):
+    return found[:4]
+
+
+class Random(nn.Module):
+    """Acts at random in NestedEpisodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, observation):
+        state = observation["state"][:, :2] + observation["inner", "goal"][:, None]
+        return {"action": torch.rand(len(state), 2) * self.scale - 0.5, "seen": state}
+
+
+class OfKey(Constant):
+    """Reads one key of its observation."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+
+    def forward(self, observation):
+        return super().forward(observation[self.key])
+
+
+class Growing(Constant):
+    """Returns one more key from its n-th call on."""
+
+    def __init__(self, make, after):
+        super().__init__()
+        self.make, self.left = make, after
+
+    def forward(self, observation):
+        self.left -= 1
+        out = {"action": super().forward(observation), "x": torch.zeros(len(observation))}
+        if self.left < 0:
+            out["more"] = torch.zeros(len(observation))
+        return self.make(out) if self.make is dict else self.make(out, [len(observation)])
+
+
+class Halves(Constant):
+    """A Box action."""
+
+    def forward(self, observation):
+        return (self.action + 0.5).expand(len(observation), 2)

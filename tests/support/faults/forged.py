@@ -1,0 +1,61 @@
+"""Control segments with words that no publisher writes. Crc and fingerprint are right, so nothing else refuses them."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from pathlib import Path
+
+from shmsync import _native
+from shmsync.memory.manifest import fingerprint
+from support.processes import segment_path
+
+IDENTITY = struct.Struct("<QIIQ16sQ16sQIIQIiQQQQII96s24s")
+FIELDS = (
+    "magic", "abi", "endian", "segment_bytes", "session", "owner", "boot_id", "pid_namespace", "slots", "readers",
+    "slot_bytes", "slab_kind", "slab_fd", "slab_inode", "manifest_offset", "manifest_bytes", "fingerprint", "crc",
+    "ready", "slab_handle", "pad",
+)  # fmt: skip
+CURRENT, STATE, NOTIFY, WAITING, ASKED = 256, 264, 268, 272, 276
+SEQ = 384  # of slot 0; 128 bytes from one slot to the next
+
+
+def packed(fields):
+    """The bytes of an identity, with the crc that belongs to them."""
+    plain = IDENTITY.pack(*(fields[name] for name in FIELDS))
+    return plain[:128] + struct.pack("<I", zlib.crc32(plain[:128] + plain[136:])) + plain[132:]
+
+
+def identity(path):
+    return dict(zip(FIELDS, IDENTITY.unpack(Path(path).read_bytes()[:256]), strict=True))
+
+
+def forge(name, **words):
+    """Change words of an arena's identity."""
+    path = segment_path(name)
+    write(name, 0, packed({**identity(path), **words}))
+
+
+def forge_manifest(name, text):
+    """Give an arena another manifest; the file grows where it has to."""
+    path = segment_path(name)
+    found = identity(path)
+    size = _native.segment_bytes(found["slots"], found["readers"], len(text))
+    os.truncate(path, max(size, path.stat().st_size))
+    write(name, _native.manifest_offset(found["slots"]), text)
+    os.truncate(path, size)
+    forge(name, manifest_bytes=len(text), segment_bytes=size, fingerprint=fingerprint(text))
+
+
+def write(name, offset, data):
+    with open(segment_path(name), "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), data, offset)
+
+
+def word64(value):
+    return struct.pack("<Q", value % 2**64)
+
+
+def word32(value):
+    return struct.pack("<I", value % 2**32)

@@ -1,0 +1,304 @@
+"""Storms over collectors: every frame must have been chosen by the weights whose version it carries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+
+import shmsync
+from shmsync.collectors import MultiprocessCollector
+from support import processes
+from support.storms.fleets import waited_since, waits
+from support.storms.judge import CALM, Violation
+from support.storms.model import FINE, Weather
+from support.storms.trouble import Hand
+
+LARGEST = 2.0  # of an action of Pendulum-v1
+STEP = 1 / 4096  # between the actions of two numbers: exact in float32
+
+
+def action_of(number):
+    """What every frame of these weights does."""
+    return (number % 16384) * STEP - LARGEST
+
+
+class Forecast(nn.Module):
+    """A policy whose action tells which weights it saw: more than LARGEST when they were not of one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weather = Weather()
+
+    def forward(self, observation):
+        number, _, matter, _ = self.weather()
+        action = action_of(number) if matter == FINE else 100.0 + matter
+        return torch.full((len(observation), 1), action)
+
+
+def pendulum():
+    import gymnasium
+
+    return gymnasium.make("Pendulum-v1")
+
+
+class CollectorStorm:
+    """Over shmsync's own collector, with a real environment. The dead are started again by the collector."""
+
+    def __init__(self, sky):
+        self.sky, self.random, self.counts = sky, sky.random, sky.counts
+        self.hand = Hand(self.hurt)
+        self._number = 0
+        self.begin()
+
+    def begin(self):
+        self.policy = Forecast()
+        self._number += 1
+        self.policy.weather.become(self._number)
+        self.sync = self.random.random() < 0.5
+        scheme = self.random.choice(
+            [shmsync.SharedMemWeightSyncScheme(timeout=CALM), shmsync.MultiProcessWeightSyncScheme(timeout=CALM)]
+        )
+        self.sky.note(f"a new collector, sync={self.sync}, {type(scheme).__name__}")
+        self.collector = MultiprocessCollector(
+            pendulum,
+            self.policy,
+            num_workers=3,
+            frames_per_batch=60,
+            weight_sync_scheme=scheme,
+            sync=self.sync,
+            restart_workers=True,
+            timeout=60,
+        )
+        self.numbers = {0: self._number, self.collector.stats().version: self._number}
+        self.seen = []
+        self._batches = iter(self.collector)
+        next(self._batches)  # every worker has delivered: from now on the dead are started again
+        if not self.sync:
+            for _ in range(6):
+                next(self._batches)
+
+    def members(self):
+        return list(self.collector._pool.members.values())
+
+    def step(self):
+        troubled = self.random.random() < 0.6
+        if troubled:
+            self.throw()
+        try:
+            if self.random.random() < 0.5:
+                self.update()
+            else:
+                self.check(next(self._batches))
+        finally:
+            if troubled:
+                self.hand.await_one()
+        if self.random.random() < 0.01:
+            self.counts["trainer restarts"] += 1
+            self.end()
+            self.begin()
+
+    def throw(self):
+        delivered = [member for member in self.members() if member.delivered]
+        if not delivered:
+            self.hand.skip()
+            return
+        member, kind = self.random.choice(delivered), self.random.choice(["kill", "kill", "stop and go on"])
+        self.counts[kind] += 1
+        self.counts["kills"] += kind == "kill"
+        self.sky.struck(kind)
+        self.sky.note(f"{kind} worker {member.index} (pid {member.process.pid})")
+        self.hand.order(kind, member, 0.05 * self.random.random())
+
+    @staticmethod
+    def hurt(kind, member):
+        with contextlib.suppress(ProcessLookupError, ValueError):
+            if kind == "kill":
+                os.kill(member.process.pid, signal.SIGKILL)
+            else:
+                os.kill(member.process.pid, signal.SIGSTOP)
+                processes.until(lambda: processes.state(member.process.pid) in ("T", "Z", ""))  # or it died before
+                time.sleep(0.03)
+                processes.resume(member.process.pid)
+
+    def update(self):
+        self._number += 1
+        self.policy.weather.become(self._number)
+        machine, start = waits(), time.monotonic_ns()
+        restarts = self.collector.stats().restarts
+        error = None
+        try:
+            version = self.collector.update_policy_weights_()
+        except shmsync.AckTimeout as caught:
+            error, version = caught, caught.version
+        end, machine = time.monotonic_ns(), waited_since(machine)
+        self.counts["send"] += 1
+        self.counts["failed"] += error is not None
+        self.numbers[version] = self._number
+        if error is None:
+            self.sky.recovered()
+        self.sky.note(f"update to {self._number} -> version {version}, {error!r}, {(end - start) / 1e9:.3f} s")
+        self.counts["worker restarts"] += self.collector.stats().restarts - restarts
+        if self.collector.stats().restarts == restarts:  # starting a worker again has a deadline of its own
+            self.sky.judge.ended("an update", start, end, CALM, machine)
+
+    def check(self, batch):
+        versions, actions = batch["policy_version"].flatten().tolist(), batch["action"].flatten().tolist()
+        for version, action in zip(versions, actions, strict=True):
+            if action > LARGEST:
+                raise Violation(f"a frame of version {version} saw weights that were torn or wrong: {action}")
+            number = self.numbers.get(version)
+            if number is None or action != action_of(number):
+                raise Violation(
+                    f"a frame of version {version} has the action {action}, which is that of "
+                    f"{(action + LARGEST) / STEP}, not of {number}"
+                )
+        self.counts["frames"] += len(actions)
+
+    def end(self):
+        self.collector.shutdown()
+
+    def close(self):
+        self.hand.close()
+        self.collector.shutdown()
+
+
+class TorchRLStorm:
+    """Over ShmWeightSyncScheme in TorchRL's collectors. These do not outlive a worker: each death needs a new one."""
+
+    def __init__(self, sky):
+        from support.torchrl import parts
+
+        self.sky, self.random, self.counts = sky, sky.random, sky.counts
+        self.hand = Hand(self.hurt)
+        self.parts = parts
+        self._number = 0
+        self._method = parts.starting()
+        self._method.__enter__()
+        self.begin()
+
+    def begin(self):
+        from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+
+        from shmsync.integrations.torchrl import ShmWeightSyncScheme
+        from support.torchrl.environments import Steps
+        from support.torchrl.storm import Forecaster
+
+        kind = self.random.choice([MultiSyncCollector, MultiAsyncCollector])
+        self.policy = Forecaster()
+        self._number += 1
+        self.policy.become(self._number)
+        self.scheme = ShmWeightSyncScheme(slots=self.random.choice([1, 3]), timeout=CALM)
+        self.sky.note(f"a new {kind.__name__}, slots={self.scheme.slots}")
+        self.collector = kind(
+            [Steps] * 3,
+            self.policy,
+            frames_per_batch=30,
+            total_frames=-1,
+            track_policy_version=True,
+            weight_sync_schemes={"policy": self.scheme},
+        )
+        self.workers = list(self.collector.procs)
+        self.sky.pids |= {process.pid for process in self.workers}
+        self.dead, self.killed, self.stopped = set(), set(), set()
+        self.newest = self.least = self._number
+        self._batches = iter(self.collector)
+
+    def step(self):
+        troubled = self.random.random() < 0.3
+        if troubled:
+            self.throw()
+        try:
+            if self.random.random() < 0.6 or self.killed:
+                self.update()
+            else:
+                self.collect()
+        finally:
+            if troubled:
+                self.hand.await_one()
+        if self.killed and (self.dead or self.random.random() < 0.3):
+            self.counts["trainer restarts"] += 1
+            self.end()
+            self.begin()
+
+    def throw(self):
+        living = [index for index in range(3) if index not in self.killed]
+        if not living:
+            self.hand.skip()
+            return
+        index, kind = self.random.choice(living), self.random.choice(["kill", "stop and go on", "stop and go on"])
+        self.counts[kind] += 1
+        if kind == "kill":
+            self.counts["kills"] += 1
+            self.killed.add(index)
+        self.sky.note(f"{kind} worker {index}")
+        self.hand.order(kind, self.workers[index], 0.02 * self.random.random())
+
+    @staticmethod
+    def hurt(kind, process):
+        if kind == "kill":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            processes.stop(process.pid)
+            time.sleep(0.03)
+            processes.resume(process.pid)
+
+    def update(self):
+        self._number += 1
+        self.policy.become(self._number)
+        timeout = self.random.choice([0.1, CALM, CALM])
+        self.newest = self._number
+        machine, start, error = waits(), time.monotonic_ns(), None
+        try:
+            self.scheme.send(self.policy, timeout=timeout)
+            self.least = self._number
+        except (shmsync.WorkerDied, shmsync.AckTimeout, shmsync.ReaderStalled) as caught:
+            error = caught
+        end, machine = time.monotonic_ns(), waited_since(machine)
+        self.counts["send"] += 1
+        self.counts["failed"] += error is not None
+        self.sky.note(f"send of {self._number}, timeout={timeout} -> {error!r} after {(end - start) / 1e9:.3f} s")
+        self.sky.judge.ended("a send", start, end, timeout, machine)
+        if isinstance(error, shmsync.WorkerDied):
+            self.sky.judge.counts["named"] += len(error.missing)
+            named = set(error.missing)
+            if timeout == CALM and not named <= self.killed:
+                raise Violation(f"killed were {self.killed}, but it names {named}: {error}")
+            if not named & self.killed:
+                raise Violation(f"it names {named}, but dead are {self.killed}: {error}")
+            self.dead |= named & self.killed
+        elif error is not None and timeout == CALM:
+            raise Violation(f"nobody was stopped for so long: {error!r}")
+
+    def collect(self):
+        frames = next(self._batches)
+        forecast = frames["forecast"].flatten().tolist()
+        for each in forecast:
+            if each < 0:
+                raise Violation(f"a frame saw weights that were torn or wrong: {each}")
+            if each > self.newest:
+                raise Violation(f"a frame was computed with {each}, newer than the newest, {self.newest}")
+        self.counts["frames"] += len(forecast)
+
+    def end(self):
+        with contextlib.suppress(Exception):
+            self.collector.shutdown()
+        for process in self.workers:
+            with contextlib.suppress(Exception):
+                process.kill()
+        for process in self.workers:
+            with contextlib.suppress(ValueError):  # TorchRL has closed it
+                process.join()
+        self.scheme.shutdown()
+
+    def close(self):
+        self.hand.close()
+        self.end()
+        self._method.__exit__(None, None, None)
+
+
+COLLECTORS = {"collector": CollectorStorm, "torchrl": TorchRLStorm}

@@ -1,0 +1,375 @@
+"""Storms over the bare engine: a Publisher in a process of its own, eight Subscribers that follow it, their troubles.
+
+What happens in a step is decided by the seed and the number of the step alone, whatever came of the steps before: the
+same seed gives the same decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import resource
+import signal
+import time
+from typing import NamedTuple
+
+import shmsync
+from support import processes
+from support.processes import segment_path
+from support.storms.board import EXEC, EXIT, FORK, REFUSED, STRIDE
+from support.storms.engine_ends import befall, make_publisher, more_than, read_on, send, used_by
+from support.storms.fleets import Call, take
+from support.storms.judge import CALM, Violation
+from support.storms.trouble import DEADLY, Hand, Life, act, finish, gone, resume
+from support.worker import Gone, Worker, fork_server
+
+WORKERS = 8
+TIMEOUTS = (0.05, 0.3, 10.0, 20.0)
+OF_WORKERS = (
+    *DEADLY[:2], "exit", "exec", "stop", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory",
+)  # fmt: skip
+PASSING = ("stop and go on", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory")
+OF_TRAINERS = ("kill", "exec", "stop and go on", "interrupt", "fork", "clock", "no descriptors", "no memory")
+LONG_BREAK = 0.03  # seconds that a limit lasts
+SETTLING = 5.0  # seconds in which what two arenas need, while a worker moves on to the next one, is given back
+
+
+class Step(NamedTuple):
+    """One step: what the trainer is asked for, and what befalls whom beside it."""
+
+    how: str  # "module", "mapping", "in place", "fails in place"
+    wait: str | None  # "all", "some", None
+    chosen: tuple[int, ...]
+    timeout: float
+    trouble: str | None
+    victim: int  # WORKERS: the trainer
+    delay: float
+    before: bool  # is the trouble over before the call begins?
+    gust: tuple[tuple[str, int], ...]  # passing troubles of other workers, one after the other behind it
+    goes_on: bool  # do those that stand still go on before it?
+    replaces: bool
+    restart: str | None  # "closed", "another layout"
+    slots: int  # of a trainer that begins here
+    consistency: str  # of a worker that begins here
+
+
+def decide(seed: int, number: int) -> Step:
+    """The decisions of one step."""
+    chance = random.Random(f"{seed} {number}")
+    victim = WORKERS if chance.random() < 0.15 else chance.randrange(WORKERS)
+    kinds = OF_TRAINERS if victim == WORKERS else OF_WORKERS
+    others = [index for index in range(WORKERS) if index != victim]
+    blown = chance.sample(others, chance.randint(2, 5)) if chance.random() < 0.5 else []
+    return Step(
+        how=chance.choices(["module", "mapping", "in place", "fails in place"], [4, 3, 4, 1])[0],
+        wait=chance.choice(["all", "all", "some", None]),
+        chosen=tuple(sorted(chance.sample(range(WORKERS), chance.randint(1, WORKERS)))),
+        timeout=chance.choice(TIMEOUTS),
+        trouble=chance.choice(kinds) if chance.random() < 0.6 else None,
+        victim=victim,
+        delay=chance.choice([0, 0.001, 0.003, 0.01]) * chance.random(),
+        before=chance.random() < 0.3,
+        gust=tuple((chance.choice(PASSING), index) for index in blown),
+        goes_on=chance.random() < 0.6,
+        replaces=chance.random() < 0.7,
+        restart=chance.choices([None, "closed", "another layout"], [97, 2, 1])[0],
+        slots=chance.choice([1, 1, 2, 3]),
+        consistency=chance.choice(["pinned", "optimistic"]),
+    )
+
+
+class EngineStorm:
+    """`step()` makes one call of the publisher. `device`: all arenas lie on a simulated one."""
+
+    device = False
+
+    def __init__(self, sky):
+        self.sky, self.judge, self.counts = sky, sky.judge, sky.counts
+        self._context = fork_server()
+        self._name = f"storm-{os.getpid()}-{sky.seed}"
+        self._hand = Hand(self._act)
+        self._steps = 0
+        self._number = 0
+        self._leaves = 0  # that a layout has more than the first
+        self._used = {}  # what processes have open, once they have settled
+        self.trainer = None
+        self.lives = [None] * WORKERS
+        first = decide(sky.seed, 0)
+        self._begin_trainer(first)
+        for index in range(WORKERS):
+            self._begin_worker(index, first.consistency if index % 2 else "pinned")
+        self._meet()
+
+    # Who takes part.
+
+    def _begin_trainer(self, step):
+        number, row = self.sky.new_row()
+        worker = Worker(self._context)
+        self._number += 1
+        self.trainer = Life(WORKERS, worker, row, number)
+        row.set("pid", worker.pid)
+        self.sky.pids.add(worker.pid)
+        self.slots = step.slots
+        worker.call(make_publisher, self._name, step.slots, self._number, self._leaves, self.device)
+        for life in self.lives:
+            if life is not None:
+                life.sent.add(self._number)
+
+    def _begin_worker(self, index, consistency):
+        number, row = self.sky.new_row()
+        earlier = self.lives[index]
+        worker = Worker(self._context)
+        sent = {self._number} if earlier is None else {*earlier.sent, self._number}
+        life = self.lives[index] = Life(index, worker, row, number, sent=sent)
+        worker.start(read_on, self.sky.board.path, number, self._name, index, consistency, self.device)
+        self._await(
+            lambda: row.get("forwards") or row.get("phase") == REFUSED, life
+        )  # or the update() before it failed
+        self.sky.pids.add(row.get("pid"))
+
+    def _await(self, condition, life):
+        until = time.monotonic() + 60
+        while not condition():
+            if time.monotonic() > until or (life.whole and life.worker.done()):
+                raise Violation(f"worker {life.index} does not compute; {life.worker.result()}")
+            time.sleep(0.001)
+
+    def _meet(self):
+        """Every worker that stands computes with this trainer's weights."""
+        for life in self.lives:
+            if life.stopped_since != math.inf:
+                resume(life)
+            if life.whole:
+                life.reported = False
+                self._await(lambda life=life: life.row.last()[1] >= self._number, life)
+            else:
+                life.reported = True  # the new trainer has never seen it
+
+    def _restart(self, step, why):
+        """A new trainer, of the same name."""
+        self.counts["trainer restarts"] += 1
+        self.sky.note(f"a new trainer with {step.slots} slots: {why}")
+        self._begin_trainer(step)
+        self._meet()
+
+    # One step.
+
+    def step(self):
+        step = decide(self.sky.seed, self._steps)
+        self._steps += 1
+        if not self.trainer.worker.process.is_alive():  # an interrupt came after its call
+            self._restart(step, "the old one is dead")
+        self._repair(step)
+        troubles = sum(self._throw(*each) for each in self._troubles(step))
+        if step.before:
+            self._hand.await_all(troubles)
+            troubles = 0
+        try:
+            if self.trainer.whole:
+                self._send(step)
+        finally:
+            self._hand.await_all(troubles)
+        if not self.trainer.whole:
+            with contextlib.suppress(ProcessLookupError):  # it runs another program
+                os.kill(self.trainer.worker.pid, signal.SIGKILL)
+            self.trainer.worker.process.join()
+            self.trainer.worker.conn.close()
+            self._restart(step, "the old one is dead")
+        self.judge.look(self.lives)
+        if self._steps % 20 == 0:
+            self._look_at_what_is_used()
+
+    def _repair(self, step):
+        for life in self.lives:
+            if life.stopped_since != math.inf and (step.goes_on or step.timeout >= CALM):
+                resume(life)
+        for life in list(self.lives):
+            if life.doomed and step.replaces:
+                with contextlib.suppress(ProcessLookupError):  # it runs another program
+                    os.kill(life.row.get("pid"), signal.SIGKILL)
+                life.worker.end()
+                self.counts["worker restarts"] += 1
+                life.row.close()
+                self._begin_worker(life.index, step.consistency)
+        if step.restart is not None:
+            self._leaves += step.restart == "another layout"
+            self.counts["changes of layout"] += step.restart == "another layout"
+            self._end_trainer()
+            self._restart(step, step.restart)
+
+    @staticmethod
+    def _troubles(step):
+        """(kind, victim, delay) of each trouble of a step."""
+        if step.trouble is not None:
+            long = step.trouble == "stop" and step.timeout >= CALM
+            yield "stop and go on" if long else step.trouble, step.victim, step.delay
+        for kind, victim in step.gust:
+            yield kind, victim, 0.0
+
+    def _throw(self, kind, victim, delay):
+        """Order a trouble; False: it is over already, or there is nobody to have it."""
+        life = self.trainer if victim == WORKERS else self.lives[victim]
+        if not life.whole:
+            return False
+        self.counts[kind if life is not self.trainer else f"trainer: {kind}"] += 1
+        self.counts["kills"] += kind in DEADLY
+        self.sky.struck(kind if life is not self.trainer else f"trainer: {kind}")
+        self.sky.note(f"{self._steps}: {kind} {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
+        if life is self.trainer and kind in ("exec", "fork", "clock"):
+            life.worker.start(befall, kind)
+            if kind != "exec":
+                life.worker.result()
+                return False
+            processes.until(lambda: gone(life.worker.pid, b"time.sleep"))
+            life.touched.append((time.monotonic_ns(), math.inf))
+            return False
+        self._hand.order(kind, life, delay)
+        return True
+
+    def _act(self, kind, life):
+        pid = life.row.get("pid")
+        if kind in ("kill", "kill in forward", "stop", "stop and go on"):
+            act("kill" if life is self.trainer and kind.startswith("kill") else kind, life)
+        elif kind in ("exit", "exec"):
+            self._leave(kind, life)
+        else:
+            now = time.monotonic_ns()
+            life.touched.append((now, math.inf))
+            try:
+                if kind == "interrupt":
+                    os.kill(pid, signal.SIGINT)
+                elif kind == "fork":
+                    life.row.set("command", FORK)
+                elif kind == "clock":
+                    life.row.set("command", STRIDE)
+                elif kind == "no descriptors":
+                    limited(pid, resource.RLIMIT_NOFILE, 3)
+                else:
+                    limited(pid, resource.RLIMIT_AS, 1 << 20)  # less than it has: it gets no more
+            finally:
+                end = time.monotonic_ns() + 100_000_000  # so long it may feel it
+                life.touched[-1] = (now, end)
+
+    def _leave(self, kind, life):
+        life.touched.append((time.monotonic_ns(), math.inf))
+        pid, program = life.row.get("pid"), None if kind == "exit" else b"time.sleep"
+        life.left = kind == "exit"
+        life.row.set("command", EXIT if kind == "exit" else EXEC)
+        processes.until(lambda: gone(pid, program))
+        life.dead_since = time.monotonic_ns()
+
+    def _send(self, step):
+        self._number += 1
+        some = [index for index in step.chosen if not self.lives[index].reported]
+        ids = {"all": "all", "some": some or None, None: None}[step.wait]
+        lives = [life for life in self.lives if step.wait != "some" or life.index in some]
+        call = Call("send", f"{step.how} of {self._number}, wait={ids}", step.timeout)
+        for life in self.lives:
+            life.sent.add(self._number)
+        try:
+            found, rows, reaped = self.trainer.worker.call(send, step.how, self._number, ids, step.timeout)
+        except KeyboardInterrupt:  # that of the trainer, before or after the call itself
+            return
+        except (Gone, BrokenPipeError, ConnectionResetError):
+            self.trainer.touched.append((0, math.inf))
+            return
+        take(call, found)
+        named = getattr(call.error, "missing", ())
+        for life in self.lives:  # whose row an earlier call has taken, or this one while it waited for a pin
+            if life.doomed and life.dead_since < call.sent and life.index not in named:
+                here = life.dead_since < call.start
+                life.reported |= life.left or (here and (life.index not in rows or (reaped and ids == "all")))
+        self.counts["send"] += 1
+        self.counts["failed"] += call.error is not None
+        self.sky.note(f"{self._steps}: {call} -> {call.value if call.error is None else repr(call.error)[:300]}")
+        if not self.trainer.untouched(call.start, call.end):
+            call.waited += 1.0
+            if isinstance(call.error, (InterruptedError, shmsync.NoSpace, MemoryError)):
+                return
+            if isinstance(call.error, RuntimeError) and "allocate memory" in str(call.error):
+                return  # torch's own, for the weights that were to be sent
+        if isinstance(call.error, shmsync.Poisoned):
+            return  # an update() after one that failed
+        if step.how == "fails in place":
+            if not isinstance(call.error, (LookupError, shmsync.ReaderStalled)):
+                raise Violation(f"{call} raised {call.error!r}")
+            return
+        if ids is None and call.error is None:
+            self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
+            for life in self.lives:
+                if life.whole:
+                    life.least = max(life.least, self._number)
+        else:
+            self.judge.check(call, lives, self._number, [*self.lives, self.trainer], lambda index: True)
+        if call.error is None:
+            self.sky.recovered()
+
+    # What is open, and the end.
+
+    def _look_at_what_is_used(self):
+        """Descriptors, threads and memory of those that nothing has befallen must not grow."""
+        for life in (*self.lives, self.trainer):
+            if life.touched or (life.row.get("forwards") < 20 and life is not self.trainer):
+                continue
+            pid = life.row.get("pid")
+            first = self._used.setdefault(pid, used_by(pid))
+            until = time.monotonic() + SETTLING
+            while grown := more_than(first, used_by(pid)):
+                if time.monotonic() > until:
+                    raise Violation(f"worker {life.index} has {grown} at first")
+                time.sleep(0.05)
+            self.counts["looks at what is used"] += 1
+
+    def _end_trainer(self):
+        if self.trainer.stopped_since != math.inf:
+            resume(self.trainer)
+        with contextlib.suppress(BrokenPipeError):  # an interrupt came after its last call
+            self.trainer.worker.finish()
+        self.trainer.worker.process.join()
+        self.trainer.row.close()
+
+    def end(self):
+        finish(self.lives)
+        self.judge.look(self.lives)
+        self._end_trainer()
+        if segment_path(self._name).exists():
+            raise Violation(f"{segment_path(self._name)} is left")
+        self.close()
+
+    def close(self):
+        if self._hand is None:
+            return
+        for life in (*self.lives, self.trainer):
+            if life is not None:
+                with contextlib.suppress(ProcessLookupError, TypeError):
+                    os.kill(life.worker.pid, signal.SIGCONT)
+                    os.kill(life.worker.pid, signal.SIGKILL)
+                life.worker.process.join()
+                life.worker.conn.close()
+        self._hand.close()
+        self._hand = None
+        segment_path(self._name).unlink(missing_ok=True)
+
+
+class DeviceStorm(EngineStorm):
+    """The same on a simulated device."""
+
+    device = True
+
+
+def limited(pid, what, limit):
+    """It may have no more than this, for a moment."""
+    try:
+        soft, hard = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (limit, hard))
+        try:
+            time.sleep(LONG_BREAK)
+        finally:
+            resource.prlimit(pid, what, (soft, hard))
+    except ProcessLookupError:
+        pass
+
+
+ENGINES = {"engine": EngineStorm, "engine-device": DeviceStorm}

@@ -1,0 +1,447 @@
+"""A storm: a trainer and its workers, at whom random troubles are thrown while everything that they promise is checked.
+
+    python -m support.storms.storm --of shared-memory --seconds 600 --seed 7
+
+Prints a line every ten seconds and a table at the end. The exit status is 1 when a promise was broken; then the seed
+and the last events are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import json
+import math
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import psutil
+
+from shmsync.schemes import send_together
+from support.processes import segments
+from support.storms.board import ROWS, Board, Lateness, beat
+from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
+from support.storms.judge import CALM, Judge, Violation
+from support.storms.model import Weather
+from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
+from support.storms.worker import live
+from support.worker import fork_server
+
+SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
+
+
+class Sky:
+    """What all storms have: the board, the lateness of the machine, the judge, the log, and what is there before."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.log = deque(maxlen=60)
+        self.counts = Counter()
+        self._folder = tempfile.TemporaryDirectory()
+        self.board = Board(Path(self._folder.name, "board"), make=True)
+        context = fork_server()
+        self._stop = context.Event()
+        self._heart = context.Process(target=beat, args=(self.board.path, self._stop), daemon=True)
+        self._heart.start()
+        heart = self.board.row(ROWS - 1)
+        while not heart.get("forwards"):
+            time.sleep(0.01)
+        heart.close()
+        self.lateness = Lateness(self.board)
+        self.judge = Judge(self.lateness)
+        self._rows = 0
+        self._sections = self._glances = 0
+        self._struck = {}  # kinds of trouble, and when, since when no call has reached everybody
+        self.recovery = {}  # the longest time in seconds until one did, by kind
+        self.pids = set()
+
+    def new_row(self):
+        """A row for one more life; its number. Rows are used again when all are used."""
+        number = self._rows % (ROWS - 1)
+        self._rows += 1
+        row = self.board.row(number)
+        self._sections += row.get("forwards")
+        self._glances += row.get("glances")
+        for place in range(len(row._words)):
+            row._words[place] = 0
+        return number, row
+
+    def sections(self):
+        """How many sections there were that looked at all elements, and that looked at a few, of all workers."""
+        rows = [self.board.row(number) for number in range(min(self._rows, ROWS - 1))]
+        whole = self._sections + sum(row.get("forwards") for row in rows)
+        glances = self._glances + sum(row.get("glances") for row in rows)
+        for row in rows:
+            row.close()
+        return whole, glances
+
+    def struck(self, kind):
+        """A trouble begins."""
+        self._struck.setdefault(kind, time.monotonic())
+
+    def recovered(self):
+        """A call has reached everybody whom it went to."""
+        now = time.monotonic()
+        for kind, since in self._struck.items():
+            self.recovery[kind] = max(self.recovery.get(kind, 0.0), now - since)
+        self._struck.clear()
+
+    def note(self, text):
+        self.log.append(f"{time.monotonic():.4f} {text}")
+
+    def close(self):
+        self._stop.set()
+        self._heart.join()
+        self._heart.close()
+        self.lateness.close()
+        self.board.close()
+        self._folder.cleanup()
+
+
+class Storm:
+    """Over one scheme. `step()` makes one call of the trainer, perhaps with a trouble beside it."""
+
+    def __init__(self, name, sky):
+        self.over = STORMS[name]
+        self.sky = sky
+        self.random, self.judge, self.counts = sky.random, sky.judge, sky.counts
+        self.crew = self.over.crew()
+        self.hand = Hand()
+        self.fleet = None
+        self._number = 0
+        self.begin()
+
+    # The trainer and its workers.
+
+    def begin(self):
+        """A new trainer, with workers that are all new to it."""
+        self.fleet = self.over.entry.fleet(self.over.entry, self.crew)
+        self.scheme = self.fleet.make(**{"timeout": CALM, **self.over.options})
+        self.sender = self.fleet.open("policy", Weather, scheme=self.scheme)
+        self.call_it = call_there if is_remote(self.sender) else call_here
+        self.critic = None
+        if self.over.pipes:
+            self.critic = self.fleet.open("critic", Weather, scheme=self.fleet.make(**self.over.options))
+        self.by_version = {}
+        self.lives = [None] * len(self.fleet.workers)
+        for index in range(len(self.lives)):
+            self.enliven(index)
+
+    def enliven(self, index):
+        number, row = self.sky.new_row()
+        worker = self.fleet.workers[index]
+        earlier = self.lives[index]
+        life = Life(index, worker, row, number, sent=set() if earlier is None else set(earlier.sent))
+        self.lives[index] = life
+        worker.start(live, self.sky.board.path, number, self.fleet.called)
+        until = time.monotonic() + 60
+        while not row.get("forwards"):
+            if time.monotonic() > until:
+                raise Violation(f"worker {index} does not begin to compute; {worker.result() if worker.done() else ''}")
+            time.sleep(0.001)
+        self.sky.pids.add(row.get("pid"))
+
+    def end(self):
+        """End the trainer and the workers."""
+        finish(self.lives)
+        self.judge.look(self.lives)
+        self.fleet.close()
+        self.fleet = None
+        for life in self.lives:
+            life.row.close()
+
+    def close(self):
+        if self.fleet is not None:
+            with contextlib.suppress(BaseException):
+                self.end()
+        self.hand.close()
+        self.crew.close()
+
+    # One call.
+
+    def step(self):
+        self.repair()
+        timeout = self.timeout()
+        troubles = self.throw(timeout) if self.random.random() < 0.7 else 0
+        name = self.random.choices(
+            ["send", "async", "resend", "together"], [6, 2, self.over.pipes, 2 * bool(self.critic)]
+        )[0]
+        try:
+            getattr(self, f"do_{name}")(timeout)
+        finally:
+            self.hand.await_all(troubles)
+        self.judge.look(self.lives)
+
+    def throw(self, timeout):
+        """A trouble for one of the workers, beside the next call or just before it; others may stand still too.
+
+        How many are still to be carried out.
+        """
+        choice = [life for life in self.lives if life.whole]
+        if not choice:
+            return 0
+        life, kind = self.random.choice(choice), self.random.choice(KINDS)
+        if kind == "stop" and timeout in LONG and self.random.random() < 0.9:
+            kind = "stop and go on"
+        if kind in ("exit", "exec") and not self.over.pipes:
+            kind = "kill"
+        delay = self.random.choice([0, 0.001, 0.003, 0.01, 0.05]) * self.random.random()
+        choice.remove(life)
+        gust = self.random.sample(choice, self.random.randint(0, len(choice))) if self.random.random() < 0.5 else []
+        troubles = [(kind, life, delay), *(("stop and go on", other, 0.0) for other in gust)]
+        for kind, life, delay in troubles:
+            self.counts[kind] += 1
+            self.counts["kills"] += kind in DEADLY
+            self.sky.struck(kind)
+            self.sky.note(f"{kind} worker {life.index} (pid {life.row.get('pid')}) in {delay:.4f} s")
+            self.hand.order(kind, life, delay)
+        if self.random.random() < 0.3:
+            self.hand.await_all(len(troubles))
+            return 0
+        return len(troubles)
+
+    def timeout(self):
+        held = any(not life.whole and not life.doomed for life in self.lives)  # then a long one is waited for in full
+        return self.random.choice(SHORT if self.random.random() < (0.95 if held else 0.4) else LONG)
+
+    def chosen(self):
+        """Worker ids for a call, and the lives that they stand for."""
+        if not self.over.partial or self.random.random() < 0.6:
+            return None, list(self.lives)
+        some = self.random.sample(self.lives, self.random.randint(1, len(self.lives)))
+        ids = [life.index for life in some]
+        return (ids[0] if len(ids) == 1 and self.random.random() < 0.5 else ids), some
+
+    def do_send(self, timeout):
+        self._number += 1
+        ids, lives = self.chosen()
+        form = self.random.choice(FORMS)
+        call = Call("send", f"{form} of {self._number}, worker_ids={ids}", timeout)
+        self._post(call, lives, form, {"worker_ids": ids, "timeout": call.timeout})
+        self._judge(call, lives)
+
+    def do_async(self, timeout):
+        self._number += 1
+        ids, lives = self.chosen()
+        form = self.random.choice(FORMS)
+        call = Call("send_async", f"{form} of {self._number}, worker_ids={ids}", timeout)
+        self._post(call, lives, form, {"worker_ids": ids, "timeout": call.timeout})
+        if call.error is not None:
+            self._judge(call, lives)
+            return
+        self.judge.ended(call, call.start, call.end, call.timeout, call.waited)
+        waiting = Call("wait_async", f"for {self._number}", timeout, sent_by=call)
+        self.call_it(self.sender, waiting, {"timeout": waiting.timeout})
+        self._judge(waiting, lives)
+
+    def do_resend(self, timeout):
+        lives = [life for life in self.lives if not life.reported]
+        if not self.by_version or not lives:
+            return
+        number = self.by_version[max(self.by_version)]
+        for life in lives:  # a worker that others have gone on without may get the newest
+            life.sent.add(number)
+        call = Call("resend", f"{number} to {[life.index for life in lives]}", timeout)
+        self.call_it(self.sender, call, {"worker_ids": [life.index for life in lives], "timeout": call.timeout})
+        if self.over.partial and isinstance(call.error, ValueError) and "were sent to the group of" in str(call.error):
+            return  # the only worker of that group died in the first send of this trainer, so its arena was never made
+        self._judge(call, lives, 0 if self.over.partial else number)
+
+    def do_together(self, timeout):
+        self._number += 1
+        for life in self.lives:
+            life.sent.add(self._number)
+        call = Call("send_together", f"{self._number}", timeout)
+        models = {each: source("module", self._number, self._number) for each in (self.sender, self.critic)}
+        take(call, timed(send_together, {"models": models, "timeout": call.timeout}))
+        self._judge(call, list(self.lives))
+
+    def _post(self, call, lives, form, kwargs):
+        for life in lives:
+            life.sent.add(self._number)
+        weights = (form, self._number) if is_remote(self.sender) else source(form, self._number)
+        self.call_it(self.sender, call, {"weights": weights, **kwargs})
+
+    def _judge(self, call, lives, number=None):
+        self.counts[call.name] += 1
+        self.counts["failed"] += call.error is not None
+        error = call.error
+        outcome = call.value if error is None else f"{type(error).__name__} {getattr(error, 'missing', '')}"
+        took = (call.end - call.start) / 1e9
+        self.sky.note(f"{call} -> {outcome} after {took:.4f} s")
+        version = self.sender.version
+        if version not in self.by_version:
+            self.by_version[version] = self._number
+        number = self._number if number is None else number
+        if call.error is None and call.name != "resend" and self.by_version.get(call.value) != number:
+            raise Violation(f"{call} returned version {call.value}, which is that of {self.by_version.get(call.value)}")
+        self.judge.check(call, lives, number, self.lives, self.sender.is_dead)
+        if call.error is None:
+            self.sky.recovered()
+
+    # Afterwards.
+
+    def repair(self):
+        """New workers in the place of the dead, sooner or later; the stopped go on; now and then a new trainer."""
+        for life in self.lives:
+            if life.stopped_since != math.inf and self.random.random() < 0.6:
+                resume(life)
+                self.sky.note(f"worker {life.index} goes on")
+        dead = [life for life in self.lives if life.doomed]
+        if len(dead) == len(self.lives) or self.random.random() < 0.004:
+            self.restart()
+            return
+        for life in dead:
+            if life in self.lives and self.random.random() < 0.7:  # a new trainer has new workers
+                self.replace(life)
+
+    def restart(self):
+        self.counts["trainer restarts"] += 1
+        self.sky.note("a new trainer")
+        self.end()
+        self.begin()
+
+    def replace(self, life):
+        index = life.index
+        if not self.can_replace():
+            self.restart()
+            return
+        self.judge.look([life])
+        with contextlib.suppress(ProcessLookupError):  # it runs another program
+            os.kill(life.row.get("pid"), signal.SIGKILL)
+        life.worker.process.join()
+        self.fleet.replace(index)
+        self.counts["worker restarts"] += 1
+        self.sky.note(f"a new worker {index}")
+        self.fleet.join(index, self.scheme, "policy", Weather)
+        self.fleet.register(self.sender, index)
+        if self.critic is not None:
+            self.fleet.join(index, self.fleet.schemes[-1], "critic", Weather)
+            self.fleet.register(self.critic, index)
+        life.row.close()
+        self.enliven(index)
+
+    def can_replace(self):
+        """A world of ranks has one more than it needs."""
+        world = getattr(self.fleet, "world", None)
+        return world is None or world.ranks[-1] not in self.fleet.workers
+
+
+def what_is_there(name):
+    """Of this process: descriptors, threads, arenas, and processes that come from it."""
+    gc.collect()
+    descriptors = []
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            descriptors.append(os.readlink(f"/proc/self/fd/{each}"))
+    if name.startswith("ray"):  # ray.shutdown() itself leaves a socket or two
+        descriptors = [each for each in descriptors if not each.startswith("socket:")]
+    return {
+        "processes": len(psutil.Process().children(recursive=True)),
+        "descriptors": len(descriptors),
+        "threads": threading.active_count(),
+        "arenas": len(segments()),
+    }
+
+
+def run(name, seconds, seed, say=print):
+    """A storm of so many seconds; the counts. Raises Violation."""
+    from support.storms.collectors import COLLECTORS
+    from support.storms.engine import ENGINES
+
+    sky = Sky(seed)
+    storm = None
+    try:
+        others = {**COLLECTORS, **ENGINES}
+        storm = others[name](sky) if name in others else Storm(name, sky)
+        start = said = time.monotonic()
+        while time.monotonic() < start + seconds:
+            storm.step()
+            sky.counts["steps"] += 1
+            if time.monotonic() > said + 10:
+                said = time.monotonic()
+                say(line(name, sky, said - start))
+        storm.end()
+        sky.counts["sections"], sky.counts["glances"] = sky.sections()
+        return sky
+    except BaseException:
+        say(f"seed {seed}; the last events:\n" + "\n".join(sky.log))
+        raise
+    finally:
+        if storm is not None:
+            storm.close()
+        left = [pid for pid in sky.pids if segments(pid)]
+        sky.close()
+        if sys.exc_info()[0] is None and left:
+            raise Violation(f"arenas of {left} are left")
+
+
+def line(name, sky, elapsed):
+    counts, judge = sky.counts, sky.judge
+    sends = sum(counts[each] for each in ("send", "wait_async", "resend", "send_together"))
+    return (
+        f"{name} {elapsed:5.0f} s: {sends} sends, {counts['failed']} of them failed, {counts['kills']} kills, "
+        f"{counts['stop'] + counts['stop and go on']} stops, {counts['worker restarts']} workers and "
+        f"{counts['trainer restarts']} trainers restarted, worst overrun {judge.worst_overrun:.3f} s, "
+        f"the machine {sky.lateness.worst:.3f} s"
+    )
+
+
+def table(name, sky, seconds):
+    counts, judge = sky.counts, sky.judge
+    rows = [(what, counts[what]) for what in sorted(counts) if what != "steps"]
+    # The first of these ends a storm, with exit status 1.
+    rows += [("names in errors", judge.counts["named"]), ("torn", 0), ("wrong values", 0), ("wrong names", 0)]
+    rows += [("worst overrun", f"{judge.worst_overrun:.3f} s"), ("calls over 0.1 s late", judge.beyond_grace)]
+    rows += [("the machine's part in them", f"{judge.worst_machine:.3f} s")]
+    rows += [("lateness of the machine", f"{sky.lateness.worst:.3f} s"), ("seed", sky.seed)]
+    return f"{name}, {seconds} s\n" + "\n".join(f"  {what:26}{value}" for what, value in rows)
+
+
+def main():
+    from support.storms.collectors import COLLECTORS
+    from support.storms.engine import ENGINES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--of", choices=[*STORMS, *COLLECTORS, *ENGINES], default="shared-memory")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--figures", default=None, help="a file for the figures, as JSON")
+    given = parser.parse_args()
+    faulthandler.dump_traceback_later(given.seconds + 240, exit=True)  # where it hangs
+    seed = secrets.randbits(31) if given.seed is None else given.seed
+    print(f"{given.of}: {given.seconds:g} s, seed {seed}", flush=True)
+    before = None
+    try:
+        for seconds in (1, given.seconds):  # the first lets everything be imported that is imported only once
+            sky = run(given.of, seconds, seed, lambda text: print(text, flush=True))
+            after, until = what_is_there(given.of), time.monotonic() + 20
+            while before is not None and any(after[each] > before[each] for each in after) and time.monotonic() < until:
+                time.sleep(0.1)  # what was killed needs a moment to be gone
+                after = what_is_there(given.of)
+            if before is not None and any(after[each] > before[each] for each in after):
+                raise Violation(f"left behind: {before} before, {after} after")
+            before = after
+    except Violation as error:
+        print(f"VIOLATION: {error}", flush=True)
+        return 1
+    print(table(given.of, sky, given.seconds), flush=True)
+    if given.figures is not None:
+        worst = {"worst overrun": sky.judge.worst_overrun, "recovery": sky.recovery}
+        Path(given.figures).write_text(json.dumps({"counts": sky.counts, **worst}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

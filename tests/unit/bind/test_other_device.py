@@ -1,0 +1,146 @@
+"""A worker's module on another device than the arena: it gets a private copy of each version, and never a torn one.
+
+The decision is is_elsewhere(). Most tests give modules in CPU memory the same treatment, so that they run anywhere.
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from shmsync import Publisher, Subscriber
+from shmsync.errors import ManifestMismatch
+from shmsync.memory import devices
+from shmsync.schemes import SharedMemWeightSyncScheme
+from shmsync.schemes.arenas import subscriptions
+from support.conformance.nets import Stamped, ask
+from support.conformance.rigs import CallRig, CallScheme, PipeRig
+from support.devices.simulated import Simulated, installed
+from support.jobs.engine import bind_copies
+
+RIGS = {"shm": (PipeRig, SharedMemWeightSyncScheme, {}), "fan-out": (CallRig, CallScheme, {"fan_out": "node"})}
+SLOTS = [("pinned", 1), ("pinned", 2), ("pinned", 3), ("optimistic", 1), ("optimistic", 2)]
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Every module is treated as if it were on another device."""
+    monkeypatch.setattr(subscriptions, "is_elsewhere", lambda model, device: True)
+
+
+@pytest.mark.parametrize(("consistency", "slots"), SLOTS)
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_scheme_puts_its_arena_on_a_device(request, copies, consistency, slots):
+    with installed(Simulated(5, 0.0005)):
+        if copies:
+            request.getfixturevalue("elsewhere")
+        made = PipeRig(SharedMemWeightSyncScheme, consistency=consistency, slots=slots, device="simulated:0")
+        addresses = set()
+        for value in (1, 2, 3):
+            made.deliver(Stamped(value))
+            assert made.stamps() == [value, value]
+            addresses.add(made.nets[0].layer.weight.data_ptr())
+            assert {devices.holding(net.layer.weight) is None for net in made.nets} == {copies}
+        assert len(addresses) == 1 or (slots > 1 and not copies)  # the addresses of slots=1 never move
+        made.close()
+        gc.collect()
+
+
+@pytest.mark.parametrize("device", ["mps", 3])
+def test_a_scheme_refuses_a_device_where_no_arena_can_lie(device):
+    with pytest.raises((TypeError, ValueError), match="device"):
+        SharedMemWeightSyncScheme(device=device)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it lies on another device."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_decision_looks_at_every_tensor():
+    net = Stamped(1)
+    assert not subscriptions.is_elsewhere(net)
+    assert not subscriptions.is_elsewhere(Stamped(1).to("meta"))
+    net.register_buffer("far", torch.zeros(1).as_subclass(OnGPU))
+    assert subscriptions.is_elsewhere(net)
+
+
+@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize(("consistency", "slots"), SLOTS)
+def test_module_gets_a_private_copy_per_version(elsewhere, rig, consistency, slots):
+    kind, scheme, options = RIGS[rig]
+    made = kind(scheme, consistency=consistency, slots=slots, **options)
+    before = [[id(tensor) for tensor in net.parameters()] for net in made.nets]
+    for value in (1, 2, 3):
+        made.deliver(Stamped(value))
+        assert made.stamps() == [value, value]
+    assert [[id(tensor) for tensor in net.parameters()] for net in made.nets] == before
+    first, second = (net.layer.weight for net in made.nets)
+    assert first.data_ptr() != second.data_ptr()
+    with torch.no_grad():
+        first.fill_(9)  # its own memory: in an arena this would end the process
+    assert made.stamps()[1] == 3
+    made.deliver(Stamped(4))
+    assert made.stamps() == [4, 4]
+    made.close()
+    gc.collect()
+
+
+@pytest.mark.parametrize(("consistency", "slots"), SLOTS)
+def test_forward_sees_whole_versions_while_the_trainer_writes(consistency, slots):
+    with Publisher(Stamped(1), slots=slots) as pub, Subscriber(pub.handle, consistency=consistency) as sub:
+        net = bind_copies(sub, Stamped(0))
+        seen, stop = [], threading.Event()
+
+        def forward():
+            while not stop.is_set():
+                seen.append(ask(net))
+
+        reader = threading.Thread(target=forward)
+        reader.start()
+        try:
+            for value in range(2, 400):
+                pub.publish(Stamped(value), timeout=60)
+        finally:
+            stop.set()
+            reader.join()
+        assert seen and all(isinstance(value, int) for value in seen)  # a pair would be two versions
+        assert seen == sorted(seen)
+        assert ask(net) == 399
+
+
+def test_section_around_several_calls_holds_one_version():
+    with Publisher(Stamped(1), slots=2) as pub, Subscriber(pub.handle) as sub:
+        net = bind_copies(sub, Stamped(0))
+        with sub.read():
+            assert ask(net) == 1
+            pub.publish(Stamped(2))
+            assert ask(net) == 1
+        assert ask(net) == 2
+
+
+def test_copies_are_checked_as_views_are():
+    with Publisher(Stamped(1)) as pub, Subscriber(pub.handle) as sub:
+        with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
+            bind_copies(sub, Stamped(0, width=9))
+        half = Stamped(0).to(torch.bfloat16)
+        with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.float32 .* torch\.bfloat16"):
+            bind_copies(sub, half)
+        assert ask(half) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this test needs a CUDA device, and there is none here")
+@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_module_on_a_gpu_follows_the_trainer(rig, slots, monkeypatch):
+    monkeypatch.setattr("support.conformance.rigs.Stamped", lambda value: Stamped(value).to("cuda"))
+    kind, scheme, options = RIGS[rig]
+    made = kind(scheme, slots=slots, **options)
+    for value in (1, 2, 3):
+        made.deliver(Stamped(value))
+        assert made.stamps() == [value, value]
+        assert {tensor.device.type for net in made.nets for tensor in net.parameters()} == {"cuda"}
+    made.close()

@@ -1,0 +1,209 @@
+"""device= of the schemes: one for all workers, or a list with one for each; each device has one arena, and one copy."""
+
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+from shmsync.errors import ManifestMismatch
+from shmsync.memory import devices
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from shmsync.schemes.arenas.worker_devices import WorkerDevices
+from support.conformance.nets import Stamped, ask, stamp
+from support.devices.simulated import Simulated, installed
+from support.processes import segments
+
+SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
+
+
+@pytest.fixture
+def two():
+    first, second = Simulated(3, 0.0005), Simulated(4, 0.0005, index=1)
+    with installed(first, second):
+        yield {first.name: first, second.name: second}
+
+
+class Team:
+    """A scheme's sender, and receivers in this process, each with a pipe of its own."""
+
+    def __init__(self, scheme, workers, **given):
+        self.scheme, self.ends, self.receivers = scheme, [multiprocessing.Pipe() for _ in range(workers)], []
+        self.nets = [Stamped(0) for _ in range(workers)]
+        scheme.init_on_sender("policy", pipes=[ours for ours, _ in self.ends], **given)
+        for index, (_, theirs) in enumerate(self.ends):
+            copy = pickle.loads(pickle.dumps(scheme))
+            copy.init_on_worker("policy", pipe=theirs, model=self.nets[index], worker_idx=index)
+            self.receivers.append(copy.get_receiver())
+
+    def send(self, weights, worker_ids=None):
+        sender = self.scheme.get_sender()
+        sender.send_async(weights, worker_ids)
+        for index in range(len(self.receivers)) if worker_ids is None else worker_ids:
+            self.receivers[index].receive(5.0)
+        sender.wait_async()
+
+    def stamps(self):
+        return [ask(net) for net in self.nets]
+
+    def places(self):
+        return [devices.place_of(net.layer.weight) for net in self.nets]
+
+    def close(self):
+        for receiver in self.receivers:
+            if hasattr(receiver, "close"):
+                receiver.close()
+        self.scheme.shutdown()
+
+
+@pytest.fixture
+def team():
+    made = []
+
+    def make(*args, **given):
+        made.append(Team(*args, **given))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("source", ["cpu", "simulated:1"])
+def test_each_device_has_one_arena_for_all_its_workers(two, team, slots, source):
+    places = ["simulated:0", None, "simulated:1", "simulated:0", "cpu"]
+    made = team(SharedMemWeightSyncScheme(device=places, slots=slots), 5)
+    allocated = {name: device.allocated for name, device in two.items()}
+    before = set(segments())
+    net = Stamped(0)
+    if source != "cpu":
+        for tensor in (*net.parameters(), *net.buffers()):
+            tensor.data = two[source].tensor(tensor.data)
+        allocated[source] = two[source].allocated
+    for value in (1, 2, 3):
+        made.send(stamp(net, value))
+        assert made.stamps() == [value] * 5
+    assert made.places() == ["cpu" if place is None else place for place in places]
+    assert {name: device.allocated - allocated[name] for name, device in two.items()} == dict.fromkeys(two, 1)
+    assert len(set(segments()) - before) == 3
+
+
+def test_one_copy_of_each_version_goes_to_each_device(two, team):
+    made = team(SharedMemWeightSyncScheme(device=["simulated:0"] * 3 + ["simulated:1"] * 2), 5)
+    made.send(Stamped(1))
+    before = {name: device.copies for name, device in two.items()}
+    made.send(Stamped(2))
+    assert {name: device.copies - before[name] for name, device in two.items()} == dict.fromkeys(two, 1)
+
+
+def test_devices_and_groups_go_together(two, team):
+    scheme = SharedMemWeightSyncScheme(device=["simulated:0", None, "simulated:0"], groups=[[0, 1], [2]])
+    made = team(scheme, 3)
+    made.send(Stamped(1))
+    made.send(Stamped(2), [2])
+    made.send(Stamped(3), [1])  # alone on its device
+    assert made.stamps() == [1, 3, 2]
+    assert made.places() == ["simulated:0", "cpu", "simulated:0"]
+
+
+def test_a_device_that_all_share_is_said_once_or_for_each(two, team):
+    made = team(SharedMemWeightSyncScheme(device=("simulated:0", "simulated:0")), 2)
+    made.send(Stamped(1))
+    with pytest.raises(ValueError, match="share one arena"):
+        made.send(Stamped(2), [0])
+    assert made.stamps() == [1, 1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_list_of_the_wrong_length_is_refused_before_anything_is_made(two, scheme):
+    made, (ours, theirs) = scheme(device=["simulated:0", None, "simulated:1"]), multiprocessing.Pipe()
+    before = segments()
+    with ours, theirs:
+        with pytest.raises(ValueError, match=r"\['simulated:0', 'cpu', 'simulated:1'\] is for 3 .* but there are 1"):
+            made.init_on_sender("policy", pipes=[ours])
+        with pytest.raises(RuntimeError, match="init_on_sender"):
+            made.get_sender()
+        made.init_on_sender("policy", pipes=[ours] * 3)
+        with pytest.raises(ValueError, match="worker 3 has no device.* of 3 workers"):
+            made.get_sender().register_worker(3, ours)
+        assert made.get_sender().worker_ids == [0, 1, 2]
+    assert segments() == before
+    made.shutdown()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (["simulated:0", "mps"], ValueError, "cannot lie on 'mps'"),
+        ([None, "simulated:7"], ValueError, "'simulated:7', which is no device"),
+        ([None, 3], TypeError, "not 3"),
+        ({0: "cpu"}, TypeError, r"a list with one for each worker, not \{0: 'cpu'\} \(dict\)"),
+        (["cuda:0"], Exception, "CUDA|cuda"),
+    ],
+)
+def test_a_device_where_no_weights_can_lie_is_refused(two, scheme, given, error, words):
+    if given == ["cuda:0"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(error, match=words):
+        scheme(device=given)
+
+
+def test_a_worker_need_not_see_the_devices_of_the_others(two):
+    scheme = pickle.dumps(SharedMemWeightSyncScheme(device=["simulated:0", None]))
+    with installed():
+        pickle.loads(scheme).shutdown()
+        with pytest.raises(ValueError, match="which is no device"):
+            SharedMemWeightSyncScheme(device=["simulated:0", None])
+
+
+def test_devices_said_where_the_workers_are_known(two, team):
+    made = team(SharedMemWeightSyncScheme(), 2, device=[None, "simulated:1"])
+    made.send(Stamped(1))
+    assert made.places() == ["cpu", "simulated:1"]
+    late = team(SharedMemWeightSyncScheme(), 1)
+    late.send(Stamped(1))
+    with pytest.raises(ValueError, match=r"device='simulated:0' comes too late: the weights of policy lie"):
+        late.scheme.init_on_sender("policy", pipes=[late.ends[0][0]], device="simulated:0")
+    late.send(Stamped(2))
+    assert (late.stamps(), late.places()) == ([2], ["cpu"])
+    contrary = SharedMemWeightSyncScheme(device="simulated:0")
+    with pytest.raises(ValueError, match=r"device='simulated:0', but its workers are on .*'simulated:1'"):
+        team(contrary, 2, device=[None, "simulated:1"])
+    contrary.shutdown()
+
+
+def test_one_storage_for_all_cannot_be_on_two_devices(two):
+    with pytest.raises(ValueError, match=r"alias=True is one storage.* on simulated:0 and cpu"):
+        SharedMemWeightSyncScheme(device=["simulated:0", None], alias=True)
+
+
+def test_weights_that_travel_come_from_any_device_in_order(two, team):
+    device = two["simulated:0"]
+    made = team(MultiProcessWeightSyncScheme(device=[None, "cpu"]), 2)
+    net = Stamped(1)
+    for tensor in (*net.parameters(), *net.buffers()):
+        tensor.data = device.tensor(tensor.data)
+    tensors = [*net.parameters(), *net.buffers()]
+    with device.on(device.stream()):
+        for value in (2, 3, 4):
+            for tensor in tensors:
+                device.kernel(lambda tensor=tensor, value=value: tensor.data.fill_(value))
+            made.send(net)
+            assert made.stamps() == [value, value]
+
+
+def test_a_worker_whose_module_lies_elsewhere_is_refused_before_it_receives(two, team):
+    scheme = MultiProcessWeightSyncScheme(device=[None, "simulated:1"])
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        scheme.init_on_worker("policy", pipe=theirs, model=Stamped(0), worker_idx=0)
+        with pytest.raises(ManifestMismatch, match=r"layer\.weight lies on cpu, but .* device='simulated:1'"):
+            scheme.init_on_worker("policy", pipe=theirs, model=Stamped(0), worker_idx=1)
+
+
+def test_names_are_said_once(two):
+    assert WorkerDevices(["simulated:0", None, torch.device("cpu"), "simulated:0"]).distinct == ["simulated:0", "cpu"]
+    assert WorkerDevices("cpu") == WorkerDevices(torch.device("cpu")) != WorkerDevices(None)
+    assert WorkerDevices([]).workers == 0
