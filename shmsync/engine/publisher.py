@@ -47,10 +47,11 @@ class Publisher:
 
     Args:
         weights: an nn.Module (parameters and buffers), a TensorDict, or a mapping of dotted key to tensor or numpy
-            array. Published as `first_version`. Kept, so that publish() can read it again; never changed.
-        name: under which other processes find the arena; None makes one up.
+            array. Published as `first_version`. The publisher keeps it for publish(), which reads it again, and never
+            changes it.
+        name: the name by which other processes find the arena; None makes a random one.
         slots: copies of the weights. 1: publisher and readers take turns, least memory, fixed addresses. 2 or more:
-            readers never wait, and the publisher does not as long as slots ≥ 2 + old versions held at once.
+            readers never wait. The publisher does not wait either if slots ≥ 2 + old versions held at once.
         max_readers: rows in the reader table (1 to 4,096).
         device: where the arena lies. None, or "cpu": in the host's memory, so that workers need no GPU. "cuda",
             "cuda:1": in that GPU's memory. Weights are brought there from wherever they are. "same": where the weights
@@ -58,24 +59,24 @@ class Publisher:
         dtype: floating parameters are cast to it on publish; buffers keep theirs. Where no leaf is an nn.Parameter or
             nn.Buffer, as in a state_dict(), all floating leaves are cast. A mapping of glob patterns on dotted keys to
             dtypes casts the leaves that match, buffers too, to the dtype of the first pattern that does.
-        include: glob patterns on dotted keys: which leaves the arena has. A pattern that matches nothing, here, in
+        include: glob patterns on dotted keys: the leaves that the arena has. A pattern that matches nothing, here, in
             exclude= or in dtype=, is a ManifestMismatch.
-        exclude: glob patterns on dotted keys: which leaves of those it has not.
+        exclude: glob patterns on dotted keys: the leaves that are left out.
         timeout: the arena's default, in seconds; math.inf waits without limit, None is 10.
         checksum: write a checksum of each leaf with each version, so that verify() can prove what workers hold. Each
-            publish() then reads what it has written once more, each update() everything. Needs shmsync[verify].
-        first_version: the number of the first version. A trainer that starts again with the last number that it saved
-            plus one goes on counting.
+            publish() then reads again the bytes that it has written, each update() all leaves. Needs shmsync[verify].
+        first_version: the number of the first version. A restarted trainer that passes its last saved number plus one
+            continues the numbers.
 
     Raises:
         ArenaExists: the name belongs to a publisher that lives.
-        NoSpace: shared memory, or the device's, has not enough room.
+        NoSpace: the machine's or the device's memory does not suffice.
         ManifestMismatch: these weights cannot be published.
         ValueError: an argument is out of range.
         TypeError: an argument is of another type.
         OSError: the file that the environment's SHMSYNC_TRACE names cannot be a trace.
 
-    Thread-safe in that a second writer call at the same time raises WriterBusy; a context manager.
+    A second writer call at the same time raises WriterBusy. A context manager.
     """
 
     def __init__(
@@ -165,14 +166,14 @@ class Publisher:
             wait: None or False returns at once; True, or "all", waits until every subscriber alive at the commit has
                 applied the version; a list of worker indices waits for those, attached or not.
             timeout: seconds for the whole call; None is the arena's default.
-            after: for weights on a device that were made on another stream than the current one: that stream, or an
-                event. The copies wait for what it has to do now.
+            after: a stream or an event, for weights on a device that were made on another stream than the current one.
+                The copies wait for the work that it has at the call.
 
         Returns:
-            The new version. On a device it is visible when it is copied there; `wait=[]` waits for that.
+            The new version. On a device it is visible when its copy has ended; `wait=[]` waits for that.
 
         Raises:
-            ManifestMismatch: the weights do not fit. By this and the next four nothing was published.
+            ManifestMismatch: the weights do not fit. After this and the next four errors nothing was published.
             ReaderStalled: readers held every slot that it could write until the deadline.
             WriterBusy: another thread is writing.
             Poisoned: only a part of the weights was given, after an update() that failed.
@@ -186,8 +187,8 @@ class Publisher:
     def update(self, *, wait: Wait = None, timeout: float | None = None) -> Update:
         """`with pub.update() as weights:` — write the new version in place; leaving publishes it.
 
-        With slots = 1 nothing is copied, and readers wait meanwhile; an exception inside leaves the weights half
-        written, so the arena is poisoned until a full publish(). With more slots the current version is copied to a
+        With slots = 1 nothing is copied, and readers wait meanwhile. An exception in the body leaves the weights half
+        written, and poisons the arena until a full publish(). With more slots the current version is copied to a
         free slot on entry, and an exception abandons that slot.
 
         Raises as publish() does: on entry before anything is written, WorkerDied and AckTimeout on leaving.
@@ -199,12 +200,11 @@ class Publisher:
     ) -> None:
         """Make the module's parameters the slab itself (slots = 1), so that updates copy nothing.
 
-        From then on write parameters only inside update(); with an optimizer (or several), its step() runs inside
-        update() by itself; a step inside your own `with pub.update(wait=...)` joins that one. The Parameter objects,
-        and so the optimizer's state, keep their identity, and lie as the arena's leaves do. Buffers stay private to
-        the module, since forward passes write them, and are copied when update() is left. Tensors are followed by
-        name: one that the module has replaced goes into the arena with the next update() or publish(). close() makes
-        the parameters private again.
+        From then on write parameters only inside update(). The step() of each given optimizer opens an update(); a step
+        inside your own `with pub.update(wait=...)` becomes part of that one. The Parameter objects and the optimizer's
+        state keep their identity, and take the arena's layout. Buffers stay private to the module, because forward
+        passes write them, and are copied when update() is left. If the module replaces a tensor, the new one goes
+        into the arena under its name with the next update() or publish(). close() makes the parameters private again.
 
         If the module's values differ from what is published they become a new version first. Call it again with the
         same module to add an optimizer, for example a new one after parameters were replaced.
@@ -219,7 +219,7 @@ class Publisher:
         self._writer.adopt(self, module, as_list(optimizer))
 
     def readers(self) -> list[ReaderInfo]:
-        """Every subscriber, the dead ones not yet swept included."""
+        """Every subscriber, including dead ones whose rows are not yet free."""
         side = self._writer.side
         side.check()
         return reader_infos(side.arena.control, side.peers, self.version)
@@ -227,7 +227,7 @@ class Publisher:
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
 
-        A worker is attached once its Subscriber is made; what it does then, such as bind(), may fail later.
+        A worker is attached once its Subscriber is made. A later call in it, such as bind(), may still fail.
 
         Args:
             workers: the indices, as in Subscriber(worker=).
@@ -250,15 +250,15 @@ class Publisher:
         """Let every worker prove what it holds: that its bound modules compute with the published weights.
 
         A worker answers at its next section, refresh() or slice of a wait_version(), where it reads all its weights
-        once. Publish on meanwhile as you like; an answer is about the newest version that its worker finds.
+        once. Publishing may continue meanwhile: an answer is about the newest version that its worker finds.
 
         Args:
             timeout: seconds for the whole call; None is the arena's default, math.inf waits without limit.
             workers: None asks every subscriber that is attached now; indices ask these, attached or not.
 
         Returns:
-            The version at the call, how many leaves each worker compared, and which workers did: who detaches before
-            it has answered is not among them, and raises nothing unless `workers` names it.
+            The version at the call, the number of leaves that each worker compared, and these workers. A worker that
+            detaches before it has answered is not among them, and raises nothing unless `workers` names it.
 
         Raises:
             NotDelivered: these workers hold other weights; sub.verify() there names every leaf.
@@ -272,15 +272,15 @@ class Publisher:
         return self._writer.ask(None if workers is None else check_workers(workers), deadline)
 
     def trace(self, file: str | os.PathLike[str] | None = None) -> Tracing:
-        """Write what the processes of this arena do into a file, until stop() of what this returns, or its `with`.
+        """Record the activity of this arena's processes in a file, until stop() or the end of `with pub.trace():`.
 
         These are publishes, read sections, acks and waits, in the Trace Event Format of Chrome; Perfetto
         (https://ui.perfetto.dev) shows them. Subscribers of other processes join in at their next section. The
         environment's SHMSYNC_TRACE=FILE traces every Publisher from its first version on.
 
         Args:
-            file: its path. None: shmsync-NAME.trace.json in the working directory. To a file that is such a trace
-                already it is appended, so that one can have those of several arenas.
+            file: its path. None: shmsync-NAME.trace.json in the working directory. An existing trace is appended to, so
+                one file can have the traces of several arenas.
 
         Raises:
             FileExistsError: there is a file that is no trace. BlockingIOError: another process had locked it until the

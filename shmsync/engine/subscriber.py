@@ -43,21 +43,21 @@ class Subscriber(_native.Sections):
 
     Args:
         handle_or_name: `pub.handle`, or the arena's name. A name is waited for, at most `timeout` seconds.
-        consistency: "pinned": what a section sees does not change while it lasts. "optimistic": sections never hold
-            the publisher up, and say afterwards if they were torn; run() repeats. "live": plain shared memory.
+        consistency: "pinned": the weights do not change while a section lasts. "optimistic": sections never block the
+            publisher, and `torn` tells afterwards; run() repeats a torn call. "live": plain shared memory.
         worker: an index by which the publisher names this subscriber.
         timeout: default for this subscriber's waits, in seconds; math.inf waits without limit, None is 10.
-        follow: when the publisher was closed or died, and another one publishes the same leaves under the same name,
-            move to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Its versions
-            begin again, `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
-            wait_version(); sections warn, and read the old weights on.
+        follow: if the publisher was closed or died, and another one publishes the same leaves under the same name, move
+            to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Versions start from 1
+            again there, and `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
+            wait_version(); sections warn, and keep reading the old weights.
 
     Raises:
-        ArenaNotFound: there is none of this name, also after `timeout`; or not any more the one of the handle.
-        ArenaCorrupt: there is something else.
+        ArenaNotFound: no arena of this name after `timeout` seconds, or the arena of the handle has ended.
+        ArenaCorrupt: the segment of this name is not an arena that this version of shmsync can read.
         WriterDied: its publisher is dead.
         ReaderTableFull: all rows are taken; see Publisher(max_readers=).
-        NoSpace: there is no memory, or no descriptor, to map it.
+        NoSpace: no memory or no descriptor is free to map the arena.
         WriterBusy: an in-place update took too long.
 
     Sections nest. The outermost one of a thread keeps the other threads out, so use one Subscriber per thread that
@@ -117,7 +117,7 @@ class Subscriber(_native.Sections):
 
     @property
     def session(self) -> bytes:
-        """The session of the arena that `version` is of: another one after a restart that was followed."""
+        """The session of the arena that `version` belongs to; it changes when follow= moves to a restarted one."""
         return self._reader._used_session
 
     @property
@@ -135,8 +135,7 @@ class Subscriber(_native.Sections):
         """Can new versions still come?
 
         False once the publisher's process is dead, or has closed the arena; then `lag` does not change any more. A
-        stopped process is alive, and so is one of which nothing could be found out. With follow=True it is about the
-        arena that is read now.
+        stopped process is alive, and so is one with an unknown state. With follow=True it is about the present arena.
         """
         self._reader._check()
         return not self._reader.gone
@@ -144,9 +143,9 @@ class Subscriber(_native.Sections):
     def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
         """Wait until `version` or a later one is published; returns the published one. Applies nothing.
 
-        For the first `spin` seconds, at most `timeout`, it keeps its processor and looks again and again, which finds a
-        version some 20 µs earlier than being woken. That is for a process with a processor of its own: where others
-        need it, the publisher among them, they wait for it.
+        For the first `spin` seconds, at most `timeout`, it polls instead of sleeping, and finds a version some 20 µs
+        earlier. Spin only in a process with its own core: otherwise the other processes, also the publisher, wait for
+        the processor.
 
         `version` is a number of `session`, as this thread has it. With follow=True it also waits for a restarted
         trainer and moves to its arena, whose versions begin again: each of them is newer than all of the session
@@ -197,10 +196,10 @@ class Subscriber(_native.Sections):
         it; its calls are sections of all.
 
         Args:
-            guard: which calls are read sections, so that each uses one version, the newest. True: each call of the
-                module or of a submodule, hooks included, and each public method that its own classes define (not those
-                of torch). A list names methods and submodules, as in ["act", "actor.net"]. False: none; put what uses
-                the weights in `with sub.read():`.
+            guard: the calls that are read sections, each of the newest version. True: each call of the module or of a
+                submodule, hooks included, and each public method that its own classes define (not those of torch). A
+                list names methods and submodules, as in ["act", "actor.net"]. False: none; use the module inside
+                `with sub.read():`.
             buffers: "copy": private copies, refreshed with each version, so that forward passes may write them;
                 "view": zero-copy and read-only.
             clone_outputs: outputs of a guarded call that are views of the weights are cloned, so that they do not
@@ -210,9 +209,9 @@ class Subscriber(_native.Sections):
         generator holds its section until it ends, is closed or is collected.
 
         Raises:
-            ManifestMismatch: module and arena differ. By this and the next two nothing was changed.
-            ProtocolError: it cannot be bound, or not be guarded so (a coroutine, a class with its own __call__, nothing
-                to guard).
+            ManifestMismatch: module and arena differ. After this and the next two errors nothing was changed.
+            ProtocolError: the module cannot be bound, or not with this `guard` (a coroutine, a class with its own
+                __call__, nothing to guard).
             ValueError: a name in `guard` that the module lacks.
             ShmSyncError: as in read().
         """
@@ -246,7 +245,7 @@ class Subscriber(_native.Sections):
     def snapshot(self, out: TensorDictBase | None = None) -> Snapshot:
         """A private copy of one version, by default into new memory, else into `out` (same keys, shapes, dtypes).
 
-        With "live" it is whatever was there, perhaps of two versions. Raises ValueError for an `out` that does not fit
+        With "live" it may be a mix of two versions. Raises ValueError for an `out` that does not fit
         (one with expanded, overlapping or lazily conjugated tensors, or in an arena), before anything is written;
         otherwise as read(). Parameters may be in `out`; no gradient is recorded.
         """
@@ -282,12 +281,12 @@ class Subscriber(_native.Sections):
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.
 
-        Every tensor is read as the module has it now, under its name: private copies and buffers too, whatever has
-        taken the place of what was bound. One of another dtype is compared with the published value cast to it.
+        Each tensor is read as the module has it now, under its name, also private copies, buffers and tensors that
+        replaced a bound one. A tensor of another dtype is compared with the published value cast to that dtype.
 
         Args:
-            *modules: what this process computes with, if that is not what was bound: a copy, a part of an agent.
-                They must have every leaf of the arena.
+            *modules: the modules that this process computes with, if they are not the bound ones: a copy, a part of an
+                agent. They must have every leaf of the arena.
 
         Returns:
             The version, the number of leaves that were compared, and the modules' leaves that no checksum is for.
@@ -303,9 +302,9 @@ class Subscriber(_native.Sections):
     def close(self) -> None:
         """Give the row back. Tensors of the arena stay readable, but unprotected. Idempotent.
 
-        A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. What
-        another thread waits for in this subscriber ends with ClosedError. A section that no thread can leave any more,
-        because its thread has ended or its object is gone, is given up.
+        A module that was bound with a guard raises ClosedError when called: bind it elsewhere, or deepcopy() it. A wait
+        of another thread in this subscriber ends with ClosedError. A section that no thread can leave any more, because
+        its thread has ended or its object is gone, is released.
 
         Raises ProtocolError inside a section of this thread, WriterBusy when another thread does not leave its section
         in time; then nothing is closed.
