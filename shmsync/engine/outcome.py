@@ -86,7 +86,7 @@ class Outcome:
         self._wording = wording
 
     def add_late(self, workers: Mapping[Any, Peer | None]) -> None:
-        """These workers are late: the error has the pids of their processes, where known, and says which are stopped."""
+        """These workers are late: the error has their pids, where known, and says which are stopped."""
         self.late += sorted(workers)
         known = {name: peer for name, peer in workers.items() if peer is not None}
         self.pids |= {name: peer.pid for name, peer in known.items()}
