@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("gymnasium", reason="collectors need gymnasium, which shmsync[collectors] brings")
 
 from shmsync.collectors import MultiprocessCollector
+from support.environments import basic as environments
 from support.environments.basic import Policy
-from support.environments.basic import basic as environments
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from shmsync.errors import DeviceFailed
 from shmsync.memory import devices
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from support.devices.simulated import Simulated, installed
+from support.environments import basic as environments
 from support.environments.basic import Policy
-from support.environments.basic import basic as environments
 from support.processes import segments
 
 simulated = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shmsync
+from support.environments import basic as environments
 from support.environments.basic import Constant, Counting, Failing, FirstTime, Later, Policy, flat
-from support.environments.basic import basic as environments
 from support.environments.vector import Episodes, NestedEpisodes, Random, Vectors
 from support.environments.waiting import Breaking, Meeting, OwnThread
 from support.processes import alive, workers

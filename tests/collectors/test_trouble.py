@@ -12,8 +12,8 @@ import torch
 
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
+from support.environments import basic as environments
 from support.environments.basic import SCHEMES, Constant, Counting, Failing, FirstTime, Policy, flat
-from support.environments.basic import basic as environments
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shmsync.schemes import NoWeightSyncScheme, SharedMemWeightSyncScheme
+from support.environments import basic as environments
 from support.environments.basic import SCHEMES, Constant, Counting, Policy
-from support.environments.basic import basic as environments
 from support.processes import until
 
 

@@ -9,7 +9,7 @@ from shmsync.memory.manifest import Manifest
 from shmsync.schemes.link import messages
 from shmsync.schemes.remote import packed_weights
 from shmsync.schemes.remote.distributed import rendezvous
-from support.fuzz.fuzz import fuzz
+from support.fuzz import fuzz
 from support.fuzz.targets import TARGETS
 
 INPUTS = 3000

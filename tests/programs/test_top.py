@@ -24,7 +24,7 @@ from support.jobs.engine import (
     refresh,
 )
 from support.processes import segment_path, state, until
-from support.programs.programs import terminal as terminals
+from support.programs import terminal as terminals
 from support.programs.terminal import COLOURS, ESCAPES, Terminal
 
 pytest.importorskip("rich", reason="top draws with shmsync[top]")

@@ -9,8 +9,8 @@ import torch
 from tensordict.nn import TensorDictModule
 
 import shmsync
+from support.environments import basic as environments
 from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
-from support.environments.basic import basic as environments
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -13,8 +13,8 @@ import torch
 from gymnasium.vector import AutoresetMode
 
 import shmsync
+from support.environments import basic as environments
 from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
-from support.environments.basic import basic as environments
 from support.environments.vector import (
     MODES,
     Altered,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.choice import first
-from support.faults.faults import scenarios as fault_scenarios
+from support.faults import scenarios as fault_scenarios
 
 SOURCE = Path(__file__).parents[2] / "support" / "faults" / "faults.c"
 FEW, EVERY = 12, 10**6  # cases of each scenario

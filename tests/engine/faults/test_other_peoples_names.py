@@ -13,7 +13,7 @@ import torch
 import shmsync
 from shmsync import cli
 from shmsync.memory.control import leftovers
-from support.faults.faults import squatting
+from support.faults import squatting
 from support.faults.squatting import KINDS, NEED_ROOT, STRANGER
 from support.jobs.engine import open_arena
 from support.processes import segment_path

@@ -229,7 +229,7 @@ def inject(scenario, count, seed):
 
 
 def main(names, count, seed):
-    from support.faults.faults import scenarios as fault_scenarios
+    from support.faults import scenarios as fault_scenarios
     from support.worker import fork_server, pool
 
     faulthandler.enable()
