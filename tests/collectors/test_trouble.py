@@ -30,7 +30,7 @@ def test_a_failing_environment_raises_here_with_its_traceback(collector):
     batches = collector([Counting, functools.partial(Failing, "raise")], Constant())
     with pytest.raises(RuntimeError, match="the simulator broke") as caught:
         next(batches)
-    assert "environments.py" in str(caught.value.__cause__)
+    assert "environments/basic.py" in str(caught.value.__cause__)
 
 
 def test_an_environment_that_cannot_be_made_raises_at_once(collector):
