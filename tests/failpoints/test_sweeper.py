@@ -47,10 +47,13 @@ def test_a_sweeper_that_stands_still_keeps_no_publisher_waiting(start, name, slo
     with ExitStack() as after:
         sweeping = after.enter_context(Held(sweeper, "sweep.locked", "stop"))
         while not sweeping.held:
-            making = after.enter_context(Held(start(), "segment.named", "pause"))
+            maker = start()
+            making = after.enter_context(Held(maker, "segment.named", "pause"))
             making.run(open_arena, name=name, slots=slots)
             with contextlib.suppress(NotPassed):  # as above
                 sweeping.run(sweep, name)
+            if not sweeping.held:
+                maker.kill()  # it would make its arena at the end, and leave it
         call = Call(making.result)
         with pytest.raises(shmsync.ArenaExists, match="being removed"):
             call.result()
