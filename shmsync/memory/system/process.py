@@ -45,6 +45,7 @@ class Identity(NamedTuple):
 # Of /proc/<pid>/stat, counted from its third field: start and end of the code, start of the stack, start and end of the
 # data, start of the heap. Not the addresses of arguments and environment, which programs that rename themselves move.
 _STATE, _TICKS, _IMAGE = 0, 19, (23, 24, 25, 42, 43, 44)
+_STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
 def _stat_fields(pid: int) -> list[str]:
@@ -156,7 +157,7 @@ class Peer:
     @property
     def stopped(self) -> bool:
         """Is it stopped (SIGSTOP, a debugger)? False when that cannot be found out."""
-        return not self.dead and _is_stopped(self.pid)
+        return not self.dead and _state_of(self.pid) in _STOPPED
 
     def ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for its end. Has it ended?"""
@@ -211,11 +212,12 @@ class Peer:
         return f"pid {self.pid}, exit code {code}"
 
 
-def _is_stopped(pid: int) -> bool:
+def _state_of(pid: int) -> str | None:
+    """The kernel's letter for what a process does; None when that cannot be found out."""
     try:
-        return _stat_fields(pid)[_STATE] in "Tt"
+        return _stat_fields(pid)[_STATE]
     except (OSError, ValueError):
-        return False
+        return None
 
 
 class Peers:
@@ -240,9 +242,10 @@ class Peers:
         """Live, stopped (SIGSTOP, a debugger) or dead."""
         if not self.alive(owner):
             return ProcessState.DEAD
-        if _is_stopped(pid_of(owner)):
-            return ProcessState.STOPPED
-        return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
+        letter = _state_of(pid_of(owner))
+        if letter is None:
+            return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
+        return ProcessState.STOPPED if letter in _STOPPED else ProcessState.LIVE
 
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of all other processes."""
