@@ -73,9 +73,12 @@ def manifest_of(name: str, control: _native.Control, header: segment.Header) -> 
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
-    row = control.claim(owner, worker)
-    if row is not None:
-        return row
+    for row in control.rows() if worker >= 0 else ():
+        if row.worker == worker and not peers.alive(row.owner):
+            control.reap(*row.id, owner)  # else the next publish() would report a worker whose place is taken
+    free = control.claim(owner, worker)
+    if free is not None:
+        return free
     for candidate, holder in control.owners():
         if not peers.alive(holder) and control.take_over(candidate, holder, owner, worker):
             return candidate

@@ -94,6 +94,24 @@ def test_joiner_takes_over_the_row_of_a_killed_reader(start, slots):
         assert second.call(look) == third.call(look) == (4, 4, 4)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(start, slots):
+    alive, victim, other, joiner = start(4)
+    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
+        alive.call(attach, pub.handle, worker=1)
+        victim.call(attach, pub.handle, worker=2)
+        other.call(attach, pub.handle)
+        victim.kill()
+        joiner.call(attach, pub.handle, worker=2)
+        assert [reader.worker for reader in pub.readers()] == [1, 2, None]
+        joiner.call(detach)  # as an interrupt does in the middle of read()
+        other.call(detach)
+        alive.start(apply_until, 2)
+        assert pub.publish(stamped(2), wait="all") == 2
+        alive.result()
+        assert pub.stats().reaped == 1
+
+
 def test_publish_names_the_worker_that_was_killed_before_it_applied(start):
     alive, victim = start(2)
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
