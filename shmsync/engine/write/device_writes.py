@@ -119,9 +119,20 @@ class DeviceWrites:
         self._refuse_capture(stream)
         self._device.follow(self._stream, stream)
 
-    def ready(self) -> None:
-        """Raise ProtocolError, before anything is written, if the device cannot be asked for copies now."""
+    def ready(self, deadline: float) -> None:
+        """See, before anything is written, that the device can be asked for copies now.
+
+        Raises ProtocolError in a capture. Raises DeviceBusy while copies of a write that was given up are under way:
+        they may read the staging memory. DeviceFailed.
+        """
         self._refuse_capture(self._device.current())
+        if self._left_over:
+            late = (
+                f"copies of an earlier write to arena {self._name!r}, which was given up, are still under way on "
+                f"{self._device.name}, and nothing was published; give it more time with timeout="
+            )
+            _await(self._device, self._stream, deadline, late)
+            self._left_over = False
 
     def _refuse_capture(self, stream: Stream) -> None:
         if self._device.capturing(stream):
@@ -136,11 +147,6 @@ class DeviceWrites:
 
     def write(self, plan: CopyPlan, address: int, slot: int) -> None:
         """Copy what the plan has into the slot, which begins at `address`."""
-        if self._left_over:  # they may read the staging memory, or write this slot
-            while not self._device.wait(self._stream, _SLICE / 1e9):
-                stay_if_exiting()
-                self._device.check()
-            self._left_over = False
         mine = self._device.current()
         self._device.follow(self._stream, mine)
         pieces = plan.convert(slot)

@@ -302,7 +302,7 @@ class WriteSide:
         """
         writer = self.writer
         if self.later is not None:
-            self.later.ready()
+            self.later.ready(deadline)
         if writer.begin():
             return True
         started = time.perf_counter()

@@ -114,6 +114,26 @@ def test_the_next_publish_waits_for_the_one_under_way(arena, slots):
 
 
 @pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("again", ["publish", "update"])
+def test_a_write_waits_until_its_deadline_for_one_that_was_given_up(arena, slots, again):
+    source = {"t": torch.full((100,), 1.0)}
+    pub, sub = arena(source, slots)
+    with held_up(stream_of(pub)):
+        with pytest.raises(LookupError), pub.update():
+            raise LookupError
+        with pytest.raises(shmsync.DeviceBusy, match="which was given up, are still under way on simulated"):
+            if again == "publish":
+                pub.publish(timeout=0.1)
+            else:
+                with pub.update(timeout=0.1):
+                    pass
+        assert value(sub, timeout=0.1) == (1, 1.0)
+    source["t"].fill_(3)
+    pub.publish(wait=[])
+    assert value(sub)[1] == 3.0
+
+
+@pytest.mark.parametrize("slots", SLOTS)
 def test_weights_on_the_device_are_copied_in_the_order_of_the_current_stream(arena, device, slots):
     there = device.tensor(torch.full((1000,), 1.0))
     pub, sub = arena({"t": there}, slots)
