@@ -99,7 +99,7 @@ def modes_of_torch() -> tuple[Any, ...]:
     """What a call that ended half-way could have left switched on, or off, in this thread."""
     keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     on = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_torch_function_enabled()
-    return (*on, *map(str, keys))
+    return (*on, torch.is_autocast_cache_enabled(), *map(str, keys))
 
 
 @pytest.fixture(autouse=True)

@@ -80,6 +80,13 @@ def replica(module):
     return module._replicate_for_data_parallel()
 
 
+def converted(module):
+    try:
+        torch.onnx.export(module, (X,), io.BytesIO(), dynamo=False)
+    finally:
+        torch.set_autocast_cache_enabled(True)  # torch leaves it off after an exception
+
+
 def distributed(module):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -101,7 +108,7 @@ SHARED = {
     "jit.trace of a function": lambda module: torch.jit.trace(lambda x: module(x), X),
     "jit.trace of a part": lambda module: torch.jit.trace(module.head, X),
     "jit.trace of a whole": lambda module: torch.jit.trace(Around(module), X),
-    "onnx.export": lambda module: torch.onnx.export(module, (X,), io.BytesIO(), dynamo=False),
+    "onnx.export": converted,
     "jit.trace_module": lambda module: torch.jit.trace_module(module, {"act": X}),
     "jit.script": torch.jit.script,
     "jit.script of a whole": lambda module: torch.jit.script(Around(module)),
