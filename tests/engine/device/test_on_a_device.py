@@ -115,10 +115,10 @@ def test_the_next_publish_waits_for_the_one_under_way(arena, slots):
 
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("again", ["publish", "update"])
-def test_a_write_waits_until_its_deadline_for_one_that_was_given_up(arena, slots, again):
+def test_a_write_waits_until_its_deadline_for_one_that_was_given_up(arena, device, slots, again):
     source = {"t": torch.full((100,), 1.0)}
     pub, sub = arena(source, slots)
-    with held_up(stream_of(pub)):
+    with held_up(stream_of(pub)), device.on(device.stream()):
         with pytest.raises(LookupError), pub.update():
             raise LookupError
         with pytest.raises(shmsync.DeviceBusy, match="which was given up, are still under way on simulated"):
