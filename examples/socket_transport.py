@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import pickle
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
@@ -51,7 +52,7 @@ def _answer(connection: Connection, apply: Callable[[Any], None]) -> None:
     actions: dict[str, Callable[..., Any]] = {
         "apply": lambda packed: apply(pickle.loads(packed)),
         "relay": lambda packed, options: publish_here(options, pickle.loads(packed)),
-        "place": here,
+        "location": here,
         "close": lambda session, ended: close_here(session, ended=ended),
     }
     with connection, contextlib.suppress(OSError, EOFError):
@@ -140,13 +141,13 @@ class SocketRelay(HostedRelay):
 class SocketCarrier(Carrier):
     """TCP connections. The relay of a node is the first of its workers that lives."""
 
-    def payload(self, packed_weights: PackedWeights) -> bytes:
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> bytes:
         return pickle.dumps(
             PackedWeights(packed_weights.label, [piece.numpy() for piece in packed_weights.pieces]), protocol=5
         )
 
     def locate(self, worker: SocketTransport) -> Call:
-        return worker.wire.ask("place")
+        return worker.wire.ask("location")
 
     def start_relay(self, site: Site, members: Mapping[int, SocketTransport], options: RelayOptions) -> SocketRelay:
         return SocketRelay(members[min(members)])
@@ -154,10 +155,10 @@ class SocketCarrier(Carrier):
     def relay_call(self, relay: SocketRelay, payload: bytes, options: RelayOptions) -> Call:
         return relay.wire.ask("relay", payload, options)
 
-    def close_relay(self, relay: SocketRelay, session: str, *, ended: bool) -> None:
-        call = relay.wire.ask("close", session, ended)
-        if ended:
-            self.wait([call], 2.0)
+    def close_relay(self, relay: SocketRelay, session: str, *, until: float | None) -> None:
+        call = relay.wire.ask("close", session, until is not None)
+        if until is not None:
+            self.wait([call], until - time.monotonic())
         relay.wire.close()
 
 

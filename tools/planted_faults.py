@@ -127,7 +127,7 @@ FAULTS = [
     Fault("native/src/copy.cpp", "total > kStreamAbove ? CopyPath::streaming",
           "total > kStreamAbove ? (--count, CopyPath::streaming)",
           "engine/versions/test_never_torn.py"),
-    Fault("native/bind/turns.cpp", "if (held.lock->mine())", "if (false)", "conformance/trouble/test_threads.py"),
+    Fault("native/bind/fifo_lock.cpp", "if (held.lock->mine())", "if (false)", "conformance/trouble/test_threads.py"),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ void bind_writer(nb::module_&);
 void bind_reader(nb::module_&);
 void bind_pipes(nb::module_&);
 void bind_trace(nb::module_&);
-void bind_turns(nb::module_&);
+void bind_fifo_lock(nb::module_&);
 }  // namespace shmsync::bind
 
 NB_MODULE(_native, m) {
@@ -41,5 +41,5 @@ NB_MODULE(_native, m) {
   shmsync::bind::bind_reader(m);
   shmsync::bind::bind_cover(m);
   shmsync::bind::bind_pipes(m);
-  shmsync::bind::bind_turns(m);
+  shmsync::bind::bind_fifo_lock(m);
 }

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "model_turn.hpp"
+#include "model_lock.hpp"
 #include "reader.hpp"
 
 namespace nb = nanobind;
@@ -31,11 +31,11 @@ class Cover {
     ++generation_;
   }
 
-  // Calls that are not nested take this turn first, and those of `inners` (addresses) begin a flight.
-  void around(nb::object turn, nb::object flight, std::vector<std::uintptr_t> inners) {
-    turn_ = nb::cast<ModelTurn*>(turn);
+  // Calls that are not nested take this lock first, and those of `inners` (addresses) begin a flight.
+  void around(nb::object model_lock, nb::object flight, std::vector<std::uintptr_t> inners) {
+    model_lock_ = nb::cast<ModelLock*>(model_lock);
     flight_ = nb::cast<Flight*>(flight);
-    owners_ = {std::move(turn), std::move(flight)};
+    owners_ = {std::move(model_lock), std::move(flight)};
     inners_ = std::move(inners);
   }
 
@@ -50,18 +50,18 @@ class Cover {
     if (!plain_)
       return call_method(self, "_repeat", inner, args, kwargs.is_valid() ? nb::borrow(kwargs) : nb::object(nb::dict()));
     if (!looked && grad_enabled()) call_method(self, "_look");
-    if (turn_ == nullptr) return in_sections(self, inner, args, kwargs);
+    if (model_lock_ == nullptr) return in_sections(self, inner, args, kwargs);
     const auto [held, flown] = owners_;  // the cover may get others meanwhile
-    ModelTurn& turn = *turn_;
-    turn.enter();
+    ModelLock& model_lock = *model_lock_;
+    model_lock.enter();
     nb::object out;
     try {
       out = readers_->empty() ? call(inner, args, kwargs) : in_sections(self, inner, args, kwargs);
     } catch (...) {
-      turn.leave(held);
+      model_lock.leave(held);
       throw;
     }
-    turn.leave(held);
+    model_lock.leave(held);
     return out;
   }
 
@@ -272,7 +272,7 @@ class Cover {
   std::uint64_t generation_ = 0;
   std::atomic<const void*> thread_{nullptr};
   PyObject* running_ = nullptr;  // borrowed from the call
-  ModelTurn* turn_ = nullptr;
+  ModelLock* model_lock_ = nullptr;
   Flight* flight_ = nullptr;
   std::pair<nb::object, nb::object> owners_;  // of the two
   std::vector<std::uintptr_t> inners_;
@@ -336,16 +336,16 @@ PyType_Slot guard_slots[] = {{Py_tp_call, reinterpret_cast<void*>(guard_call)},
 }  // namespace
 
 void bind_cover(nb::module_& m) {
-  nb::class_<ModelTurn>(m, "ModelTurn", "Those who call a model and those who move its weights take turns.")
+  nb::class_<ModelLock>(m, "ModelLock", "A re-entrant lock around one model: held to call it, and to move its weights.")
       .def(nb::init<>())
-      .def("try_enter", &ModelTurn::try_enter, "Enter if no other thread has the turn.")
+      .def("try_enter", &ModelLock::try_enter, "Enter if no other thread has the lock.")
       .def(
-          "__enter__", [](nb::handle self) { nb::inst_ptr<ModelTurn>(self)->enter(); },
+          "__enter__", [](nb::handle self) { nb::inst_ptr<ModelLock>(self)->enter(); },
           nb::sig("def __enter__(self) -> None"))
       .def(
-          "__exit__", [](nb::handle self, nb::args) { nb::inst_ptr<ModelTurn>(self)->leave(self); },
+          "__exit__", [](nb::handle self, nb::args) { nb::inst_ptr<ModelLock>(self)->leave(self); },
           nb::sig("def __exit__(self, *args: object) -> None"))
-      .def_rw("_asked", &ModelTurn::asked);
+      .def_rw("_asked", &ModelLock::asked);
 
   nb::class_<Flight>(m, "Flight", "Has a call of a policy begun whose consequences are not done?")
       .def(nb::init<>())
@@ -356,8 +356,8 @@ void bind_cover(nb::module_& m) {
       .def(nb::init<>())
       .def("_set", &Cover::set, "readers"_a, "plain"_a, "clones"_a,
            nb::sig("def _set(self, readers: list, plain: bool, clones: bool) -> None"))
-      .def("_around", &Cover::around, "turn"_a, "flight"_a, "inners"_a,
-           nb::sig("def _around(self, turn: ModelTurn, flight: Flight, inners: list[int]) -> None"))
+      .def("_around", &Cover::around, "model_lock"_a, "flight"_a, "inners"_a,
+           nb::sig("def _around(self, model_lock: ModelLock, flight: Flight, inners: list[int]) -> None"))
       .def(
           "run",
           [](nb::handle self, nb::handle inner, nb::handle args, nb::handle kwargs) {

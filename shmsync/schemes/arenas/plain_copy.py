@@ -25,17 +25,17 @@ from ...memory.manifest import Key, Leaf, tie
 from ...memory.torch_modes import counts_changes, run_plainly
 
 _KEPT = 16  # tables: one for each slot, and with partial=True one for each set of leaves that is sent
-Place = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that shows it
+Pair = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that it is copied into
 
 
 class PlainCopy:
     """The way from one arena into a plain TensorDict. Made by of()."""
 
-    def __init__(self, writer: ArenaWriter, guards: list[Any], places: list[Place]) -> None:
+    def __init__(self, writer: ArenaWriter, guards: list[Any], pairs: list[Pair]) -> None:
         self._writer = writer
-        self._places = places
+        self._pairs = pairs
         self._good = True
-        self._targets = _native.Sources(guards, [(target, 0, target.nbytes) for _, target in places])
+        self._targets = _native.Sources(guards, [(target, 0, target.nbytes) for _, target in pairs])
         self._tables: dict[tuple[int, frozenset[int] | None], tuple[_native.Sources, list[torch.Tensor]]] = {}
 
     @classmethod
@@ -52,13 +52,13 @@ class PlainCopy:
             return None
         if not leaves.keys() <= targets.keys():
             return None
-        places = [(leaf, targets[key]) for key, leaf in leaves.items()]
+        pairs = [(leaf, targets[key]) for key, leaf in leaves.items()]
         readonly = readonly_ranges()
-        if not all(_takes_bytes(target, leaf) and not lies_in(target, readonly) for leaf, target in places):
+        if not all(_takes_bytes(target, leaf) and not lies_in(target, readonly) for leaf, target in pairs):
             return None
         if _tied_apart(targets, leaves):
             return None
-        return cls(writer, collected.guards, [(leaf, target) for leaf, target in places if target.numel()])
+        return cls(writer, collected.guards, [(leaf, target) for leaf, target in pairs if target.numel()])
 
     def good_for(self, writer: ArenaWriter) -> bool:
         """Is it the way from this arena, and has the TensorDict the same tensors, at the same addresses?
@@ -70,23 +70,23 @@ class PlainCopy:
         return self._good
 
     def given(self, weights: Weights) -> frozenset[int]:
-        """The places in the arena of those leaves that these weights have."""
+        """The offsets of those leaves of the arena that these weights have."""
         manifest = self._writer.arena.manifest
         found = collect(weights, EVERYTHING, manifest).tensors
         return frozenset(manifest.by_key[key].offset for key in found if key in manifest.by_key)
 
     @run_plainly
     def write(self, given: frozenset[int] | None) -> None:
-        """Copy what the arena has now: all of it, or the leaves at these places."""
+        """Copy what the arena has now: all of it, or the leaves at these offsets."""
         published = self._writer.weights
         which = id(published), given
         if which not in self._tables:
             if len(self._tables) >= _KEPT:
                 self._tables.clear()
             views = collect(published, EVERYTHING).tensors
-            places = [(leaf, target) for leaf, target in self._places if given is None or leaf.offset in given]
-            rows = [(views[leaf.key], target.data_ptr(), target.nbytes) for leaf, target in places]
-            self._tables[which] = _native.Sources([], rows), [target for _, target in places]
+            pairs = [(leaf, target) for leaf, target in self._pairs if given is None or leaf.offset in given]
+            rows = [(views[leaf.key], target.data_ptr(), target.nbytes) for leaf, target in pairs]
+            self._tables[which] = _native.Sources([], rows), [target for _, target in pairs]
         table, written = self._tables[which]
         table.copy_to(0)  # each to an address of its own
         torch.autograd.graph.increment_version(written)  # as copy_() does, for autograd's checks

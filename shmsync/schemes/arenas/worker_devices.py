@@ -93,7 +93,7 @@ def devices_for(given: DeviceChoice | WorkerDevices) -> WorkerDevices:
     return given if isinstance(given, WorkerDevices) else WorkerDevices(given)
 
 
-def place_of_arena(policy_device: torch.device | str | int) -> str:
+def device_of_arena(policy_device: torch.device | str | int) -> str:
     """Where the arena lies of a worker whose module is there: on that device, or in the host's memory if it cannot."""
     wanted = torch.device("cuda", policy_device) if isinstance(policy_device, int) else policy_device
     if str(wanted) == HOST:

@@ -1,6 +1,6 @@
 """Locks with a deadline that no interrupt leaves taken: one send at a time, one thread at a time on a transport.
 
-A `with` over a threading.Lock has no deadline, and between acquire() and a `try` Ctrl-C may come. Here the native Turn
+A `with` over a threading.Lock has no deadline, and between acquire() and a `try` Ctrl-C may come. The native ScopedLock
 gives back what was taken, wherever an interrupt lands. Threads get a lock in the order in which they came.
 """
 
@@ -16,19 +16,19 @@ class SendLock:
     """The lock of one sender, or of one model over one pipe. A copy or a pickle has a lock that is free."""
 
     def __init__(self) -> None:
-        self.lock = _native.TurnLock()
+        self.lock = _native.FifoLock()
 
     def __reduce__(self) -> tuple[type[SendLock], tuple[()]]:
         return SendLock, ()
 
 
-def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.Turn:
+def hold_all(send_locks: list[SendLock], deadline: float, call: str) -> _native.ScopedLock:
     """A context manager that holds all of these locks; `call` is the name of the call in its errors.
 
     All threads take them in one order. Raises WriterBusy at the monotonic time `deadline`, and at once where the
     same thread has one of them already: in a signal handler, or in a hook of a send that sends.
     """
-    return _native.Turn([each.lock for each in send_locks], deadline, call)
+    return _native.ScopedLock([each.lock for each in send_locks], deadline, call)
 
 
 class TransportLock:
@@ -40,7 +40,7 @@ class TransportLock:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.lock = _native.TurnLock()
+        self.lock = _native.FifoLock()
 
     def hold(self, deadline: float, *, refuse: bool = True) -> LockHold:
         """A context manager. Inside, no other thread has the lock.
@@ -58,13 +58,13 @@ class LockHold(_native.Scope):
         super().__init__()
         self._transport_lock = lock
         self._refuse = refuse
-        self._turn = _native.Turn([lock.lock], deadline, lock.what)
+        self._scoped_lock = _native.ScopedLock([lock.lock], deadline, lock.what)
         self.taken = False
 
     def _enter(self) -> Any:
         inside = self._transport_lock.lock.mine()
         try:
-            self._turn.__enter__()
+            self._scoped_lock.__enter__()
             self.taken = True
         except WriterBusy:
             if self._refuse:
@@ -80,4 +80,4 @@ class LockHold(_native.Scope):
         self._recover()
 
     def _recover(self) -> None:
-        self._turn.__exit__(None, None, None)  # does nothing if the lock was not taken
+        self._scoped_lock.__exit__(None, None, None)  # does nothing if the lock was not taken

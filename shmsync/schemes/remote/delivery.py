@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from .location import Place
+from .location import Location
 from .packed_weights import PackedWeights, Stamp
 from .relay import RelayOptions, Unpublished
 from .remote_carrier import Carrier
@@ -36,30 +36,30 @@ class Delivery:
     Args:
         packed_weights: the weights. A call that may read them keeps this.
         ticket: to fetch them with; None: they go by the network's own means.
-        own: makes a call that sends them by the network's own means: own(start) calls start(payload), which sends the
-            payload and gives the call.
-        crowds: the workers on each node, by node, where the network's own means take weights to a node once for all
-            workers there.
+        start_by_network: makes a call that sends them by the network's own means: it calls start(payload), which sends
+            the payload and gives the call.
+        node_workers: the workers on each node, by node, where the network's own means take weights to a node once for
+            all workers there.
     """
 
     packed_weights: PackedWeights
     ticket: FetchTicket | None
-    own: Callable[[Callable[[Any], Call]], Call]
-    crowds: dict[str, set[int]] = field(default_factory=dict)
+    start_by_network: Callable[[Callable[[Any], Call]], Call]
+    node_workers: dict[str, set[int]] = field(default_factory=dict)
 
-    def in_a_crowd(self, who: int, node: str | None) -> bool:
+    def one_copy_per_node(self, who: int, node: str | None) -> bool:
         """Should a worker on this node not fetch them, since they come to its node once for all who are there?"""
         if self.ticket is None or self.ticket.size <= EACH or node == self.ticket.weight_server.maker.node:
             return False
         if node is None:  # not known yet
             return True
-        self.crowds.setdefault(node, set()).add(who)
-        return len(self.crowds[node]) > 1
+        self.node_workers.setdefault(node, set()).add(who)
+        return len(self.node_workers[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
         """Begin a call with the ticket; without it for a destination that could not fetch weights before."""
         if self.ticket is None or to.out_of_reach is not None:
-            return self.own(start)
+            return self.start_by_network(start)
         call = start(self.ticket)
         call.payload = (call.payload, self)
         return call
@@ -73,26 +73,26 @@ class Deliveries:
         where: gives the location of the calling process; it is called here and by workers.
     """
 
-    def __init__(self, host: Callable[[], str], where: Callable[[], Place]) -> None:
+    def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
         self._host = host
         self._where = where
         self._server: WeightServer | None = None
         self._failed = False
-        self._crowds: dict[str, set[int]] = {}
+        self._node_workers: dict[str, set[int]] = {}
 
     def ship(
-        self, packed_weights: PackedWeights, deadline: float, own: Callable[[Callable[[Any], Call]], Call]
+        self, packed_weights: PackedWeights, deadline: float, start_by_network: Callable[[Callable[[Any], Call]], Call]
     ) -> Delivery:
         """The delivery of packed weights, which has to arrive by the deadline."""
         weight_server = self._find_server() if packed_weights.memory is not None else None
         if weight_server is None:
-            return Delivery(packed_weights, None, own)
+            return Delivery(packed_weights, None, start_by_network)
         assert packed_weights.memory is not None
         number, label = weight_server.put(packed_weights), packed_weights.label._replace(starts=(0,))
         size, memory = packed_weights.whole.nbytes, packed_weights.memory.place
         seconds = max(1.0, deadline - time.monotonic()) if math.isfinite(deadline) else math.inf
         ticket = FetchTicket(weight_server.at, number, label, size, memory, self._where, seconds)
-        return Delivery(packed_weights, ticket, own, self._crowds)
+        return Delivery(packed_weights, ticket, start_by_network, self._node_workers)
 
     def _find_server(self) -> WeightServer | None:
         if self._server is not None and self._server.pid != os.getpid():
@@ -110,10 +110,10 @@ class Deliveries:
         self._server = None
 
 
-_servers: weakref.WeakValueDictionary[tuple[int, str, Place], WeightServer] = weakref.WeakValueDictionary()
+_servers: weakref.WeakValueDictionary[tuple[int, str, Location], WeightServer] = weakref.WeakValueDictionary()
 
 
-def _server_at(host: str, maker: Place) -> WeightServer:
+def _server_at(host: str, maker: Location) -> WeightServer:
     """The one of this process for that address; all senders share it."""
     key = os.getpid(), host, maker
     return _servers.get(key) or _servers.setdefault(key, WeightServer(host, maker))
@@ -128,12 +128,12 @@ class DeliveryCarrier(Carrier):
 
     shared_from: int | None = APART
 
-    def __init__(self, host: Callable[[], str], where: Callable[[], Place]) -> None:
+    def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
         self._deliveries = Deliveries(host, where)
 
     @override
-    def payload(self, packed_weights: PackedWeights) -> Delivery:
-        return self._deliveries.ship(packed_weights, self.deadline, lambda start: start(packed_weights))
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
+        return self._deliveries.ship(packed_weights, deadline, lambda start: start(packed_weights))
 
     @override
     def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:

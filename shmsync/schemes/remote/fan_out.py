@@ -15,13 +15,14 @@ from typing import Any
 
 from ...engine.outcome import Failure
 from ...errors import ArenaNotFound, ClosedError, WriterDied
-from .location import Place, Site
+from .location import Location, Site
 from .packed_weights import Announcement, Packer, Stamp
 from .relay import Relay, RelayOptions
-from .remote_carrier import CLOSING, Carrier, LoneWorker
+from .remote_carrier import Carrier, LoneWorker
 from .remote_requests import Answered, Call, Destination, Failed, Gone, RemoteSend, Step
 from .remote_transport import RemoteTransport
 
+_CLOSING = 2.0  # seconds that close() waits at most, for all relays together
 Workers = Mapping[int, RemoteTransport]
 
 
@@ -45,7 +46,7 @@ class FanOut:
         atexit.register(self.close)
 
     @cached_property
-    def home(self) -> Place:
+    def home(self) -> Location:
         """Where the sender runs."""
         return self._carrier.home()
 
@@ -55,27 +56,27 @@ class FanOut:
 
     # Who is on which node.
 
-    def find_places(self, sending: RemoteSend, chosen: Workers, everybody: Workers, deadline: float) -> None:
+    def find_locations(self, sending: RemoteSend, chosen: Workers, everybody: Workers, deadline: float) -> None:
         """Find out on which nodes workers are, and end the relays of nodes that have none any more.
 
         Raises ValueError when some are chosen, but not all, of those who share an arena.
         """
-        self._ask_places(sending, chosen, deadline)
+        self._ask_locations(sending, chosen, deadline)
         if chosen.keys() != everybody.keys():
-            self._ask_places(RemoteSend(self._carrier.wait), everybody, deadline)
+            self._ask_locations(RemoteSend(self._carrier.wait), everybody, deadline)
             _check_whole_nodes(chosen, everybody)
-        if all(worker.place is not None for worker in everybody.values()):
+        if all(worker.location is not None for worker in everybody.values()):
             for site in self._relays.keys() - _by_site(everybody):
-                self._close_relay(self._relays.pop(site), ended=False)
+                self._close_relay(self._relays.pop(site))
 
-    def _ask_places(self, sending: RemoteSend, workers: Workers, deadline: float) -> None:
+    def _ask_locations(self, sending: RemoteSend, workers: Workers, deadline: float) -> None:
         def save(index: int, worker: RemoteTransport, result: Any) -> None:
-            if isinstance(result, Place):
-                worker.place = result
+            if isinstance(result, Location):
+                worker.location = result
             else:
                 sending.unreached.discard(index)  # the outcome tells more
 
-        asked = {index: worker for index, worker in workers.items() if worker.place is None}
+        asked = {index: worker for index, worker in workers.items() if worker.location is None}
         now = time.monotonic()
         # The others wait no longer for it than a quarter of the time, and when it was late before, hardly at all.
         late_before = all(worker.call is not None for worker in asked.values())
@@ -88,7 +89,7 @@ class FanOut:
         if asked:
             sending.finish(min(deadline, now + share))
         # A worker that answers later than this has missed this send.
-        sending.unreached.difference_update([index for index, worker in workers.items() if worker.place is not None])
+        sending.unreached.difference_update([index for index, worker in workers.items() if worker.location is not None])
 
     def _locate(self, worker: RemoteTransport) -> Call:
         return self._carrier.locate(worker) if worker.connected else Answered(self.home)
@@ -107,7 +108,7 @@ class FanOut:
         *,
         whole: Any,
     ) -> None:
-        """Start sending to the workers whose places are known; `accept` is called once publishing cannot fail any more.
+        """Start sending to the workers that are located; `accept` is called once publishing cannot fail any more.
 
         `whole`: all weights, where `weights` may be a part of them: what goes where there is no arena yet, perhaps.
 
@@ -119,7 +120,7 @@ class FanOut:
         near = far.pop(home, None)
         payload = None
         if far:
-            payload = self._carrier.payload(packer.pack(whole, stamp.model_id, stamp.version))
+            payload = self._carrier.payload(packer.pack(whole, stamp.model_id, stamp.version), deadline)
         announcement = None
         if near is not None:
             if self._local is None:
@@ -145,7 +146,7 @@ class FanOut:
         if lone is None or (relay is not None and relay.host is None):
             return False
         if relay is not None and relay.host is not worker:
-            self._close_relay(self._relays.pop(site), ended=False)  # its worker has left
+            self._close_relay(self._relays.pop(site))  # its worker has left
         self._relays.setdefault(site, lone)
 
         def then(result: Any) -> None:
@@ -160,7 +161,7 @@ class FanOut:
         sending.unreached.update(members.keys() - set(sending.outcome.done))
         relay = self._relays.get(site)
         if relay is not None and relay.host is not None and _host_of(relay, members) is None:
-            self._close_relay(relay, ended=False)  # its worker has left
+            self._close_relay(relay)  # its worker has left
             relay = None
         if relay is None:
             relay = self._relays[site] = self._carrier.start_relay(site, members, self._options)
@@ -204,7 +205,7 @@ class FanOut:
                 if host is not None:
                     members[host].dead = result.final
                 for member in members.values():
-                    member.place = None  # after the loss of a node, its workers may start elsewhere
+                    member.location = None  # after the loss of a node, its workers may start elsewhere
                 if not lost(str(result)):
                     drop(str(result))
             elif isinstance(result, Failed):
@@ -213,15 +214,15 @@ class FanOut:
         start = partial(self._carrier.relay_call, relay, payload, self._options)
         sending.add(Step(site.relay_name, relay, start, then, record=False))
 
-    def _close_relay(self, relay: Destination, *, ended: bool) -> None:
-        self._carrier.close_relay(relay, self._session, ended=ended)
+    def _close_relay(self, relay: Destination, *, until: float | None = None) -> None:
+        self._carrier.close_relay(relay, self._session, until=until)
 
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""
         self._closed = True
-        self._carrier.deadline = time.monotonic() + min(CLOSING, self._options.timeout)
+        until = time.monotonic() + min(_CLOSING, self._options.timeout)
         for site, relay in list(self._relays.items()):
-            self._close_relay(relay, ended=True)
+            self._close_relay(relay, until=until)
             self._relays.pop(site, None)
         if self._local is not None:
             self._local.close()
@@ -234,11 +235,11 @@ def _host_of(relay: Destination, members: Workers) -> int | None:
 
 
 def _by_site(workers: Workers) -> dict[Site, dict[int, RemoteTransport]]:
-    """Workers whose place is known, by where they can share an arena."""
+    """Workers whose location is known, by where they can share an arena."""
     sites: dict[Site, dict[int, RemoteTransport]] = {}
     for index, worker in workers.items():
-        if worker.place is not None:
-            sites.setdefault(Site.of(worker.place), {})[index] = worker
+        if worker.location is not None:
+            sites.setdefault(Site.of(worker.location), {})[index] = worker
     return sites
 
 

@@ -15,7 +15,7 @@ NODE_VARIABLE = "SHMSYNC_NODE"
 _OUTSIDE = "192.0.2.1"  # an address of no machine (RFC 5737): the way to it leads over the default route
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A process as others know it. Picklable, and the same in JSON."""
 
     node: str  # the processes of one node get their weights through one arena
@@ -34,9 +34,9 @@ class Site(NamedTuple):
     user: int
 
     @classmethod
-    def of(cls, place: Place) -> Site:
+    def of(cls, location: Location) -> Site:
         """The site of a process."""
-        return cls(*place[:4])
+        return cls(*location[:4])
 
     @property
     def relay_name(self) -> str:
@@ -44,12 +44,12 @@ class Site(NamedTuple):
         return f"the relay on node {self.node}"
 
 
-def here(node: str | None = None) -> Place:
+def here(node: str | None = None) -> Location:
     """The calling process. Its node: `node`, else $SHMSYNC_NODE, else one by machine, network and pid namespace."""
     identity = me()
     boot_id = identity.boot_id.hex()
     name = node or os.environ.get(NODE_VARIABLE) or f"{socket.gethostname()}/{boot_id[:8]}-{_namespaces(os.getpid())}"
-    return Place(name, boot_id, identity.pid_namespace, os.getuid(), identity.owner)
+    return Location(name, boot_id, identity.pid_namespace, os.getuid(), identity.owner)
 
 
 @lru_cache(maxsize=2)

@@ -9,7 +9,6 @@ docs/add-a-transport.md goes through these methods with an example.
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -17,12 +16,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from .location import Place, Site, here
+from .location import Location, Site, here
 from .packed_weights import PackedWeights, Stamp
 from .relay import RelayOptions
 from .remote_requests import Call, Destination
-
-CLOSING = 2.0  # seconds that a sender waits at most, when it ends, for all of its relays together
 
 
 class HostedRelay(Destination):
@@ -44,12 +41,14 @@ class LoneWorker(HostedRelay):
 class Carrier(ABC):
     """One kind of network, for one sender or one transport."""
 
-    deadline = math.inf  # of the call under way, for a carrier that has to wait in one of these methods
     piece_bytes: int | None = None  # weights travel in pieces of about that size; None: in one
     shared_from: int | None = None  # packed weights of so many bytes and more lie where other processes may map them
 
-    def payload(self, packed_weights: PackedWeights) -> Any:
-        """What is sent: made once for each send, and then given to every start_call() and relay_call()."""
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Any:
+        """What is sent: made once for each send, and then given to every start_call() and relay_call().
+
+        It may wait until the monotonic time `deadline`.
+        """
         return packed_weights
 
     def wait(self, calls: Collection[Call], seconds: float) -> None:
@@ -62,13 +61,13 @@ class Carrier(ABC):
             time.sleep(pause)
             pause = min(pause * 1.5, 0.0003)
 
-    def home(self) -> Place:
+    def home(self) -> Location:
         """Where the sender runs."""
         return here()
 
     @abstractmethod
     def locate(self, worker: Any) -> Call:
-        """Ask a worker, which is known by its transport, where it runs; the answer is a Place."""
+        """Ask a worker, which is known by its transport, where it runs; the answer is a Location."""
 
     def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> Destination:
         """A relay for a node; `members` are its workers that are not known to be dead."""
@@ -90,11 +89,10 @@ class Carrier(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
+    def close_relay(self, relay: Any, session: str, *, until: float | None) -> None:
         """End what a relay has published for the sender's session; in a worker, close_here() does it.
 
-        `ended`: the sender sends no more, and may wait a moment for it, until `deadline` at most; else this does not
-        wait.
+        `until`: the sender sends no more, and this may wait until that monotonic time. None: it must not wait.
         """
 
     def close(self) -> None:  # noqa: B027  # most hold nothing

@@ -21,7 +21,7 @@ from typing_extensions import Self, override
 from ... import _native
 from ...engine.outcome import Failure, Outcome, Wording
 from ...errors import WriterBusy
-from .location import Place
+from .location import Location
 
 _log = logging.getLogger("shmsync")
 SLICE = 0.05  # seconds; how long a wait lasts before everything is looked at again
@@ -86,7 +86,7 @@ class Destination:
     """A worker or a relay, as its sender knows it."""
 
     call: Call | None = None  # the request under way
-    place: Place | None = None  # where it runs, once that is known
+    location: Location | None = None  # where it runs, once that is known
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
     out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
@@ -206,13 +206,13 @@ class RemoteSend:
             return
         except Gone as gone:
             result = gone
-            step.destination.place = None  # after a restart it may be elsewhere
+            step.destination.location = None  # after a restart it may be elsewhere
             step.destination.dead = gone.final
             if record:
                 outcome.dead[step.name] = str(gone)
         except Failed as failed:
             result = failed
-            step.destination.place = None
+            step.destination.location = None
         self._open.remove(step)
         if step.destination.call is step.call:
             step.destination.call = None

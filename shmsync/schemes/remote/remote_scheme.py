@@ -238,10 +238,9 @@ class RemoteSender(WeightSender):
             )
         prepared = self._prepared(weights)
         given = private_leaves(prepared) if self._scheme.partial else None
-        self._carrier.deadline = deadline
         sending = RemoteSend(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
-            fan_out.find_places(sending, alive, self._alive(self._transports), deadline)
+            fan_out.find_locations(sending, alive, self._alive(self._transports), deadline)
             version = max(self._version, fan_out.version(self._model_id)) + 1
             stamp = Stamp(self._packer.session, self._model_id, version)
             accept = partial(self._accept, version, given, alive, prepared)
@@ -249,7 +248,7 @@ class RemoteSender(WeightSender):
             fan_out.deliver(sending, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
             return sending
         packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
-        payload = self._carrier.payload(packed_weights) if alive else None
+        payload = self._carrier.payload(packed_weights, deadline) if alive else None
         self._accept(self._version + 1, given, alive, prepared)
         for index, transport in alive.items():
             due = None if given is None else self._owed.due(transport, given)
@@ -257,7 +256,7 @@ class RemoteSender(WeightSender):
                 start = partial(transport.post, payload)
             else:  # it has missed some, or is new
                 more = self._packer.pack(due, self._model_id, self._version)
-                start = partial(transport.post, self._carrier.payload(more))
+                start = partial(transport.post, self._carrier.payload(more, deadline))
             sending.add(Step(index, transport, start))
         return sending
 
@@ -274,14 +273,13 @@ class RemoteSender(WeightSender):
     def _verify(self, workers: list[int], deadline: float) -> Proof:
         alive = self._alive(workers)
         questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
-        self._carrier.deadline = deadline
         sending = RemoteSend(self._carrier.wait)
         payloads: dict[int, Any] = {}
         for index, transport in alive.items():
             question = questions[index]
             if id(question) not in payloads:
                 packed_weights = self._packer.ask(question, self._model_id, self._version)
-                payloads[id(question)] = self._carrier.payload(packed_weights)
+                payloads[id(question)] = self._carrier.payload(packed_weights, deadline)
             sending.add(Step(index, transport, partial(transport.post, payloads[id(question)])))
         sending.finish(deadline)
         for index in sending.outcome.dead:

@@ -104,8 +104,7 @@ class RemoteTransport(Destination, ABC):
         sending = RemoteSend(self._carrier.wait)
         if self.connected:
             self._sent += 1
-            self._carrier.deadline = deadline
-            payload = self._carrier.payload(self._packer.pack(weights, model_id, self._sent))
+            payload = self._carrier.payload(self._packer.pack(weights, model_id, self._sent), deadline)
             sending.add(Step(0, self, partial(self.post, payload)))
         return sending, model_id
 

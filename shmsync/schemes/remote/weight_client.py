@@ -206,8 +206,8 @@ def fetch(ticket: FetchTicket) -> Any:
     deadline = time.monotonic() + ticket.seconds
     for _ in range(2):  # a connection of before may have been cut since
         line = _line_to(ticket.weight_server, deadline)
-        with line.lock.hold(deadline, refuse=False) as turn:
-            if not turn.taken:
+        with line.lock.hold(deadline, refuse=False) as hold:
+            if not hold.taken:
                 raise _late(ticket)
             try:
                 whole = line.views(ticket, deadline) if views_will_do(ticket.label) else line.copy(ticket, deadline)

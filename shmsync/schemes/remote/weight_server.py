@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ...memory.slab.memfd import MemfdAt
 from ..link.proved import NONCE, PROOF, close_in_child, proof
 from ..link.serial_executor import GRACE
-from .location import Place
+from .location import Location
 from .packed_weights import Label, PackedWeights
 
 _CHUNK = 4 << 20  # bytes that one worker gets before the next one has its turn
@@ -51,7 +51,7 @@ class WeightServerAddress(NamedTuple):
     host: str
     port: int
     key: bytes
-    maker: Place  # whose weight server it is
+    maker: Location  # whose weight server it is
 
 
 class FetchTicket(NamedTuple):
@@ -67,7 +67,7 @@ class FetchTicket(NamedTuple):
     label: Label
     size: int
     memory: MemfdAt
-    where: Callable[[], Place]
+    where: Callable[[], Location]
     seconds: float
 
 
@@ -81,7 +81,7 @@ class WeightServer:
     Raises OSError when the system does not let it listen there.
     """
 
-    def __init__(self, host: str, maker: Place) -> None:
+    def __init__(self, host: str, maker: Location) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, 0), family=family, backlog=256)
         try:

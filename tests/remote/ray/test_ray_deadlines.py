@@ -97,7 +97,7 @@ def test_a_relay_that_the_stopped_head_cannot_start(crew, nodes):
     try:
         with stopped("the head"):
             for worker, node in zip(sender._transports.values(), ("near", "far"), strict=True):
-                worker.place = on_node(nodes[node])
+                worker.location = on_node(nodes[node])
             assert overrun(lambda: sender.send(parts.net(1.0), timeout=TIMEOUT), TIMEOUT) < ALLOWED
             assert overrun(scheme.shutdown, 2.0, tries=1) < ALLOWED
     finally:

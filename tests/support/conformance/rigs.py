@@ -80,7 +80,7 @@ class CallTransport(RemoteTransport):
 
 
 class CallCarrier(Carrier):
-    def payload(self, packed_weights):
+    def payload(self, packed_weights, deadline):
         return pickle.dumps(packed_weights)
 
     def locate(self, worker):
@@ -89,8 +89,8 @@ class CallCarrier(Carrier):
     def relay_call(self, relay, payload, options):
         return Calling(relay.host.address, publish_here, options, pickle.loads(payload))
 
-    def close_relay(self, relay, session, *, ended):
-        close_here(session, ended=ended)
+    def close_relay(self, relay, session, *, until):
+        close_here(session, ended=until is not None)
 
 
 class CallScheme(RemoteScheme):

@@ -16,7 +16,7 @@ from shmsync.errors import WriterDied
 from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote.delivery import APART, Deliveries
-from shmsync.schemes.remote.location import Place, here
+from shmsync.schemes.remote.location import Location, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
 from shmsync.schemes.remote.remote_requests import Unreached
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
@@ -26,7 +26,7 @@ from support.processes import until
 COUNT = 100_000  # elements of a leaf
 
 
-def elsewhere() -> Place:
+def elsewhere() -> Location:
     """As a worker on another node has it."""
     return here("another node")
 

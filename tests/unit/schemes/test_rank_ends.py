@@ -83,10 +83,10 @@ def finish(call):
 
 def test_a_message_that_was_posted_before_the_worker_was_there_is_answered(ends):
     end = ends.sender()
-    call, place = post(end), end.ask_place()
+    call, location = post(end), end.ask_location()
     assert not call.finished()
     inbox = ends.worker()
-    assert finish(place) == here()
+    assert finish(location) == here()
     received = take(inbox)
     assert version_of(inbox, received) == 1 and not call.finished()
     inbox.answer(received)
@@ -291,7 +291,7 @@ def test_a_worker_that_has_closed_its_end_is_gone_for_good(ends):
     with pytest.raises(Gone, match=f"rank 1, pid {os.getpid()}") as caught:
         finish(call)
     assert caught.value.final
-    for later in (post(end), end.ask_place(), end.wait_word("done")):
+    for later in (post(end), end.ask_location(), end.wait_word("done")):
         with pytest.raises(Gone):
             finish(later)
 
@@ -363,7 +363,7 @@ def test_what_no_worker_wrote_into_the_store_is_refused(ends, content):
 
 
 def test_a_loopback_address_of_another_machine_is_refused_and_not_dialled(ends):
-    place = here()._replace(boot_id="0" * 32)
-    write_address(ends.store, 1, RankAddress("127.0.0.1", 9, bytes(PROOF), place))
+    location = here()._replace(boot_id="0" * 32)
+    write_address(ends.store, 1, RankAddress("127.0.0.1", 9, bytes(PROOF), location))
     with pytest.raises(ProtocolError, match=r"127\.0\.0\.1 .*no other machine reaches"):
         finish(post(ends.sender()))

@@ -14,7 +14,7 @@ from torchrl.weight_update.utils import _resolve_model
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 from ....memory.devices import place_of, usual
-from ....schemes.arenas.worker_devices import place_of_arena
+from ....schemes.arenas.worker_devices import device_of_arena
 from .own_weights import Wanted
 
 
@@ -34,7 +34,7 @@ class First(NamedTuple):
         of_source: dict[int, Any] = {id(source): source for source in self.sources.values()}
         own = {key: _place(source) for key, source in of_source.items()}
         return {
-            worker: own[id(source)] if self.devices.get(worker) is None else place_of_arena(self.devices[worker])
+            worker: own[id(source)] if self.devices.get(worker) is None else device_of_arena(self.devices[worker])
             for worker, source in self.sources.items()
         }
 
@@ -149,7 +149,7 @@ def _place(source: Any) -> str:
     found = [each for each in tensors if isinstance(each, torch.Tensor) and not is_lazy(each)]
     places = {place_of(tensor) for tensor in found if tensor.numel()}
     (place,) = places if len(places) == 1 else {"cpu"}
-    return usual() if place in ("cpu", "meta") else place_of_arena(place)
+    return usual() if place in ("cpu", "meta") else device_of_arena(place)
 
 
 def _fixed(sources: dict[int, Any], devices: dict[int, Any], apart: bool) -> First:

@@ -19,7 +19,7 @@ from ....errors import ProtocolError, ShmSyncError
 from .clock import VersionClock
 
 
-class ModelLock(_native.ModelTurn):
+class ModelLock(_native.ModelLock):
     """A re-entrant lock for one model: calls of it in a worker and moves of its weights exclude each other.
 
     The listening thread does not wait for the lock: it defers its work.

@@ -49,7 +49,7 @@ class DistributedCarrier(DeliveryCarrier):
 
     @override
     def locate(self, worker: DistributedTransport) -> Call:
-        return worker.sender_end.ask_place()
+        return worker.sender_end.ask_location()
 
     @override
     def start_relay(
@@ -70,9 +70,9 @@ class DistributedCarrier(DeliveryCarrier):
         return worker.sender_end.post(payload, relay=options, lone=True)
 
     @override
-    def close_relay(self, relay: DistributedTransport, session: str, *, ended: bool) -> None:
+    def close_relay(self, relay: DistributedTransport, session: str, *, until: float | None) -> None:
         if not relay.busy and not relay.reported:
-            relay.sender_end.close_relay(session, ended=ended)
+            relay.sender_end.close_relay(session, ended=until is not None)
 
 
 class DistributedTransport(RemoteTransport):
@@ -368,8 +368,8 @@ class DistributedReceiver(RemoteReceiver):
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        with inbox.lock(deadline) as turn:
-            message = inbox.next(deadline) if turn.taken else None
+        with inbox.lock(deadline) as hold:
+            message = inbox.next(deadline) if hold.taken else None
             if message is None:
                 return False
             try:

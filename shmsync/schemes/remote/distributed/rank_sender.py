@@ -31,7 +31,7 @@ from ...link.connection import Channel
 from ...link.proved import Dial
 from ...link.serial_executor import GRACE
 from ..delivery import Delivery
-from ..location import Place, Site, here
+from ..location import Location, Site, here
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
@@ -93,12 +93,12 @@ class MessageCall(RankCall):
         self._ticket = ticket
         self._how = None if relay is None else tuple(relay), lone
 
-    def send(self, channel: Channel, place: Place) -> None:
+    def send(self, channel: Channel, location: Location) -> None:
         """On the store's thread: send it, and its bytes."""
         kind, body, size, payload = "bytes", b"", 0, self.payload
         if isinstance(payload, Announcement):
             kind, body = "announcement", pickle.dumps(payload)
-        elif self._ticket is not None and Site.of(place) == Site.of(here()):
+        elif self._ticket is not None and Site.of(location) == Site.of(here()):
             kind, body = "ticket", pickle.dumps(self._ticket)
         else:
             body, size = pickle.dumps(payload.label), payload.buffer.nbytes
@@ -193,12 +193,12 @@ class RankEnd:
         """The next word of the worker's own, which should be this one."""
         return self._begin(WordCall(self, word))
 
-    def ask_place(self) -> Call:
+    def ask_location(self) -> Call:
         """Where does the rank run? Its address in the store has that."""
 
-        def find() -> Place | None:
+        def find() -> Location | None:
             address = self.address  # another thread may set it
-            return None if address is None else address.place
+            return None if address is None else address.location
 
         return self._begin(NewsCall(self, find))
 
@@ -275,7 +275,7 @@ class RankEnd:
         assert self.channel is not None and self.address is not None
         for call in [each for each in self._calls.values() if not each.sent]:
             try:
-                call.send(self.channel, self.address.place)
+                call.send(self.channel, self.address.location)
             except Exception as error:  # no process group; what cannot be pickled; a channel that a fork has closed
                 self._drop([call], error)
 
@@ -312,7 +312,7 @@ class RankEnd:
                     return False
                 if address.leads_nowhere:
                     raise ProtocolError(
-                        f"rank {self.rank} listens at {address.host} on node {address.place.node}, which no other "
+                        f"rank {self.rank} listens at {address.host} on node {address.location.node}, which no other "
                         "machine reaches; start the store with an address of its host that all ranks reach"
                     )
                 self.address, self._dialled = address, now
@@ -350,8 +350,8 @@ class RankEnd:
 
     def _gone(self, *, final: bool = True) -> Gone:
         assert self.address is not None
-        place = self.address.place
-        return Gone(f"rank {self.rank}, pid {pid_of(place.owner)} on node {place.node}", final=final)
+        location = self.address.location
+        return Gone(f"rank {self.rank}, pid {pid_of(location.owner)} on node {location.node}", final=final)
 
     def _give_up_all(self, trouble: Exception) -> None:
         self.address, self._lost, self._dialled = None, False, 0.0

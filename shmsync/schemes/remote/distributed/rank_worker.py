@@ -140,8 +140,8 @@ class Inbox:
 
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
-        with self.lock(deadline) as turn:
-            received = self.next(deadline, after=self._given) if turn.taken else None
+        with self.lock(deadline) as hold:
+            received = self.next(deadline, after=self._given) if hold.taken else None
             if received is None:
                 return None
             try:

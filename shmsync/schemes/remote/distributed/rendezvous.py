@@ -1,7 +1,7 @@
 """Where a rank can be reached: the one key that it writes into the store of torch.distributed, and who reads it.
 
     NODE_{rank}_address   JSON: host and port, the secret that both ends of a connection have to prove (link/proved.py),
-                          and the place
+                          and the location
 
 INV: no request waits for a key. A get() of a missing key would, and would lock the store meanwhile.
 """
@@ -27,7 +27,7 @@ from ....errors import ProtocolError, WriterDied
 from ...link.proved import PROOF
 from ...link.serial_executor import SerialExecutor, Task
 from ...link.timed_queue import TimedQueue
-from ..location import Place, here, host_towards, is_loopback
+from ..location import Location, here, host_towards, is_loopback
 
 _ABSENT = "(not set)"
 _FIRST, _LAST = 0.0005, 0.02  # seconds between two looks for a rank: short at first
@@ -39,17 +39,17 @@ class RankAddress(NamedTuple):
     host: str
     port: int
     secret: bytes
-    place: Place
+    location: Location
 
     @property
     def leads_nowhere(self) -> bool:
         """Is it another machine's loopback address, which means a process of this one here?"""
-        return self.place.boot_id != here().boot_id and is_loopback(self.host)
+        return self.location.boot_id != here().boot_id and is_loopback(self.host)
 
 
 def write_address(store: Any, rank: int, address: RankAddress) -> None:
     """In the worker: write where the rank can be reached."""
-    store.set(_key(rank), json.dumps([address.host, address.port, address.secret.hex(), address.place]))
+    store.set(_key(rank), json.dumps([address.host, address.port, address.secret.hex(), address.location]))
 
 
 def read_address(store: Any, rank: int) -> RankAddress | None:
@@ -58,12 +58,12 @@ def read_address(store: Any, rank: int) -> RankAddress | None:
     if found == _ABSENT.encode():
         return None
     try:
-        host, port, secret, place = json.loads(found)
-        address = RankAddress(str(ipaddress.ip_address(host)), port, bytes.fromhex(secret), Place(*place))
-        kinds = [type(each) for each in (port, *address.place)]
+        host, port, secret, location = json.loads(found)
+        address = RankAddress(str(ipaddress.ip_address(host)), port, bytes.fromhex(secret), Location(*location))
+        kinds = [type(each) for each in (port, *address.location)]
         if kinds != [int, str, str, int, int, int] or len(address.secret) != PROOF:
             why = "of another form"
-        elif 0 < port < 1 << 16 and 0 <= address.place.owner < 1 << 64:
+        elif 0 < port < 1 << 16 and 0 <= address.location.owner < 1 << 64:
             return address
         else:
             why = "with a number out of range"

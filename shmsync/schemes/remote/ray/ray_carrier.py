@@ -14,10 +14,10 @@ from ....engine.outcome import Failure
 from ....errors import AckTimeout, ProtocolError
 from ...link.serial_executor import GRACE, SerialExecutor, Task
 from ..delivery import Delivery, DeliveryCarrier
-from ..location import Place, Site, here
+from ..location import Location, Site, here
 from ..packed_weights import PackedWeights
 from ..relay import Relay, RelayOptions, close_here
-from ..remote_carrier import CLOSING, LoneWorker
+from ..remote_carrier import LoneWorker
 from ..remote_requests import SLICE, Call, Destination, Failed, Gone
 from ..weight_client import fetched
 from .ray_requests import RayCall, look, require_ray, require_running
@@ -56,34 +56,34 @@ class RayCarrier(DeliveryCarrier):
     def __init__(self, tensor_transport: TensorTransport = "object_store") -> None:
         require_ray("a scheme for actors of Ray")
         check_tensor_transport(tensor_transport)
-        super().__init__(_host, place_to_fetch)
+        super().__init__(_host, location_to_fetch)
         self._tensor_transport = tensor_transport
         self._executor = SerialExecutor()  # asks Ray
         if tensor_transport == "nixl":
             self.shared_from = None
 
     @override
-    def payload(self, packed_weights: PackedWeights) -> Delivery:
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
         """Actors fetch them: Ray moves only a small call. Small ones, and nixl's, go into the object store."""
         require_running()
         if packed_weights.memory is None:
-            reference = self.stored(packed_weights)
+            reference = self.stored(packed_weights, deadline)
             return Delivery(packed_weights, None, lambda start: start(reference))
         stored: list[Task] = []  # for those who cannot fetch them
 
-        def own(start: Callable[[Any], Call]) -> Call:
+        def start_by_network(start: Callable[[Any], Call]) -> Call:
             if not stored:
                 stored.append(self._executor.give(partial(_put, packed_weights, self._tensor_transport)))
             return StartedCall(self._executor.give(lambda: start(_result(stored[0]))))
 
-        return self._deliveries.ship(packed_weights, self.deadline, own)
+        return self._deliveries.ship(packed_weights, deadline, start_by_network)
 
-    def stored(self, packed_weights: PackedWeights) -> Any:
+    def stored(self, packed_weights: PackedWeights, deadline: float) -> Any:
         """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
         require_running()
         # On the executor's thread: the object store is in a process of Ray's, which may be stopped, or full.
         put = self._executor.give(partial(_put, packed_weights, self._tensor_transport))
-        if not put.done_by(self.deadline):
+        if not put.done_by(deadline):
             raise AckTimeout(
                 "Ray's object store did not take the weights in time, and nothing was sent; look after the raylet of "
                 "this node, or give more time with timeout="
@@ -104,15 +104,15 @@ class RayCarrier(DeliveryCarrier):
             time.sleep(seconds)
 
     @override
-    def home(self) -> Place:
+    def home(self) -> Location:
         require_running()
-        return place_of_caller()
+        return location_of_caller()
 
     @override
     def locate(self, worker: Any) -> Call:
         if hasattr(worker.actor, "_actor_id"):
             return FindActor(worker.actor, self._executor)
-        return RayCall(worker.actor.__ray_call__.remote(place_of_caller))  # ask actor wrappers for their node
+        return RayCall(worker.actor.__ray_call__.remote(location_of_caller))  # ask actor wrappers for their node
 
     @override
     def start_relay(self, site: Site, members: Mapping[int, Any], options: RelayOptions) -> ActorRelay:
@@ -133,10 +133,9 @@ class RayCarrier(DeliveryCarrier):
         return LoneWorker(worker)
 
     @override
-    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, ended: bool) -> None:
-        until = min(self.deadline, time.monotonic() + CLOSING)
-        closed = self._executor.give(partial(_close_relay, relay, session, until if ended else None))
-        if ended and closed.done_by(until + GRACE):
+    def close_relay(self, relay: ActorRelay | LoneWorker, session: str, *, until: float | None) -> None:
+        closed = self._executor.give(partial(_close_relay, relay, session, until))
+        if until is not None and closed.done_by(until + GRACE):
             closed.result()
 
     @override
@@ -224,12 +223,12 @@ def check_tensor_transport(tensor_transport: str) -> None:
         raise ValueError(f'tensor_transport is "object_store" or "nixl", not {tensor_transport!r}')
 
 
-def on_node(node: str) -> Place:
+def on_node(node: str) -> Location:
     """What is known of a process under Ray: its node."""
-    return Place(node, "", 0, 0, 0)
+    return Location(node, "", 0, 0, 0)
 
 
-def place_to_fetch() -> Place:
+def location_to_fetch() -> Location:
     """Where the calling process runs: who is on the same node of Ray, as the same user, shares memory with it."""
     import ray
 
@@ -242,7 +241,7 @@ def _host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def place_of_caller(_actor: Any = None) -> Place:
+def location_of_caller(_actor: Any = None) -> Location:
     """Where the calling actor, or driver, runs."""
     import ray
 
@@ -255,7 +254,7 @@ class FindActor(Call):
     def __init__(self, actor: Any, executor: SerialExecutor) -> None:
         self._executor = executor
         self._id = actor._actor_id.hex()
-        self._answer: Place | str | None = None
+        self._answer: Location | str | None = None
         self._asked: Task | None = None
 
     @override

@@ -67,7 +67,9 @@ class RayTransport(RemoteTransport):
         def start(content: Any) -> Call:
             return self._ask(packed(content))
 
-        return delivery.own(start) if delivery.in_a_crowd(id(self), self._node()) else delivery.start(self, start)
+        if delivery.one_copy_per_node(id(self), self._node()):
+            return delivery.start_by_network(start)
+        return delivery.start(self, start)
 
     def forget_node(self) -> None:
         """Of another actor it is not known on which node it is."""

@@ -21,7 +21,7 @@ from ...link.timed_queue import TimedQueue
 from ..delivery import Delivery, DeliveryCarrier
 from ..location import here
 from ..relay import RelayOptions, close_here, publish_here
-from ..remote_carrier import CLOSING, HostedRelay
+from ..remote_carrier import HostedRelay
 from ..remote_requests import Call, Failed, Gone, Unreached
 from ..remote_scheme import RemoteScheme, Roster
 from ..remote_transport import RemoteTransport
@@ -165,13 +165,12 @@ class RPCCarrier(DeliveryCarrier):
         return HostedRelay(worker)
 
     @override
-    def close_relay(self, relay: Any, session: str, *, ended: bool) -> None:
+    def close_relay(self, relay: Any, session: str, *, until: float | None) -> None:
         if has_agent() and not relay.host.dead:
             with contextlib.suppress(Gone):
-                call = RPCCall(relay.host.info, partial(close_here, ended=ended), (session,))
+                call = RPCCall(relay.host.info, partial(close_here, ended=until is not None), (session,))
                 # For a moment: the agent may be shut down next, and the arena is to be gone before.
-                deadline = min(self.deadline, time.monotonic() + CLOSING) if ended else 0.0
-                while not call.finished() and time.monotonic() < deadline:
+                while until is not None and not call.finished() and time.monotonic() < until:
                     self.wait([call], 0.05)
 
 
@@ -214,7 +213,7 @@ class RPCTransport(RemoteTransport):
         def start(content: Any) -> Call:
             return self._ask(packed(content))
 
-        return delivery.own(start) if self._returns_a_future else delivery.start(self, start)
+        return delivery.start_by_network(start) if self._returns_a_future else delivery.start(self, start)
 
     @property
     def _returns_a_future(self) -> bool:

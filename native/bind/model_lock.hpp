@@ -16,7 +16,7 @@
 
 namespace shmsync::bind {
 
-class ModelTurn {
+class ModelLock {
  public:
   void enter() {
     if (!lock_.try_lock()) lock_.wait(std::numeric_limits<double>::infinity(), [] { return false; });
@@ -26,7 +26,7 @@ class ModelTurn {
   bool try_enter() { return lock_.try_lock(); }
 
   void leave(nanobind::handle self) {
-    if (!lock_.mine()) raise("ProtocolError", "this thread does not have the turn; enter it first");
+    if (!lock_.mine()) raise("ProtocolError", "this thread does not have the model lock; enter it first");
     const bool outermost = lock_.holds() == 1;
     lock_.unlock();
     if (outermost && asked) call_method(self, "_ring");

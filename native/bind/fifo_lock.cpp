@@ -1,4 +1,4 @@
-// Taking turns: one call at a time, in the order in which the threads came, each within its own deadline.
+// A lock that threads get in the order in which they came, each within its own deadline.
 //
 // In C++ for the same reason as WriterLock: an interrupt may land between any two lines of Python, and no code would
 // give back a lock that was taken on the line before. Everything here is looked at with the GIL only; a thread that
@@ -23,9 +23,9 @@ using namespace nb::literals;
 namespace shmsync::bind {
 namespace {
 
-class TurnLock {
+class FifoLock {
  public:
-  TurnLock() : serial_(next_serial_++) {}
+  FifoLock() : serial_(next_serial_++) {}
   std::uint64_t serial() const { return serial_; }
 
   bool locked() {
@@ -36,7 +36,7 @@ class TurnLock {
     leave_what_the_parent_held();
     return !line_.empty() && pthread_equal(line_.front().thread, pthread_self()) != 0;
   }
-  // Gets in line; the ticket. It is this one's turn when it stands at the front.
+  // Gets in line; the ticket. Its thread has the lock when the ticket is at the front.
   std::uint64_t line_up() {
     leave_what_the_parent_held();
     line_.push_back({pthread_self(), ++tickets_});
@@ -69,16 +69,16 @@ class TurnLock {
 
   static inline std::uint64_t next_serial_ = 0;
   std::uint64_t serial_;
-  std::deque<Place> line_;  // the one at the front has its turn
+  std::deque<Place> line_;  // the one at the front has the lock
   std::uint64_t tickets_ = 0;
   Word32 bell_{0};
   pid_t pid_ = ::getpid();
 };
 
-// What `with` takes: the turns of one or several locks, in one order for everybody.
-class Turn {
+// One or several locks in a `with` statement, taken in one order for all threads.
+class ScopedLock {
  public:
-  Turn(nb::list locks, double deadline, std::string call) : deadline_(deadline), call_(std::move(call)) {
+  ScopedLock(nb::list locks, double deadline, std::string call) : deadline_(deadline), call_(std::move(call)) {
     for (nb::handle lock : locks) add(lock);
     std::sort(held_.begin(), held_.end(),
               [](const Held& a, const Held& b) { return a.lock->serial() < b.lock->serial(); });
@@ -109,11 +109,11 @@ class Turn {
  private:
   struct Held {
     nb::object object;
-    TurnLock* lock;
+    FifoLock* lock;
     std::uint64_t ticket = 0;
   };
 
-  void add(nb::handle lock) { held_.push_back({nb::borrow(lock), nb::cast<TurnLock*>(lock)}); }
+  void add(nb::handle lock) { held_.push_back({nb::borrow(lock), nb::cast<FifoLock*>(lock)}); }
 
   void take(Held& held) {
     held.ticket = held.lock->line_up();
@@ -137,19 +137,20 @@ class Turn {
 
 }  // namespace
 
-void bind_turns(nb::module_& m) {
-  nb::class_<TurnLock>(m, "TurnLock", "One call at a time, in the order in which threads came. See Turn.")
+void bind_fifo_lock(nb::module_& m) {
+  nb::class_<FifoLock>(m, "FifoLock", "One call at a time, in the order in which threads came. See ScopedLock.")
       .def(nb::init<>())
-      .def("locked", &TurnLock::locked, "Does any thread have its turn?")
-      .def("mine", &TurnLock::mine, "Does the calling thread have its turn?");
-  nb::class_<Turn>(m, "Turn", "The turns of these locks, in a with statement; taken in one order, whatever theirs is.")
+      .def("locked", &FifoLock::locked, "Does any thread have it?")
+      .def("mine", &FifoLock::mine, "Does the calling thread have it?");
+  nb::class_<ScopedLock>(m, "ScopedLock",
+                         "These locks, held in a with statement; taken in one order, whatever theirs is.")
       .def(nb::init<nb::list, double, std::string>(), "locks"_a, "deadline"_a, "call"_a,
-           nb::sig("def __init__(self, locks: list[TurnLock], deadline: float, call: str) -> None"))
-      .def("__enter__", &Turn::enter,
-           "Wait for the turn. Raises WriterBusy at the monotonic time `deadline`, and at once for a thread that has "
-           "the turn already.")
+           nb::sig("def __init__(self, locks: list[FifoLock], deadline: float, call: str) -> None"))
+      .def("__enter__", &ScopedLock::enter,
+           "Wait for the locks. Raises WriterBusy at the monotonic time `deadline`, and at once for a thread that has "
+           "one of them already.")
       .def(
-          "__exit__", [](Turn& self, nb::handle, nb::handle, nb::handle) { self.exit(); }, "exc_type"_a.none(),
+          "__exit__", [](ScopedLock& self, nb::handle, nb::handle, nb::handle) { self.exit(); }, "exc_type"_a.none(),
           "exc"_a.none(), "traceback"_a.none());
 }
 
