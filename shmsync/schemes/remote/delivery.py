@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from typing_extensions import override
@@ -57,8 +56,8 @@ class Delivery:
         return len(self.node_workers[node]) > 1
 
     def start(self, to: Destination, start: Callable[[Any], Call]) -> Call:
-        """Begin a call with the ticket; without it for a destination that could not fetch weights before."""
-        if self.ticket is None or to.out_of_reach is not None:
+        """Begin a call with the ticket; without it for a destination that does not fetch weights."""
+        if self.ticket is None or not to.fetches(self):
             return self.start_by_network(start)
         call = start(self.ticket)
         call.payload = (call.payload, self)
@@ -137,8 +136,7 @@ class DeliveryCarrier(Carrier):
 
     @override
     def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
-        call: Call = worker.start_delivery(payload, partial(Unpublished, stamp, options))
-        return call
+        return payload.start(worker, lambda content: worker.ask(Unpublished(stamp, options, content)))
 
     @override
     def close(self) -> None:

@@ -103,6 +103,10 @@ class Destination:
         """Of a relay: the worker in whose process it is; None: it is a process of its own."""
         return None
 
+    def fetches(self, delivery: Any) -> bool:
+        """Is it to fetch weights of this delivery from the weight server?"""
+        return self.out_of_reach is None
+
     @property
     def busy(self) -> bool:
         """Is an earlier request not answered yet?"""

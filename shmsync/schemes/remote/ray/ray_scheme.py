@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -59,17 +58,11 @@ class RayTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return self.start_delivery(payload) if isinstance(payload, Delivery) else self._ask(payload)
+        return payload.start(self, self.ask) if isinstance(payload, Delivery) else self.ask(payload)
 
-    def start_delivery(self, delivery: Delivery, packed: Callable[[Any], Any] = fetched) -> Call:
-        """Send what `packed` makes of the delivery."""
-
-        def start(content: Any) -> Call:
-            return self._ask(packed(content))
-
-        if delivery.one_copy_per_node(id(self), self._node()):
-            return delivery.start_by_network(start)
-        return delivery.start(self, start)
+    @override
+    def fetches(self, delivery: Delivery) -> bool:
+        return not delivery.one_copy_per_node(id(self), self._node()) and super().fetches(delivery)
 
     def forget_node(self) -> None:
         """Of another actor it is not known on which node it is."""
@@ -84,8 +77,10 @@ class RayTransport(RemoteTransport):
                 return str(self._found.result().node)
         return None
 
-    def _ask(self, content: Any) -> Call:
+    def ask(self, content: Any) -> Call:
+        """Call the actor with weights, a ticket for them, or an Announcement."""
         method, argument = self._method
+        content = fetched(content)
         return RayCall(invoke(self.actor, method, argument, content), content)
 
     @property

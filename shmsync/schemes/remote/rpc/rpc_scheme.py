@@ -7,7 +7,7 @@ import itertools
 import queue
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -205,22 +205,19 @@ class RPCTransport(RemoteTransport):
 
     @override
     def start_call(self, payload: Any) -> Call:
-        return self.start_delivery(payload) if isinstance(payload, Delivery) else self._ask(payload)
+        return payload.start(self, self.ask) if isinstance(payload, Delivery) else self.ask(payload)
 
-    def start_delivery(self, delivery: Delivery, packed: Callable[[Any], Any] = lambda content: content) -> Call:
-        """Send what `packed` makes of the delivery."""
-
-        def start(content: Any) -> Call:
-            return self._ask(packed(content))
-
-        return delivery.start_by_network(start) if self._returns_a_future else delivery.start(self, start)
+    @override
+    def fetches(self, delivery: Delivery) -> bool:
+        return not self._returns_a_future and super().fetches(delivery)
 
     @property
     def _returns_a_future(self) -> bool:
         """Does the agent there wait for what the method returns?"""
         return hasattr(self.collector_class.update_policy_weights_, "_wrapped_async_rpc_function")
 
-    def _ask(self, content: Any) -> Call:
+    def ask(self, content: Any) -> Call:
+        """Call the worker with weights, a ticket for them, or an Announcement."""
         method = self.collector_class.update_policy_weights_
         if self._returns_a_future:
             return RPCCall(self.info, method, (self.rref, content))
