@@ -194,7 +194,8 @@ class WeightSyncScheme(ABC):
             context: see there.
         """
         sender = self._sender if self._sender is not None and self._sender.model_id == model_id else None
-        if sender is not None and sender.given_model is not None and (weights is None or _is_name(weights, model_id)):
+        is_own = weights is None or (isinstance(weights, str) and weights == model_id)
+        if sender is not None and sender.given_model is not None and is_own:
             return sender.given_model
         if isinstance(weights, str):
             if context is None:
@@ -262,7 +263,3 @@ class WeightSyncScheme(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-
-
-def _is_name(weights: Any, model_id: str) -> bool:
-    return isinstance(weights, str) and weights == model_id

@@ -87,11 +87,7 @@ class Publishers:
         """The workers' devices, where none were given. Raises ValueError when others were, or there are arenas."""
         if devices.unset or devices == self._devices:
             return
-        if not self._devices.unset:
-            raise ValueError(
-                f"the scheme has device={self._devices}, but its workers are on device={devices}; leave one "
-                "of the two out"
-            )
+        self._devices.check_same(devices)
         if self._publishers:
             raise ValueError(
                 f"device={devices} comes too late: the weights of {', '.join(self._publishers)} lie in their arenas "

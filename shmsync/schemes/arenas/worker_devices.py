@@ -70,6 +70,13 @@ class WorkerDevices:
             )
         return self._each[worker]
 
+    def check_same(self, others: WorkerDevices) -> None:
+        """Raise ValueError when a scheme has these devices and its workers are on others."""
+        if not (self.unset or others.unset or others == self):
+            raise ValueError(
+                f"the scheme has device={self}, but its workers are on device={others}; leave one of the two out"
+            )
+
     def check_workers(self, count: int) -> None:
         """Raise ValueError when these are devices of another number of workers."""
         if self._each is not None and count != len(self._each):

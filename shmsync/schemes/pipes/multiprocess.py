@@ -18,7 +18,7 @@ from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Plan
 from ..arenas.worker_devices import DeviceChoice, WorkerDevices, check_lies_on, devices_for
-from ..context_args import refuse_collector
+from ..context_args import Arguments
 from ..link import messages
 from ..link.messages import Message, Tag
 from ..link.sender_end import Link, Result
@@ -256,28 +256,12 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self.worker_devices = WorkerDevices(device)
 
     @override
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        refuse_collector(self, context, self._for_torchrl)
-        if kwargs.get("pipes") is None and getattr(context, "pipes", None) is None:
-            raise ValueError("pipes must be given, as pipes= or by a context that has .pipes")
-        pipes = kwargs.get("pipes")
-        given = devices_for(kwargs.pop("device", None))
-        if not (given.unset or self.worker_devices.unset or given == self.worker_devices):
-            raise ValueError(
-                f"the scheme has device={self.worker_devices}, but its workers are on device={given}; leave "
-                "one of the two out"
-            )
-        for devices in (given, self.worker_devices):
-            devices.check_workers(len(context.pipes if pipes is None else pipes))
-        super().init_on_sender(model_id, context, **kwargs)
-
-    @override
     def create_transport(self, pipe_or_context: Any) -> MPTransport:
         return MPTransport(getattr(pipe_or_context, "pipe", pipe_or_context), self.timeout)
 
     @override
     def create_sender(self) -> PipeSender:
-        return PipeSender(self, self.create_carrier())
+        return MultiProcessSender(self, self.create_carrier())
 
     @override
     def create_receiver(self) -> PipeReceiver:
@@ -288,13 +272,26 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         return MultiProcessCarrier(partial=self.partial, checksum=self.checksum, devices=self.worker_devices)
 
 
+class MultiProcessSender(PipeSender):
+    """Sends weights through the pipes."""
+
+    @override
+    def set_up(self, arguments: Arguments) -> None:
+        """Refuse devices that are not the scheme's, or are those of another number of workers."""
+        given, own = devices_for(arguments.given("device")), self._scheme.worker_devices
+        own.check_same(given)
+        for devices in (given, own):
+            devices.check_workers(len(arguments.needed("pipes")))
+        super().set_up(arguments)
+
+
 class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
     _checked: tuple[Message, Fit] | None = None  # so that _use() need not look again
 
     @override
-    def set_up(self, arguments: Any) -> None:
+    def set_up(self, arguments: Arguments) -> None:
         """Refuse a model that lies on another kind of device than the scheme says."""
         devices, worker, model = self._scheme.worker_devices, arguments.get("worker_idx"), arguments.model()
         if isinstance(model, nn.Module) and (worker is not None or devices.workers is None):

@@ -107,13 +107,10 @@ class PipeCarrier(ABC):
         questions = {index: self.question(model_id, index) for index in links}
         self._asked += 1
         tag = Tag(model_id, -self._asked)
-        payloads: dict[int, bytes] = {}
+        distinct = {id(each): each for each in questions.values()}
+        payloads = {key: dumps(Tagged(((model_id, each), VERIFY), tag, me().owner)) for key, each in distinct.items()}
         for index, link in links.items():
-            question = questions[index]
-            if id(question) not in payloads:
-                asked = ((model_id, question), VERIFY)
-                payloads[id(question)] = dumps(Tagged(asked, tag, me().owner))
-            link.end.send(payloads[id(question)], tag)
+            link.end.send(payloads[id(questions[index])], tag)
         outcome = gather(links, {index: [tag] for index in links}, deadline)
         for index in outcome.dead:
             links[index].reported = True

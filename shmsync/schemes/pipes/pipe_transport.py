@@ -109,7 +109,10 @@ class PipeTransport:
             return
         outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
         if message != messages.UPDATED:
-            raise RuntimeError(f"expected the answer {message!r} but got {messages.UPDATED!r}")
+            raise RuntimeError(
+                f"expected the answer {message!r} but got {messages.UPDATED!r}: the worker has applied version "
+                f"{tag.version} of {tag.model_id!r}; let it answer with send_ack({message!r}), or expect 'updated'"
+            )
 
     # In the worker.
 
@@ -148,10 +151,16 @@ def _check_word(index: int, link: Link, word: str, deadline: float) -> None:
         if (answer := end.unmatched()) is not None or end.channel.pending:
             found = repr(end.channel.pending[-1]) if answer is None else repr(answer[1])
             if answer is None or answer[1] != word:
-                raise RuntimeError(f"expected the answer {word!r} but got {found}")
+                raise RuntimeError(
+                    f"expected the answer {word!r} but got {found} from worker {index}; let it answer with "
+                    f"send_ack({word!r}), or expect what it answers"
+                )
             return
         if end.channel.garbage:
-            raise ProtocolError(f"worker {index} has sent {end.channel.garbage}; its pipe is lost", missing=[index])
+            raise ProtocolError(
+                f"worker {index} has sent {end.channel.garbage}; its pipe is lost, register it again with a new one",
+                missing=[index],
+            )
         if gone:
             outcome.dead[index] = str(link)
         elif over:

@@ -274,13 +274,10 @@ class RemoteSender(WeightSender):
         alive = self._alive(workers)
         questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
         sending = RemoteSend(self._carrier.wait)
-        payloads: dict[int, Any] = {}
+        packed = {id(each): self._packer.ask(each, self._model_id, self._version) for each in questions.values()}
+        payloads = {key: self._carrier.payload(each, deadline) for key, each in packed.items()}
         for index, transport in alive.items():
-            question = questions[index]
-            if id(question) not in payloads:
-                packed_weights = self._packer.ask(question, self._model_id, self._version)
-                payloads[id(question)] = self._carrier.payload(packed_weights, deadline)
-            sending.add(Step(index, transport, partial(transport.post, payloads[id(question)])))
+            sending.add(Step(index, transport, partial(transport.post, payloads[id(questions[index])])))
         sending.finish(deadline)
         for index in sending.outcome.dead:
             self._transports[index].reported |= self._transports[index].dead
