@@ -24,7 +24,7 @@ class WeightSender:
     Args:
         scheme: the WeightSyncScheme that makes it.
 
-    One send at a time: a call of another thread waits for its turn within its own deadline, and then raises WriterBusy.
+    One send at a time: a call of another thread waits within its own deadline, and then raises WriterBusy.
     """
 
     sends = True  # False: its workers keep the weights they came with
@@ -313,7 +313,9 @@ class WeightSender:
 
     def check_ready(self, call: str) -> None:
         """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy that reaches nobody."""
-        self._refuse_pending(call)
+        self._scheme.check_open(call)
+        if self._pending is not None:
+            raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
         if self._copied and self.sends and not self.worker_ids:
             raise ProtocolError(
                 f"{call}() of a sender that was copied or unpickled: pipes and workers stayed with the original, so it "
@@ -350,11 +352,6 @@ class WeightSender:
     @property
     def _context(self) -> Any:
         return None if self._context_ref is None else self._context_ref()
-
-    def _refuse_pending(self, call: str) -> None:
-        self._scheme.check_open(call)
-        if self._pending is not None:
-            raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")
 
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)

@@ -64,10 +64,6 @@ class RayTransport(RemoteTransport):
     def fetches(self, delivery: Delivery) -> bool:
         return not delivery.one_copy_per_node(id(self), self._node()) and super().fetches(delivery)
 
-    def forget_node(self) -> None:
-        """Of another actor it is not known on which node it is."""
-        self._found = None
-
     def _node(self) -> str | None:
         """Of Ray, on which the actor runs, once that is known."""
         if self._found is None and hasattr(self.actor, "_actor_id"):
@@ -198,7 +194,7 @@ class RayActorTransport(RayTransport):
     def set_actor(self, actor_ref: Any) -> None:
         """Reach this actor from now on."""
         self.actor = actor_ref
-        self.forget_node()
+        self._found = None  # it is not known on which node this one is
 
     @property
     @override
