@@ -133,7 +133,7 @@ class WeightSender:
 
     @property
     def _picks(self) -> bool:
-        """Does a subclass choose who is sent to?"""
+        """Does a subclass choose the workers of a send?"""
         return type(self)._iterate_transports is not WeightSender._iterate_transports
 
     def begin(self, arguments: Arguments) -> None:
@@ -312,7 +312,7 @@ class WeightSender:
         return [self._send_locks]
 
     def check_ready(self, call: str) -> None:
-        """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy that reaches nobody."""
+        """Raise RuntimeError if a send_async() is pending, ProtocolError if this is a copy without workers."""
         self._scheme.check_open(call)
         if self._pending is not None:
             raise RuntimeError(f"{call}() while a send_async() is pending; call wait_async() first")

@@ -1,7 +1,7 @@
 """Fan-out: one copy of the weights goes to each node, and all of its workers attach to it there.
 
 On the sender's own node the sender publishes itself. On every other node a relay does: a process of its own, or one of
-the node's workers. A relay that died is replaced during the send that found it dead; that send still says so.
+the node's workers. A relay that died is replaced during the send that found it dead; that send still reports it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Packer:
         return PackedWeights(label, [buffer])
 
     def forget(self) -> None:
-        """Use no buffer again: nobody sees any more to who reads them."""
+        """Use no buffer again: it is not known any more who reads them."""
         self._free = []
 
     def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:

@@ -121,11 +121,11 @@ class Step:
     """One request of a send.
 
     Args:
-        name: who is asked: a worker's index, or words such as "the relay on node a".
+        name: of the destination: a worker's index, or words such as "the relay on node a".
         start: starts the request.
         then: gets the answer, or Gone or Failed; it may add steps.
         record: whether the outcome tells what became of it.
-        forgive: gets a failure; True: it has been seen to, and the outcome says nothing of it.
+        forgive: gets a failure; True: it is handled, and the outcome leaves it out.
     """
 
     name: int | str

@@ -79,7 +79,7 @@ class RayCarrier(DeliveryCarrier):
         return self._deliveries.ship(packed_weights, deadline, start_by_network)
 
     def stored(self, packed_weights: PackedWeights, deadline: float) -> Any:
-        """Into the object store, once for all who get it. Each process that does sees the one copy of its node."""
+        """Put the weights into the object store, once for all workers, which see the one copy of their node."""
         require_running()
         # On the executor's thread: the object store is in a process of Ray's, which may be stopped, or full.
         put = self._executor.give(partial(_put, packed_weights, self._tensor_transport))
@@ -229,7 +229,7 @@ def on_node(node: str) -> Location:
 
 
 def location_to_fetch() -> Location:
-    """Where the calling process runs: who is on the same node of Ray, as the same user, shares memory with it."""
+    """Where the calling process runs. Processes of one user on one node of Ray share memory."""
     import ray
 
     return here(ray.get_runtime_context().get_node_id())
