@@ -161,12 +161,12 @@ class Publishers:
         made = self._publishers.get(model_id, {})
         return next((made[group] for group in groups if group in made), None)
 
-    def newest_for(self, model_id: str, worker: int) -> int:
-        """The newest version that this worker's group has. Raises ValueError when nothing was sent to it yet."""
+    def of_worker(self, model_id: str, worker: int) -> Publisher:
+        """The model's publisher for the group of this worker. Raises ValueError when nothing was sent to it yet."""
         publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
         if publisher is None:
             raise ValueError(f"no weights of {model_id!r} were sent to the group of worker {worker} yet; send() first")
-        return publisher.version
+        return publisher
 
     def only(self, model_id: str) -> Publisher | None:
         """The model's publisher if it has one for all workers."""
@@ -175,11 +175,6 @@ class Publishers:
     def optional(self, model_id: str) -> set[Key]:
         """Leaves that weights of the model may lack: its buffers that are never saved."""
         return self._optional.get(model_id, set())
-
-    def applied(self, model_id: str, worker: int) -> bool:
-        """Has this worker used the newest version, whether it still runs or not?"""
-        publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
-        return publisher is not None and worker in writer_of(publisher).applied_by(publisher.version)
 
     def plan(self, model_id: str, source: Weights, groups: Sequence[int], version: int, readers: int) -> Plan:
         """Make `source` that version for these groups: arenas where there are none yet, a publish where there are.

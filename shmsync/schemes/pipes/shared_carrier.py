@@ -128,12 +128,13 @@ class SharedMemCarrier(PipeCarrier):
         self._check_open()
         if not self.publishers.version(model_id):
             raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
-        return self.publishers.publisher(model_id, self.publishers.group_of(index))
+        return self.publishers.of_worker(model_id, index)
 
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:
         # A forward uses a version before receive() answers for it, so a worker may leave with its work done.
-        return self.publishers.applied(model_id, index)
+        publisher = self.publishers.of_worker(model_id, index)
+        return index in writer_of(publisher).applied_by(publisher.version)
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -188,7 +189,7 @@ class SharedMemCarrier(PipeCarrier):
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
         self._check_open()
-        versions = {index: self.publishers.newest_for(model_id, index) for index in links}
+        versions = {index: self.publishers.of_worker(model_id, index).version for index in links}
         self._register(model_id, links)
         unconfirmed = self._unconfirmed.get(model_id, set())
         tags = {}
@@ -205,7 +206,7 @@ class SharedMemCarrier(PipeCarrier):
         joined = self._joined.setdefault(model_id, {})
         for index, link in links.items():
             if joined.get(index) is not link or link.end.announcers.get(model_id) is not self.sign:
-                publisher = self.publishers.publisher(model_id, self.publishers.group_of(index))
+                publisher = self.publishers.of_worker(model_id, index)
                 if joined.get(index) is not link:
                     writer_of(publisher).forget_acks(index)
                 tag = Tag(model_id, 0)

@@ -65,10 +65,8 @@ class Relay:
 
     def publishes(self, announced: Announcement) -> bool:
         """Is that arena one of these?"""
-        model_id = announced.stamp.model_id
-        if not self._publishers.version(model_id):
-            return False
-        return bool(self._publishers.publisher(model_id, ALL).handle == announced.handle)
+        publisher = self._publishers.only(announced.stamp.model_id)
+        return publisher is not None and bool(publisher.handle == announced.handle)
 
     def close(self) -> None:
         """End the arenas. Idempotent."""
