@@ -236,6 +236,10 @@ class PipeReceiver(WeightReceiver):
             key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread", "_checked")
         }
 
+    def model(self) -> Any:
+        """The model that weights are applied to. Raises ValueError when there is none."""
+        return self._resolve_model_ref()
+
     # What the schemes do differently.
 
     def _make_transport(self, pipe: Any) -> Any:
@@ -269,7 +273,7 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
     """Apply the weights of several models, or none of them. Raises as _apply_one() does."""
     try:
         for model_id, message in given.items():
-            served[model_id]._resolve_model_ref()
+            served[model_id].model()
             served[model_id]._end.check_not_alone(message)
             served[model_id]._check(message)
         for model_id, message in given.items():
@@ -278,7 +282,7 @@ def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver])
         for model_id, message in given.items():
             served[model_id]._refused(message, error)
         for model_id in given:
-            served[model_id]._resolve_model_ref()
+            served[model_id].model()
         return
     for model_id, message in given.items():
         served[model_id]._has_news = True

@@ -74,7 +74,7 @@ class RayTransport(RemoteTransport):
         return None
 
     def ask(self, content: Any) -> Call:
-        """Call the actor with weights, a ticket for them, or an Announcement."""
+        """Call the actor with `content`: weights, a ticket for them, or an Announcement."""
         method, argument = self._method
         content = fetched(content)
         return RayCall(invoke(self.actor, method, argument, content), content)

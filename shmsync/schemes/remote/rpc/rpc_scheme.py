@@ -217,7 +217,7 @@ class RPCTransport(RemoteTransport):
         return hasattr(self.collector_class.update_policy_weights_, "_wrapped_async_rpc_function")
 
     def ask(self, content: Any) -> Call:
-        """Call the worker with weights, a ticket for them, or an Announcement."""
+        """Call the worker with `content`: weights, a ticket for them, or an Announcement."""
         method = self.collector_class.update_policy_weights_
         if self._returns_a_future:
             return RPCCall(self.info, method, (self.rref, content))
