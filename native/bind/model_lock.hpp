@@ -1,7 +1,7 @@
 // A re-entrant lock around one model: held to call it, and to move its weights.
 //
 // A thread that must not wait for the lock, since it serves other models too, leaves its work with defer() of the
-// subclass ModelLock (shmsync/integrations/torchrl/worker/safe_point.py). The thread that has the lock does that work
+// Python subclass (shmsync/integrations/torchrl/worker/safe_point.py). The thread that has the lock does that work
 // when it gives the lock back, in ModelLock._ring().
 //
 // In C++ so that a call of the model enters and leaves without running Python.
