@@ -37,7 +37,7 @@ from .trainer.ending import Ending
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
 from .trainer.worker_setup import WorkerSetup
-from .worker.worker_process import LOAD, STATE, WorkerSpec
+from .worker.collector_process import LOAD, STATE, WorkerSpec
 
 START_TIMEOUT = 120.0  # seconds
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..engine.source.leaf_check import problem_with_key
 from ..errors import DataMismatch
 from ..memory.manifest import Key
-from .casting import cast
+from .env_values import cast
 
 DiscreteActions = Literal["index", "value"]
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64} | {

@@ -27,13 +27,13 @@ from ..memory.system.process import Peer
 from ..schemes.link.connection import Channel
 from .importable import check_importable
 from .memory_kills import memory_kills
-from .worker_process import FAILED, LEAVE, WorkerStart, run
+from .rank_process import FAILED, LEAVE, WorkerStart, run
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
 # Not tensordict, which takes as long to import as torch: a worker that only calls its module uses none. Where the
 # trainer has it, workers may need it too, and it is imported once for all.
-_PRELOADED = ["torch", "shmsync", "shmsync.workers.worker_process"]
+_PRELOADED = ["torch", "shmsync", "shmsync.workers.rank_process"]
 _START = 300.0  # seconds to attach: importing torch takes long on a busy machine, and a death ends the wait
 _EXIT_CODE = 1.0  # seconds; a fork server reports an exit code a moment after the death
 _TERMINATED = 2.0  # seconds from SIGTERM to SIGKILL

@@ -15,7 +15,7 @@ from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peer
 from ...schemes.link.connection import Channel
 from ...schemes.link.exchange import LinkPoll
-from ..worker.worker_process import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
+from ..worker.collector_process import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _AWAITED = "the next message of a collector's workers"

@@ -17,7 +17,7 @@ from ...memory.manifest import Key
 from ...memory.slab.available import available_bytes
 from .. import spaces
 from ..buffers import frame
-from ..casting import fit
+from ..env_values import fit
 
 OBSERVATION: Key = ("observation",)
 

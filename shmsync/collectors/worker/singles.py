@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...memory.manifest import Key
-from ..casting import LARGEST_FLOAT32, flag, number
+from ..env_values import LARGEST_FLOAT32, flag, number
 from .observation_buffers import Observations, check_reset, check_step, leaf
 
 Leading = Sequence[NDArray[Any]]  # arrays `[n, ...]`, one for each leaf of the observations

@@ -20,7 +20,7 @@ from gymnasium import vector
 from numpy.typing import NDArray
 
 from ...errors import DataMismatch
-from ..casting import flags, numbers
+from ..env_values import flags, numbers
 from .observation_buffers import Observations, Part, check_reset, check_step, leaf
 from .singles import Results
 
