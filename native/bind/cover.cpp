@@ -79,14 +79,15 @@ class Cover {
 
   bool aliases(nb::handle tensor) const {
     for (const Covered& each : *readers_)
-      if (each.reader->aliases(tensor)) return true;
+      if (each.reader->memory.aliases(tensor)) return true;
     return false;
   }
 
-  Reader::Lies lies(nb::handle tensor) const {
+  WeightsMemory::Lies lies(nb::handle tensor) const {
     for (const Covered& each : *readers_)
-      if (const Reader::Lies found = each.reader->lies(tensor); found != Reader::Lies::apart) return found;
-    return Reader::Lies::apart;
+      if (const WeightsMemory::Lies found = each.reader->memory.lies(tensor); found != WeightsMemory::Lies::apart)
+        return found;
+    return WeightsMemory::Lies::apart;
   }
 
   static nb::object call(nb::handle inner, nb::handle args, nb::handle kwargs) {
@@ -138,7 +139,7 @@ class Cover {
   }
 
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
-    if (out.type().is(tensor_type()) && clones_ && lies(out) == Reader::Lies::inside)
+    if (out.type().is(tensor_type()) && clones_ && lies(out) == WeightsMemory::Lies::inside)
       return nb::object(out.attr("clone")());
     if (stays(out, 8)) return out;
     return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
@@ -153,7 +154,7 @@ class Cover {
         PyUnicode_CheckExact(it))
       return true;
     const nb::handle type = out.type();
-    if (type.is(tensor_type())) return !clones_ || lies(out) == Reader::Lies::apart;
+    if (type.is(tensor_type())) return !clones_ || lies(out) == WeightsMemory::Lies::apart;
     if (levels == 0) return false;
     nb::object inside;  // a list of its own: another thread may change what it was made of
     if (PyTuple_CheckExact(it) || PyList_CheckExact(it)) {

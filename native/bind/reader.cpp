@@ -322,15 +322,14 @@ void bind_reader(nb::module_& m) {
           "version"_a, "timeout_ns"_a, "spin_ns"_a = 0)
       .def("_check", &Reader::check)
       .def("_count_retry", [](Reader& r) { r.side->count_retry(); })
-      .def("_aliases", &Reader::aliases, "tensor"_a)
       .def(
-          "_set_slab",
-          [](Reader& r, std::uintptr_t begin, std::uintptr_t end) {
-            r.slab_begin = begin;
-            r.slab_end = end;
-          },
+          "_aliases", [](const Reader& r, nb::handle tensor) { return r.memory.aliases(tensor); }, "tensor"_a)
+      .def(
+          "_set_slab", [](Reader& r, std::uintptr_t begin, std::uintptr_t end) { r.memory.set_slab(begin, end); },
           "begin"_a, "end"_a)
-      .def("_set_copies", &Reader::set_copies, "ranges"_a)
+      .def(
+          "_set_copies", [](Reader& r, WeightsMemory::Ranges ranges) { r.memory.set_copies(std::move(ranges)); },
+          "ranges"_a)
       .def_prop_ro("_row", &Reader::row)
       .def_prop_ro("_mine", [](const Reader& r) { return r.in_section(); })
       .def_prop_ro("_mine_and_pinned", [](const Reader& r) { return r.in_section() && r.side->pinned(); })

@@ -13,17 +13,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <optional>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
 #include "labels.hpp"
 #include "section_lock.hpp"
-#include "sources.hpp"
+#include "weights_memory.hpp"
 
 namespace shmsync::bind {
 
@@ -251,38 +250,6 @@ class Reader {
     side->retire();
   }
 
-  // Where a tensor lies; unknown: it consists of several, as a sparse one does.
-  enum class Lies { apart, inside, unknown };
-
-  Lies lies(nb::handle tensor) const {
-    DLTensor t;
-    std::uintptr_t address;
-    if (describe(tensor.ptr(), t)) {
-      address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-    } else {
-      if (!tensor.attr("layout").is(nb::module_::import_("torch").attr("strided")) ||
-          nb::cast<bool>(tensor.attr("is_nested")))
-        return Lies::unknown;
-      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return Lies::apart;
-      try {
-        address = nb::cast<std::uintptr_t>(tensor.attr("data_ptr")());  // this torch has no exchange table
-      } catch (nb::python_error&) {
-        return Lies::apart;  // no storage of its own: a tensor under vmap, grad or functionalisation
-      }
-    }
-    if (address >= slab_begin && address < slab_end) return Lies::inside;
-    const auto after = std::upper_bound(copies_.begin(), copies_.end(), std::pair{address, ~std::uintptr_t{0}});
-    return after != copies_.begin() && address < std::prev(after)->second ? Lies::inside : Lies::apart;
-  }
-
-  bool aliases(nb::handle tensor) const { return lies(tensor) == Lies::inside; }
-
-  // Private copies that change with the version: [(begin, end), ...].
-  void set_copies(std::vector<std::pair<std::uintptr_t, std::uintptr_t>> ranges) {
-    std::sort(ranges.begin(), ranges.end());
-    copies_ = std::move(ranges);
-  }
-
   std::uint32_t row() const { return row_; }
   bool in_parent() const { return generation_ != fork_generation(); }
 
@@ -392,13 +359,13 @@ class Reader {
   nb::object control_;  // of the arena that is read: keeps it mapped
   std::uint32_t row_ = 0;
   std::uint64_t generation_ = fork_generation();
-  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> copies_;
   std::uint64_t looked_ = 0;
 
  public:
   std::optional<ReadSide> side;
   SectionLock mutex;
   Labels labels;
+  WeightsMemory memory;
   int depth = 0;    // sections that are open
   int dropped = 0;  // of these, those whose object is gone
   int closing = 0;  // threads in close()
@@ -407,7 +374,6 @@ class Reader {
   bool entering = false;      // a hook is at work
   bool copies_apart = false;  // private copies lie on a device that the arena does not lie on
   bool closed = false;
-  std::uintptr_t slab_begin = 0, slab_end = 0;
 };
 
 }  // namespace shmsync::bind
