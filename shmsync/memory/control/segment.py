@@ -236,7 +236,10 @@ def _check_header(name: str, header: Header) -> None:
     need("endian tag", header.endian, _native.ENDIAN_TAG)
     need("crc", header.crc, zlib.crc32(header.covered))
     if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
-        raise ArenaCorrupt(f"arena {name!r} has {header.slots} slots and {header.readers} reader rows")
+        raise ArenaCorrupt(
+            f"arena {name!r} has {header.slots} slots and {header.readers} reader rows, and there are at most "
+            f"{_native.MAX_SLOTS} and {_native.MAX_READERS}; {_NEXT[ArenaCorrupt]}"
+        )
     if header.manifest_bytes > header.file_bytes:  # before sums in which it could wrap around
         raise ArenaCorrupt(
             f"arena {name!r} has a manifest of {header.manifest_bytes:,} bytes in a segment of {header.file_bytes:,}; "

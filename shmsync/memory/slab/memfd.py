@@ -87,7 +87,10 @@ class _Memfd:
         whole, token = size + TOKEN, os.urandom(TOKEN)
         available = available_bytes()
         if whole > available:
-            raise NoSpace(f"weights of {size:,} bytes do not fit into the {available:,} bytes that are available")
+            raise NoSpace(
+                f"weights to send need {whole:,} bytes but {available:,} are available to this process (machine and "
+                "cgroup); free some, or send fewer weights or a smaller dtype"
+            )
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._closing = weakref.finalize(self, close, fd)

@@ -76,7 +76,10 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
         try:
             placement.allocate(fd, needed)
         except OSError as error:
-            raise NoSpace(f"the system refused {needed:,} bytes for the slab: {error.strerror}") from error
+            raise NoSpace(
+                f"the system refused {needed:,} bytes for the slab, though {available:,} seemed available: "
+                f"{error.strerror}; free memory, or use fewer slots or a smaller dtype="
+            ) from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
         add_seals(fd, SEAL_SHRINK | SEAL_GROW)
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
@@ -132,13 +135,22 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
                 "both sides must run the same shmsync version"
             )
         if status.st_uid != os.getuid() and os.getuid() != 0:
-            raise ArenaNotFound(f"the slab belongs to uid {status.st_uid} but this is uid {os.getuid()}")
+            raise ArenaNotFound(
+                f"the slab of arena {name!r} belongs to uid {status.st_uid} but this is uid {os.getuid()}; run both "
+                "sides as one user"
+            )
         seals = seals_of(opened)
         if seals & _SEALS != _SEALS:
-            raise ArenaCorrupt(f"the slab has seals {seals:#x} but {_SEALS:#x} are needed; it is not an shmsync slab")
+            raise ArenaCorrupt(
+                f"the slab of arena {name!r} has seals {seals:#x} but {_SEALS:#x} are needed: it is no slab of "
+                f"shmsync; see what process {pid_of(owner)} is, and restart the publisher"
+            )
         stamp = os.pread(opened, len(session), expected_bytes - STAMP_BYTES)
         if stamp != session:
-            raise ArenaCorrupt(f"the slab carries session {stamp.hex()} but the header says {session.hex()}")
+            raise ArenaCorrupt(
+                f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
+                "the publisher, and attach again"
+            )
         slab = Slab(map_readonly(opened, expected_bytes), None, -1, inode)
         _explain_faults(slab.readonly, expected_bytes, name)
         return slab
