@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.collectors import BaseCollector
 from torchrl.weight_update import weight_sync_schemes as _torchrl
@@ -21,21 +19,16 @@ from ...engine.source.strategy import WeightStrategy, is_flat
 from ...engine.verify.local import Proof
 from ...errors import ClosedError, ProtocolError
 from ...schemes.arenas.worker_devices import DeviceChoice
-from .trainer.first_weights import First, first_weights, resolve
+from .trainer.first_weights import first_weights, resolve
 from .trainer.groups import Groups
 from .trainer.in_process import InProcess
-from .trainer.options import checked_devices
+from .trainer.options import NOT_DISTRIBUTED, check_not_distributed, checked_devices
 from .trainer.own_weights import Wanted
 from .trainer.torchrl_sender import Sender, processes_of
 from .worker.clock import OwnVersions
 from .worker.torchrl_receiver import Receiver
 
 _FRESH = "give each collector a scheme of its own: a new one, or a copy, pickle.loads(pickle.dumps(scheme))"
-_NOT_DISTRIBUTED = (
-    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
-    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
-    "torchrl.weight_update"
-)
 
 
 class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
@@ -104,7 +97,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     # Not in __init__: an unpickled scheme starts with these.
     _sender: Sender | None = None
     _receiver: Receiver | None = None
-    _first: First | None = None
     _in_process: InProcess  # of a collector of one process
     _generation = -1  # of the process that is the trainer
     _context_set = -1  # the process in which the context was set
@@ -143,23 +135,11 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
         """As in TorchRL. Raises ProtocolError for a collector over Ray, RPC or torch.distributed."""
-        context = kwargs.get("context")
-        if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(context).__mro__):
-            raise ProtocolError(_NOT_DISTRIBUTED.format(type(context).__name__))
+        check_not_distributed(kwargs.get("context"))
         super().init_on_sender(*args, **kwargs)
 
     def _init_on_sender_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        params_map: Mapping[int, TensorDictBase] | None = None,
-        devices: Any = None,
-        device_map_fn: Callable[[int, Any], Any] | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        self, *, model_id: str | None = None, context: Any = None, ctx: Any = None, **given: Any
     ) -> None:
         """Take the first weights, in each form that SharedMemWeightSyncScheme takes. connect() copies their values."""
         self._check_open()
@@ -173,22 +153,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                 OwnVersions(context)
             self._in_process = InProcess(self.dtype, self.strict)
             return
-        first = first_weights(
-            model_id=model_id,
-            context=context,
-            weights=weights,
-            model=model,
-            params_map=params_map,
-            devices=devices,
-            device_map_fn=device_map_fn,
-            num_workers=num_workers,
-        )
-        self._devices.check_workers(len(first.sources))
-        given = self._devices
-        places = first.places() if given.unset else {worker: str(given.of(worker)) for worker in first.sources}
+        first = first_weights(model_id=model_id, context=context, **given)
+        chosen = self._devices
+        chosen.check_workers(len(first.sources))
+        places = first.places() if chosen.unset else {worker: str(chosen.of(worker)) for worker in first.sources}
         if self._sender is not None:
             self._sender.close()
-        self._first = first
         groups = Groups(
             first.sources,
             apart=first.apart or self.per_worker_weights,
@@ -199,7 +169,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             places=places,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
-        self._sender = Sender(model_id or "policy", groups, self.timeout, processes_of(self._context_ref))
+        self._sender = Sender(model_id or "policy", first, groups, self.timeout, processes_of(self._context_ref))
         self._invitation = self._sender.connections.address, groups.names
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -209,11 +179,10 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._local:
             return
         sender = self._needed_sender()
-        assert self._first is not None
-        now = self._first.again()
+        now = sender.first.again()
         sender.groups.open(lambda worker: self._prepared(now[worker]))
         if weights is not None:
-            sender.send(self._wanted(weights, None), self._prepared, wait=False)
+            sender.send(self._wanted(sender, weights, None), self._prepared, wait=False)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -240,7 +209,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             self._in_process.apply(self.context, model_id, weights)
             return 0  # such a collector is its own worker, and counts versions itself
         sender = self._needed_sender()
-        wanted = self._wanted(weights, worker_ids)
+        wanted = self._wanted(sender, weights, worker_ids)
         return sender.send(wanted, self._prepared, wait=self.sync, timeout=timeout)
 
     def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
@@ -266,22 +235,13 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                 "this ShmWeightSyncScheme keeps no checksums to verify against; make it with checksum=True, for a "
                 "collector that has worker processes"
             )
-        assert self._first is not None
-        sender = self._needed_sender()
-        return sender.verify(sender.checked(worker_ids, self._first.devices), timeout=timeout)
+        return self._needed_sender().verify(worker_ids, timeout=timeout)
 
-    def _wanted(self, weights: Any, worker_ids: Any) -> list[Wanted]:
-        """Each of the weights to send, with the workers that get it, and the trainer's own weights for those."""
-        assert self._first is not None
-        sender = self._needed_sender()
-        chosen = sender.checked(worker_ids, self._first.devices)
+    def _wanted(self, sender: Sender, weights: Any, worker_ids: Any) -> list[Wanted]:
         if isinstance(weights, str):
             weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
-        by_worker = isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
-        if by_worker:
-            sender.checked(list(weights), {})
-        model = None if self._first.apart else resolve(self.context, self._model_id or "policy")
-        return self._first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
+        model = None if sender.first.apart else resolve(self.context, self._model_id or "policy")
+        return sender.wanted(weights, worker_ids, model)
 
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
@@ -296,12 +256,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     # A worker
 
     def _init_on_receiver_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
+        self, *, model_id: str | None = None, context: Any = None, model: Any = None, worker_idx: int | None = None
     ) -> None:
         """Learn this worker's model and index, from the arguments or from the collector."""
         if context is not None:
@@ -320,7 +275,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if self._invitation is None:
             raise RuntimeError(
                 "this scheme was not initialised in the trainer before it was given to the worker. "
-                + _NOT_DISTRIBUTED.format("collector over Ray, RPC or torch.distributed")
+                + NOT_DISTRIBUTED.format("collector over Ray, RPC or torch.distributed")
             )
         address, names = self._invitation
         worker = self._worker_idx if worker_idx is None else worker_idx
@@ -346,7 +301,9 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         """
         timeout = timeout_or_none(timeout)
         if not self.initialized_on_receiver or not self.synchronized_on_receiver or self._receiver is None:
-            raise RuntimeError("Must be initialized and synchronized on receiver before receiving weights")
+            raise RuntimeError(
+                "Must be initialized and synchronized on receiver before receiving weights: call connect()"
+            )
         try:
             return self._receiver.weights if self._receiver.refresh(timeout) else None
         except TimeoutError:
@@ -362,7 +319,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         if not self.initialized_on_receiver:
             raise RuntimeError("apply_weights() is called on the receiver, after init_on_receiver()")
         if self.model is None:
-            raise ValueError("No model registered")
+            raise ValueError("No model registered: give init_on_receiver() a model=, or set scheme.model")
         if self._receiver is None:
             WeightStrategy().apply_weights(self.model, weights)
         else:
@@ -432,6 +389,6 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_sender", "_receiver", "_first", "_in_process", "_owner", "_shut"):  # stay here
+        for name in ("_sender", "_receiver", "_in_process", "_owner", "_shut"):  # stay here
             state.pop(name, None)
         return state

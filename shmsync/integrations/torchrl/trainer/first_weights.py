@@ -56,12 +56,12 @@ def first_weights(
     *,
     model_id: str | None,
     context: Any,
-    weights: Any,
-    model: Any,
-    params_map: Mapping[int, Any] | None,
-    devices: Sequence[Any] | None,
-    device_map_fn: Callable[[int, Any], Any] | None,
-    num_workers: int | None,
+    weights: Any = None,
+    model: Any = None,
+    params_map: Mapping[int, Any] | None = None,
+    devices: Sequence[Any] | None = None,
+    device_map_fn: Callable[[int, Any], Any] | None = None,
+    num_workers: int | None = None,
 ) -> First:
     """The first weights, from the arguments of init_on_sender().
 

@@ -1,10 +1,19 @@
-"""The options of a ShmWeightSyncScheme, checked before anything is made."""
+"""The options and the collector of a ShmWeightSyncScheme, checked before anything is made."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....engine.source.dtypes import Dtypes, check_dtypes
 from ....engine.verify.checksums import check_checksum
+from ....errors import ProtocolError
 from ....schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
+
+NOT_DISTRIBUTED = (
+    "ShmWeightSyncScheme shares memory with the processes that Collector, MultiSyncCollector and MultiAsyncCollector "
+    "start; a {} takes RayWeightSyncScheme(), RPCWeightSyncScheme() or DistributedWeightSyncScheme() of "
+    "torchrl.weight_update"
+)
 
 
 def checked_devices(
@@ -35,3 +44,9 @@ def checked_devices(
             "weights are copied to; give one of the two"
         )
     return devices
+
+
+def check_not_distributed(collector: Any) -> None:
+    """Raise ProtocolError for a collector over Ray, RPC or torch.distributed."""
+    if any(kind.__module__.startswith("torchrl.collectors.distributed") for kind in type(collector).__mro__):
+        raise ProtocolError(NOT_DISTRIBUTED.format(type(collector).__name__))

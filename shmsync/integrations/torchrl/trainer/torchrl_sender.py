@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....engine.deadlines import check_worker, deadline_after
@@ -12,6 +12,7 @@ from ....engine.outcome import Outcome, Wording, listed
 from ....engine.verify.local import Proof
 from ....errors import WorkerDied
 from ....schemes.link.send_lock import SendLock, hold_all
+from .first_weights import First
 from .groups import Assignment, Groups
 from .own_weights import OwnWeights, Wanted
 from .worker_connections import WorkerConnections
@@ -31,6 +32,7 @@ class Sender:
 
     Args:
         model_id: for messages.
+        first: what the workers start with.
         groups: its arenas, not open yet.
         timeout: default of a send, in seconds.
         process_of: gives a worker's Process by index, or None.
@@ -38,8 +40,11 @@ class Sender:
     Thread-safe: one send at a time.
     """
 
-    def __init__(self, model_id: str, groups: Groups, timeout: float, process_of: Callable[[int], Any]) -> None:
+    def __init__(
+        self, model_id: str, first: First, groups: Groups, timeout: float, process_of: Callable[[int], Any]
+    ) -> None:
         self._model_id = model_id
+        self.first = first
         self.groups = groups
         self._own = OwnWeights()
         self._timeout = timeout
@@ -47,6 +52,17 @@ class Sender:
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = SendLock()
+
+    def wanted(self, weights: Any, worker_ids: Any, model: Any) -> list[Wanted]:
+        """Each of the weights to send, with the workers that get it, and the trainer's own weights for those.
+
+        `weights`: for all of `worker_ids`, or a dict by worker. `model`: see First.wanted().
+        """
+        chosen = self._checked(worker_ids)
+        by_worker = isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
+        if by_worker:
+            self._checked(list(weights))
+        return self.first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
 
     def send(
         self,
@@ -96,8 +112,9 @@ class Sender:
                 self.groups.sweep()
             return self._version
 
-    def verify(self, workers: set[int], *, timeout: float | None = None) -> Proof:
+    def verify(self, worker_ids: Any, *, timeout: float | None = None) -> Proof:
         """Let these workers prove what their policies hold. Raises as Publisher.verify() and send() do."""
+        workers = self._checked(worker_ids)
         deadline = deadline_after(timeout, self._timeout)
         with hold_all([self._lock], deadline, "verify"):
             self.connections.look(deadline)
@@ -148,7 +165,7 @@ class Sender:
         outcome.add_late({worker: connections.peer(worker) for worker in waiting})
         outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
-    def checked(self, worker_ids: Any, devices: Mapping[int, Any]) -> set[int]:
+    def _checked(self, worker_ids: Any) -> set[int]:
         """Worker indices from what users pass: None (all), an index, a device, or a list of these.
 
         Raises ValueError for an unknown one.
@@ -162,7 +179,7 @@ class Sender:
             if isinstance(each, int):
                 found = {check_worker(each)} & everybody
             else:
-                found = {worker for worker, device in devices.items() if str(device) == str(each)}
+                found = {worker for worker, device in self.first.devices.items() if str(device) == str(each)}
             if not found:
                 raise ValueError(f"Worker {each} not registered: the workers are {listed(sorted(everybody))}")
             chosen |= found
