@@ -7,7 +7,7 @@ import operator
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from .. import _native
 from ..errors import ClosedError
 from . import deferred_free as lent
-from .buffer_alloc import Fresh
+from .buffer_alloc import Fresh, tree
 from .control import segment
 from .devices import Device, OnDevice, checked_slots
 from .manifest import Key, Leaf, Manifest, fingerprint
@@ -218,63 +218,51 @@ def create(
         checked_slots(slots, device)
         lent.sweep()
     with refusals(f"creating arena {name!r}"):
-        return _create(name, manifest, slots, max_readers, device)
-
-
-def _create(
-    name: str, manifest: Manifest, slots: int, max_readers: int, device: Device | None
-) -> tuple[Arena, segment.Created]:
-    session = secrets.token_bytes(16)
-    text = manifest.to_json()
-    here = me()
-    on_device = None
-    if device is None:
-        memory = slab.create(slots, manifest.slot_bytes, session, name)
-    else:
-        memory = slab.beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
-    try:
-        on_device = None if device is None else OnDevice(device, memory.readonly)
-        created = segment.create(
-            name,
-            _native.segment_bytes(slots, max_readers, len(text)),
-            session=session,
-            owner=here.owner,
-            boot_id=here.boot_id,
-            pid_namespace=here.pid_namespace,
-            slots=slots,
-            readers=max_readers,
-            slot_bytes=manifest.slot_bytes,
-            slab_kind=_native.SLAB_MEMFD if device is None else device.kind,
-            slab_fd=memory.fd,
-            slab_inode=memory.inode,
-            slab_handle=b"" if device is None else device.export(memory.readonly),
-            fingerprint=fingerprint(text),
-            manifest=text,
-        )
-    except BaseException:
-        if device is not None:
-            device.free(memory.readonly)
-        slab.release(memory)
-        raise
-    arena = Arena(created.control, memory, manifest, slots=slots, session=session, on_device=on_device)
-    return arena, created
+        session = secrets.token_bytes(16)
+        text = manifest.to_json()
+        here = me()
+        on_device = None
+        if device is None:
+            memory = slab.create(slots, manifest.slot_bytes, session, name)
+        else:
+            memory = slab.beside(device, slab.slab_bytes(slots, manifest.slot_bytes))
+        try:
+            on_device = None if device is None else OnDevice(device, memory.readonly)
+            created = segment.create(
+                name,
+                _native.segment_bytes(slots, max_readers, len(text)),
+                session=session,
+                owner=here.owner,
+                boot_id=here.boot_id,
+                pid_namespace=here.pid_namespace,
+                slots=slots,
+                readers=max_readers,
+                slot_bytes=manifest.slot_bytes,
+                slab_kind=_native.SLAB_MEMFD if device is None else device.kind,
+                slab_fd=memory.fd,
+                slab_inode=memory.inode,
+                slab_handle=b"" if device is None else device.export(memory.readonly),
+                fingerprint=fingerprint(text),
+                manifest=text,
+            )
+        except BaseException:
+            if device is not None:
+                device.free(memory.readonly)
+            slab.release(memory)
+            raise
+        arena = Arena(created.control, memory, manifest, slots=slots, session=session, on_device=on_device)
+        return arena, created
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:
     """Leaves by key path as a nested TensorDict."""
-    result: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        level = result
-        for part in key[:-1]:
-            level = level.setdefault(part, {})
-        level[key[-1]] = tensor
-    return _level(result)
-
-
-def _level(level: dict[str, Any]) -> TensorDict:
     from .dotted import tensordict_of
 
-    return tensordict_of({key: _level(value) if type(value) is dict else value for key, value in level.items()})
+    return _level(tree(tensors), tensordict_of)
+
+
+def _level(level: dict[str, Any], make: Callable[[dict[str, Any]], TensorDict]) -> TensorDict:
+    return make({key: _level(value, make) if type(value) is dict else value for key, value in level.items()})
 
 
 def view(storage: torch.UntypedStorage, leaf: Leaf, offset: int) -> torch.Tensor:

@@ -36,35 +36,31 @@ def attach(name: str, session: bytes | None, worker: int | None, timeout: float,
     """
     watch_exit()
     with refusals(f"attaching to arena {name!r}"):
-        return _attach(name, session, worker, timeout, peers)
-
-
-def _attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
-    control, header = segment.attach(name, session, time.monotonic() + timeout)
-    manifest = manifest_of(name, control, header)
-    size = slab.slab_bytes(header.slots, header.slot_bytes)
-    device = of_kind(header.slab_kind, name, header.slab_handle)
-    owner = me().owner
-    index = -1 if worker is None else worker
-    if device is None:
-        memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
-        row = _claim(control, peers, owner, index, name)
-        on_device = None
-    else:
-        storage = device.open(header.slab_handle, size)
-        claimed = None
-        try:
-            row = claimed = _claim(control, peers, owner, index, name)
-            on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
-        except BaseException:
-            if claimed is not None:
-                control.reap(claimed, owner, owner)
-            device.free(storage)
-            raise
-        memory = slab.Slab(storage, None, -1, 0)
-    peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-    arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
-    return Attached(arena, header.owner, row, owner)
+        control, header = segment.attach(name, session, time.monotonic() + timeout)
+        manifest = manifest_of(name, control, header)
+        size = slab.slab_bytes(header.slots, header.slot_bytes)
+        device = of_kind(header.slab_kind, name, header.slab_handle)
+        owner = me().owner
+        index = -1 if worker is None else worker
+        if device is None:
+            memory = slab.attach(header.owner, header.slab_fd, header.slab_inode, size, header.session, name)
+            row = _claim(control, peers, owner, index, name)
+            on_device = None
+        else:
+            storage = device.open(header.slab_handle, size)
+            claimed = None
+            try:
+                row = claimed = _claim(control, peers, owner, index, name)
+                on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
+            except BaseException:
+                if claimed is not None:
+                    control.reap(claimed, owner, owner)
+                device.free(storage)
+                raise
+            memory = slab.Slab(storage, None, -1, 0)
+        peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
+        arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
+        return Attached(arena, header.owner, row, owner)
 
 
 def manifest_of(name: str, control: _native.Control, header: segment.Header) -> Manifest:

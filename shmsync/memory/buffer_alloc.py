@@ -6,6 +6,7 @@ known of each leaf is worked out once for an arena, so that each snapshot only m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -32,9 +33,7 @@ class Fresh:
     def __init__(self, manifest: Manifest) -> None:
         self._leaves = [(leaf.shape, leaf.strides, leaf.dtype) for leaf in manifest.leaves]
         self._places = [(leaf.offset, leaf.nbytes) for leaf in manifest.leaves]
-        self._tree: dict[str, Any] = {}  # of numbers of leaves
-        for number, leaf in enumerate(manifest.leaves):
-            _put(self._tree, leaf.key, number)
+        self._tree = tree({leaf.key: number for number, leaf in enumerate(manifest.leaves)})
 
     def make(self) -> tuple[Pieces, list[torch.Tensor]]:
         """What is to be copied where, and for each leaf the tensor there, whose bytes are not set."""
@@ -51,10 +50,15 @@ class Fresh:
         return dotted(_filled(self._tree, tensors))
 
 
-def _put(tree: dict[str, Any], key: Key, number: int) -> None:
-    for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[key[-1]] = number
+def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
+    """Values by key path as a dict of dicts."""
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        level = root
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = value
+    return root
 
 
 def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:

@@ -11,7 +11,7 @@ import threading
 
 from .. import _native
 from .devices import OnDevice
-from .system.process import Peers, me
+from .system.process import Peer, me
 
 _lent: list[tuple[OnDevice, _native.Control, int]] = []  # the last one: of which process, see fork_generation()
 _lock = threading.RLock()
@@ -39,8 +39,5 @@ def sweep() -> int:
 
 
 def _open_elsewhere(control: _native.Control) -> bool:
-    peers, mine = Peers(), me().owner
-    try:
-        return any(owner != mine and peers.alive(owner) for _, owner in control.owners())
-    finally:
-        peers.close()
+    mine = me().owner
+    return any(owner != mine and not Peer(owner=owner).dead for _, owner in control.owners())

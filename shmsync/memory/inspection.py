@@ -98,8 +98,6 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
     try:
         with refusals(f"looking at arena {name!r}"), opened(name) as fd:
             return None if fd is None else _look(name, fd, peers)
-    except ArenaNotFound as error:
-        return _unseen(name, Condition.UNKNOWN, str(error), None)
     except ShmSyncError as error:
         return _unseen(name, Condition.UNKNOWN, str(error), None)
 

@@ -12,7 +12,7 @@ from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
 from .calls import Bindings, CudaCalls
 from .gpu import Gpu, uuid_of
 from .handle import named, unpacked
-from .torch_side import Torch, TorchSide
+from .torch_side import TorchSide
 
 _DRIVER = "libcuda.so.1"
 
@@ -114,4 +114,4 @@ def system() -> tuple[CudaCalls, TorchSide]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         raise DeviceFailed(f"torch could not initialise CUDA: {error}") from error
-    return Bindings(runtime, driver), Torch()
+    return Bindings(runtime, driver), TorchSide()

@@ -17,10 +17,11 @@ import mmap
 import os
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 VARIABLE = "SHMSYNC_PLACEMENT"
+_SETTINGS = ("first-touch", "interleave")
 
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the system call; glibc has no name for it
 _MPOL_INTERLEAVE = 3
@@ -33,7 +34,15 @@ def allocate(fd: int, size: int) -> None:
 
     Raises ValueError for a setting that does not exist, before anything is changed, and OSError without room.
     """
-    _chosen()(fd, size)
+    setting = os.environ.get(VARIABLE) or _SETTINGS[0]
+    if setting not in _SETTINGS:
+        raise ValueError(
+            f"the environment variable {VARIABLE} is {setting!r}, but can be {' or '.join(map(repr, _SETTINGS))}; "
+            "change it, or unset it"
+        )
+    nodes = nodes_with_memory() if setting == "interleave" else []
+    if len(nodes) > 1:
+        interleave(fd, size, nodes)
     os.posix_fallocate(fd, 0, size)
 
 
@@ -67,30 +76,6 @@ def interleave(fd: int, size: int, nodes: Sequence[int]) -> bool:
     if not done:
         _log.warning("%s=interleave was not followed, the system refused it: %s", VARIABLE, why)
     return done
-
-
-def _first_touch(fd: int, size: int) -> None:
-    """Leave it to the kernel."""
-
-
-def _interleave(fd: int, size: int) -> None:
-    nodes = nodes_with_memory()
-    if len(nodes) > 1:
-        interleave(fd, size, nodes)
-
-
-_PLACEMENTS: dict[str, Callable[[int, int], None]] = {"first-touch": _first_touch, "interleave": _interleave}
-
-
-def _chosen() -> Callable[[int, int], None]:
-    name = os.environ.get(VARIABLE) or "first-touch"
-    found = _PLACEMENTS.get(name)
-    if found is None:
-        raise ValueError(
-            f"the environment variable {VARIABLE} is {name!r}, but can be {' or '.join(map(repr, _PLACEMENTS))}; "
-            "change it, or unset it"
-        )
-    return found
 
 
 def _listed(path: str, pattern: str) -> set[int]:

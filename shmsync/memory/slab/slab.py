@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
-from ..system.process import Peers, pid_of
+from ..system.process import Peer, pid_of
 from . import placement
 from .available import available_bytes
 from .memfd import (
@@ -159,12 +159,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
 
 
 def _gone(owner: int) -> WriterDied | ArenaNotFound:
-    peers = Peers()
-    try:
-        alive = peers.alive(owner)
-    finally:
-        peers.close()
-    if alive:
+    if not Peer(owner=owner).dead:
         return ArenaNotFound(f"the publisher (pid {pid_of(owner)}) has closed this arena; attach to its new one")
     return WriterDied(f"the publisher (pid {pid_of(owner)}) is gone, and its weights with it; restart it")
 

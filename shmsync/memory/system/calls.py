@@ -33,7 +33,8 @@ def refusals(what: str) -> Iterator[None]:
         raise
     except (OSError, MemoryError) as error:
         cure = _CURES.get(_number(error), "try again, and look into the kernel's log")
-        raise NoSpace(f"{what} failed, and changed nothing: {_reason(error)}; {cure}") from error
+        reason = getattr(error, "strerror", None) or str(error) or "no memory"
+        raise NoSpace(f"{what} failed, and changed nothing: {reason}; {cure}") from error
 
 
 def _number(error: BaseException) -> int:
@@ -42,10 +43,6 @@ def _number(error: BaseException) -> int:
         said = str(error)
         number = errno.EMFILE if "files open" in said else errno.ENFILE if "open files" in said else None
     return number or errno.ENOMEM
-
-
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or "no memory"
 
 
 def patient(call: Callable[[], T]) -> T:
