@@ -9,8 +9,8 @@ import argparse
 import errno
 import math
 import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with Subscriber(arguments.name, consistency="optimistic", timeout=arguments.timeout) as sub:
         manifest = _manifest(sub, arguments.name)
         weights, version = sub.snapshot()
-    tensors = {_dotted(key): tensor for key, tensor in weights.items(True, True)}
+    tensors = {key if isinstance(key, str) else ".".join(key): tensor for key, tensor in weights.items(True, True)}
     if len(tensors) < len(list(weights.keys(True, True))):
         raise ArenaCorrupt(f"arena {arguments.name!r} has two leaves of one dotted name; a file can hold only one")
     kept, names = _once(tensors, manifest)
@@ -92,10 +92,6 @@ def _run(arguments: argparse.Namespace) -> int:
     count = sum(tensor.nbytes for tensor in kept.values())
     print(f"{path}: version {version} of {arguments.name}, {len(kept)} tensors, {size(count)}")
     return 0
-
-
-def _dotted(key: str | tuple[str, ...]) -> str:
-    return key if isinstance(key, str) else ".".join(key)
 
 
 def _problem(path: Path, force: bool) -> str | None:
@@ -147,13 +143,12 @@ def _once(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> tuple[dict
 
 def _put(path: Path, content: bytes, force: bool) -> None:
     """The whole file or none, under its name; a half of it is never seen."""
-    number, made = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
+    made = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with open(number, "wb") as file:
-            os.fchmod(number, 0o666 & ~_umask())
+        with open(made, "xb") as file:
             file.write(content)
             file.flush()
-            os.fsync(number)
+            os.fsync(file.fileno())
         if force:
             os.replace(made, path)
         else:
@@ -168,9 +163,3 @@ def _put(path: Path, content: bytes, force: bool) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(made)
-
-
-def _umask() -> int:
-    before = os.umask(0o077)
-    os.umask(before)
-    return before

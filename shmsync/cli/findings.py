@@ -11,8 +11,8 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import psutil
 
 from ..errors import ShmSyncError
 from ..memory.control import leftovers
-from ..memory.inspection import Condition, look
+from ..memory.inspection import Condition, look_at_all
 from ..memory.slab.available import cgroup_room
 from ..memory.system.process import Peers
 from .output import size
@@ -57,7 +57,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def system(root: Path) -> Iterator[Finding]:
+def system(root: Path) -> Finding:
     """Kernel, Python and torch."""
     from importlib.metadata import PackageNotFoundError, version  # here, since other commands need none of its imports
 
@@ -70,61 +70,54 @@ def system(root: Path) -> Iterator[Finding]:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
         cure = "use Linux 5.3 or newer; in a container, a seccomp profile that allows pidfd_open"
-        yield Finding("system", Level.WARNING, f"{text}; pidfds are refused ({error}): deaths are noticed later", cure)
+        return Finding("system", Level.WARNING, f"{text}; pidfds are refused ({error}): deaths are noticed later", cure)
     else:
-        yield Finding("system", Level.OK, text)
+        return Finding("system", Level.OK, text)
 
 
-def shared_memory(root: Path) -> Iterator[Finding]:
+def shared_memory(root: Path) -> Finding:
     """/dev/shm, where control segments stand."""
     folder = root / "dev/shm"
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         cure = f"mount it: mount -t tmpfs -o mode=1777 tmpfs {folder}; in a container: --shm-size=64m"
-        yield Finding("shm", Level.FAILURE, f"{folder} is missing, or this user may not write there", cure)
-        return
+        return Finding("shm", Level.FAILURE, f"{folder} is missing, or this user may not write there", cure)
     status = os.statvfs(folder)
     free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{folder} has {size(free)} of {size(whole)} free; an arena needs 128 KiB of it, its weights are elsewhere"
     cure = "remove what is not needed there (`shmsync gc` for arenas), or mount it larger: --shm-size, size="
     if free < _MIB:
-        yield Finding("shm", Level.FAILURE, text, cure)
-    elif free < 16 * _MIB or (status.f_files and status.f_favail < 64):
-        yield Finding("shm", Level.WARNING, f"{text}; {status.f_favail} more files fit", cure)
-    else:
-        yield Finding("shm", Level.OK, text)
+        return Finding("shm", Level.FAILURE, text, cure)
+    if free < 16 * _MIB or (status.f_files and status.f_favail < 64):
+        return Finding("shm", Level.WARNING, f"{text}; {status.f_favail} more files fit", cure)
+    return Finding("shm", Level.OK, text)
 
 
-def arenas(root: Path) -> Iterator[Finding]:
+def arenas(root: Path) -> Finding:
     """What is in /dev/shm already."""
-    peers = Peers()
     try:
-        found = [seen for name in leftovers.names() if (seen := look(name, peers)) is not None]
+        with closing(Peers()) as peers:
+            found = look_at_all(leftovers.names(), peers)
     except ShmSyncError as error:
-        yield Finding("arenas", Level.WARNING, str(error))
-        return
-    finally:
-        peers.close()
+        return Finding("arenas", Level.WARNING, str(error))
     dead = [seen.name for seen in found if seen.owner is Condition.DEAD]
     text = f"{len(found)} arenas, {len(dead)} of dead publishers"
     if dead:
-        yield Finding("arenas", Level.NOTE, text, "`shmsync gc` removes them; each new publisher removes some, too")
-    else:
-        yield Finding("arenas", Level.OK, text)
+        return Finding("arenas", Level.NOTE, text, "`shmsync gc` removes them; each new publisher removes some, too")
+    return Finding("arenas", Level.OK, text)
 
 
-def memory(root: Path) -> Iterator[Finding]:
+def memory(root: Path) -> Finding:
     """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
     machine = psutil.virtual_memory().available
     free = min([machine, *cgroup_room(root / "proc/self/cgroup", root / "sys/fs/cgroup")])
     if free < machine:
         text = f"{size(free)} can be used, less than the {size(machine)} that the machine has left: a cgroup limits it"
         cure = "raise the container's limit (--memory, resources.limits.memory) if weights x slots need more"
-        yield Finding("memory", Level.WARNING if free < 256 * _MIB else Level.NOTE, text, cure)
-    else:
-        yield Finding("memory", Level.OK, f"{size(free)} can be used; no cgroup limits it further")
+        return Finding("memory", Level.WARNING if free < 256 * _MIB else Level.NOTE, text, cure)
+    return Finding("memory", Level.OK, f"{size(free)} can be used; no cgroup limits it further")
 
 
-def memfd(root: Path) -> Iterator[Finding]:
+def memfd(root: Path) -> Finding:
     """Can the weights' memory be made, and sealed?"""
     cure = "use Linux 5.1 or newer; in a container, a seccomp profile that allows memfd_create"
     if _text(root / "proc/sys/vm/memfd_noexec") == "2":
@@ -132,15 +125,14 @@ def memfd(root: Path) -> Iterator[Finding]:
     try:
         fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        yield Finding("memfd", Level.FAILURE, f"memfd_create is refused: {error.strerror}", cure)
-        return
+        return Finding("memfd", Level.FAILURE, f"memfd_create is refused: {error.strerror}", cure)
     try:
         os.ftruncate(fd, 4096)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     except OSError as error:
-        yield Finding("memfd", Level.FAILURE, f"a memfd cannot be sealed against writing: {error.strerror}", cure)
+        return Finding("memfd", Level.FAILURE, f"a memfd cannot be sealed against writing: {error.strerror}", cure)
     else:
-        yield Finding("memfd", Level.OK, "memfds can be made and sealed")
+        return Finding("memfd", Level.OK, "memfds can be made and sealed")
     finally:
         os.close(fd)
 
@@ -148,7 +140,7 @@ def memfd(root: Path) -> Iterator[Finding]:
 _OPENS = "import os, sys; print(os.fstat(os.open(sys.argv[1], os.O_RDONLY)).st_ino)"
 
 
-def opening(root: Path) -> Iterator[Finding]:
+def opening(root: Path) -> Finding:
     """Can a worker open /proc/<pid>/fd of its trainer? A child of this process tries it."""
     scope = _text(root / "proc/sys/kernel/yama/ptrace_scope")
     scoped = "" if scope is None else f" (kernel.yama.ptrace_scope is {scope}, which does not matter for that)"
@@ -158,8 +150,7 @@ def opening(root: Path) -> Iterator[Finding]:
         command = [sys.executable, "-I", "-S", "-c", _OPENS, path]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
         if done.stdout.strip() == str(os.fstat(fd).st_ino):
-            yield Finding("workers", Level.OK, f"a worker can open the memory of its trainer through /proc{scoped}")
-            return
+            return Finding("workers", Level.OK, f"a worker can open the memory of its trainer through /proc{scoped}")
     finally:
         os.close(fd)
     reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
@@ -167,34 +158,32 @@ def opening(root: Path) -> Iterator[Finding]:
         "run trainer and workers as one user, in one pid namespace, with /proc mounted without hidepid=; no "
         "prctl(PR_SET_DUMPABLE, 0), no set-uid Python, and no AppArmor or SELinux rule that keeps them apart"
     )
-    yield Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
+    return Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
 
 
-def huge_pages(root: Path) -> Iterator[Finding]:
+def huge_pages(root: Path) -> Finding:
     """Transparent huge pages for shared memory."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
     chosen = text.partition("[")[2].partition("]")[0] if text else ""
     if not chosen:
-        yield Finding("huge pages", Level.NOTE, "this kernel has none for shared memory")
-    elif chosen in ("never", "deny", "advise"):
+        return Finding("huge pages", Level.NOTE, "this kernel has none for shared memory")
+    if chosen in ("never", "deny", "advise"):
         cure = "for weights of gigabytes: echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-        yield Finding("huge pages", Level.NOTE, f"shmem_enabled is {chosen}: weights lie in pages of 4 KiB", cure)
-    else:
-        yield Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
+        return Finding("huge pages", Level.NOTE, f"shmem_enabled is {chosen}: weights lie in pages of 4 KiB", cure)
+    return Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
 
 
-def numa(root: Path) -> Iterator[Finding]:
+def numa(root: Path) -> Finding:
     """One copy of the weights lies on one node."""
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) > 1:
         cure = "keep trainer and workers on one node (numactl --cpunodebind=0 --membind=0), or one arena for each node"
         text = f"{len(nodes)} nodes: the weights lie on the trainer's, and workers on another read them more slowly"
-        yield Finding("numa", Level.NOTE, text, cure)
-    else:
-        yield Finding("numa", Level.OK, "one node")
+        return Finding("numa", Level.NOTE, text, cure)
+    return Finding("numa", Level.OK, "one node")
 
 
-def containers(root: Path) -> Iterator[Finding]:
+def containers(root: Path) -> Finding:
     """Is this one, and what has to be shared with others?"""
     signs = [path for path in ("/.dockerenv", "/run/.containerenv") if (root / path[1:]).exists()]
     for word in ("docker", "kubepods", "containerd", "libpod", "lxc"):
@@ -204,51 +193,42 @@ def containers(root: Path) -> Iterator[Finding]:
         inside = os.stat(root / "proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE
         signs += ["a pid namespace"] if inside else []
     if not signs:
-        yield Finding("container", Level.OK, "none")
-        return
+        return Finding("container", Level.OK, "none")
     cure = "processes of another container need --pid=container:ID --ipc=container:ID, or shareProcessNamespace: true"
-    yield Finding("container", Level.NOTE, f"this is one ({', '.join(signs)})", cure)
+    return Finding("container", Level.NOTE, f"this is one ({', '.join(signs)})", cure)
 
 
-def descriptors(root: Path) -> Iterator[Finding]:
+def descriptors(root: Path) -> Finding:
     """How many files may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{soft} open files for each process"
     limit = "no" if hard == resource.RLIM_INFINITY else str(hard)
     if soft != resource.RLIM_INFINITY and soft < 256:
         cure = f"ulimit -n 4096 (the hard limit is {limit})"
-        yield Finding("descriptors", Level.WARNING, f"{text}; torch and many workers need more", cure)
-    else:
-        yield Finding("descriptors", Level.OK, text)
+        return Finding("descriptors", Level.WARNING, f"{text}; torch and many workers need more", cure)
+    return Finding("descriptors", Level.OK, text)
 
 
-def cuda(root: Path) -> Iterator[Finding]:
+def cuda(root: Path) -> Finding:
     """GPUs: can arenas lie on them? Makes nothing on one."""
     if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
-        yield Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
-        return
+        return Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
     where = (_text(root / "proc/sys/kernel/osrelease") or "").lower()
     if "microsoft" in where:
         cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU gets a private copy"
-        yield Finding("cuda", Level.NOTE, "this is WSL, where GPU memory may not be shared between processes", cure)
-    elif (root / "etc/nv_tegra_release").exists():
+        return Finding("cuda", Level.NOTE, "this is WSL, where GPU memory may not be shared between processes", cure)
+    if (root / "etc/nv_tegra_release").exists():
         cure = "Publisher(device='cpu')"
-        yield Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
-    elif (why := _cuda_refused()) is not None:
+        return Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
+    from ..memory.cuda import refused  # asks CUDA by way of torch, which takes seconds to import
+
+    if (why := refused()) is not None:
         cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
-        yield Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
-    else:
-        yield Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
+        return Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
+    return Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
 
 
-def _cuda_refused() -> str | None:
-    """Ask CUDA, by way of torch. Only where there is an NVIDIA device: importing torch takes seconds."""
-    from ..memory.cuda import refused
-
-    return refused()
-
-
-CHECKS: tuple[Callable[[Path], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[Path], Finding], ...] = (
     system, shared_memory, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
 )  # fmt: skip
 
@@ -258,7 +238,7 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     found = []
     for check in CHECKS:
         try:
-            found += list(check(root))
+            found.append(check(root))
         except (OSError, MemoryError) as error:
             found.append(Finding(check.__name__, Level.WARNING, f"could not be found out: {error}", "try it again"))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 
 from ..errors import ArenaNotFound
 from ..memory.control import leftovers
@@ -19,16 +20,13 @@ def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
 
 def look_twice(seconds: float, names: list[str] | None = None) -> list[tuple[ArenaSeen, float | None]]:
     """Arenas, these or all, and their versions per second; one look is enough where no publisher lives."""
-    peers = Peers()
-    try:
+    with closing(Peers()) as peers:
         found = look_at_all(leftovers.names() if names is None else names, peers)
         if seconds <= 0 or not any(seen.readable and seen.owner is Condition.ALIVE for seen in found):
             return [(seen, None) for seen in found]
         time.sleep(seconds)
         pairs = [(first, look(first.name, peers)) for first in found]
         return [(last, rate(first, last) if last.owner is Condition.ALIVE else None) for first, last in pairs if last]
-    finally:
-        peers.close()
 
 
 def holders(seen: ArenaSeen) -> list[ReaderSeen]:

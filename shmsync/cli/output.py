@@ -114,7 +114,6 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-
 def size(count: int) -> str:
     """Bytes: 512 B, 1.2 MiB."""
     if count < 1024:

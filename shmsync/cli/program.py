@@ -28,11 +28,14 @@ still or be dead, and notice nothing.
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of all commands."""
-    made = _parser("shmsync", "Zero-copy weight sync on one machine.", _EXAMPLES)
-    made.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = made.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser
+    made = argparse.ArgumentParser(
+        prog="shmsync",
+        description="Zero-copy weight sync on one machine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    made.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (listing, inspecting, top, doctor, exporting, sweeping, completion):
         command.add(commands)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
@@ -58,15 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `shmsync list | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=name,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 class _Version(argparse.Action):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from contextlib import closing
+
 from ..errors import ShmSyncError
 from ..memory.control import leftovers
 from ..memory.inspection import ArenaSeen, Condition, look
@@ -18,45 +21,29 @@ def add(commands: Commands) -> None:
     """Add the command."""
     made = command(commands, "gc", "remove what killed publishers left in /dev/shm", _EXAMPLES)
     made.add_argument("--dry-run", action="store_true", help="remove nothing, and say what would be removed")
-    made.set_defaults(run=lambda arguments: _dry_run() if arguments.dry_run else _run())
+    made.set_defaults(run=_run)
 
 
-def _run() -> int:
-    page, peers = Page(), Peers()
-    try:
-        for name in leftovers.names():
-            seen = look(name, peers)
-            if seen is None:
-                continue
-            try:
-                owner = leftovers.sweep(name)
-            except ShmSyncError as error:
-                page.line(f"kept {name}: {error}")
-                continue
-            kept = f"process {owner} is alive" if owner else "another process is making or removing it"
-            page.line(f"removed {name}{_why(seen)}" if owner is None else f"kept {name}: {kept}")
-    finally:
-        peers.close()
-    return 0
-
-
-def _dry_run() -> int:
-    page, peers = Page(), Peers()
-    try:
+def _run(arguments: argparse.Namespace) -> int:
+    page = Page()
+    with closing(Peers()) as peers:
         for name in leftovers.names():
             seen = look(name, peers)
             if seen is not None:
-                page.line(_verdict(seen))
-    finally:
-        peers.close()
+                page.line(_verdict(seen) if arguments.dry_run else _swept(seen))
     return 0
 
 
-def _why(seen: ArenaSeen) -> str:
-    """Why it may go, in brackets: what was seen before it went."""
-    why = seen.why.partition(";")[0]
-    process = f", process {seen.pid}" if seen.pid else ""
-    return f" ({why}{process})" if seen.owner is Condition.DEAD and why else ""
+def _swept(seen: ArenaSeen) -> str:
+    """Remove it if its owner is dead; what was done."""
+    try:
+        owner = leftovers.sweep(seen.name)
+    except ShmSyncError as error:
+        return f"kept {seen.name}: {error}"
+    if owner is None:
+        return f"removed {seen.name}{_why(seen)}"
+    why = f"process {owner} is alive" if owner else "another process is making or removing it"
+    return f"kept {seen.name}: {why}"
 
 
 def _verdict(seen: ArenaSeen) -> str:
@@ -65,3 +52,10 @@ def _verdict(seen: ArenaSeen) -> str:
     if seen.owner in (Condition.ALIVE, Condition.STOPPED):
         return f"would keep {seen.name}: process {seen.pid} is {seen.owner.value}"
     return f"would keep {seen.name}: {seen.why}"
+
+
+def _why(seen: ArenaSeen) -> str:
+    """Why it may go, in brackets: what was seen before it went."""
+    why = seen.why.partition(";")[0]
+    process = f", process {seen.pid}" if seen.pid else ""
+    return f" ({why}{process})" if seen.owner is Condition.DEAD and why else ""

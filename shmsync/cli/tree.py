@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ..memory.inspection import ties
 from ..memory.manifest import Leaf, Manifest
 from .output import size
 
+_Glyphs = tuple[str, str, str, str]  # before an entry, before the last one, and before what lies below each of them
 
-class _Glyphs(NamedTuple):
-    inner: str
-    last: str
-    rail: str
-    gap: str
-
-
-_LINES = _Glyphs("├── ", "└── ", "│   ", "    ")
-_ASCII = _Glyphs("|-- ", "`-- ", "|   ", "    ")
+_LINES: _Glyphs = ("├── ", "└── ", "│   ", "    ")
+_ASCII: _Glyphs = ("|-- ", "`-- ", "|   ", "    ")
 
 
 @dataclass
@@ -27,19 +20,11 @@ class _Branch:
     branches: dict[str, _Branch] = field(default_factory=dict)
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
-    def totals(self) -> tuple[int, int]:
-        """Names of tensors below it, and their bytes; tied ones count once."""
-        count, places = self._collect()
-        return count, sum(places.values())
-
-    def _collect(self) -> tuple[int, dict[int, int]]:
-        count = len(self.leaves)
-        places = {leaf.offset: leaf.nbytes for leaf in self.leaves.values() if leaf.nbytes}
+    def all_leaves(self) -> Iterator[Leaf]:
+        """Its leaves, and those of the branches below it."""
+        yield from self.leaves.values()
         for branch in self.branches.values():
-            inner, more = branch._collect()
-            count += inner
-            places |= more
-        return count, places
+            yield from branch.all_leaves()
 
 
 def lines_of(manifest: Manifest, *, ascii_only: bool = False, depth: int | None = None) -> Iterator[str]:
@@ -55,20 +40,22 @@ def lines_of(manifest: Manifest, *, ascii_only: bool = False, depth: int | None 
 
 
 def _below(branch: _Branch, before: str, glyphs: _Glyphs, first: dict[int, str], depth: int | None) -> Iterator[str]:
+    inner, last, rail, gap = glyphs
     entries: list[tuple[str, Leaf | _Branch]] = [*branch.leaves.items(), *branch.branches.items()]
     longest = max((len(name) for name in branch.leaves), default=0)
     for number, (name, entry) in enumerate(entries, 1):
         end = number == len(entries)
-        start = before + (glyphs.last if end else glyphs.inner)
+        start = before + (last if end else inner)
         if isinstance(entry, Leaf):
             yield f"{start}{name.ljust(longest)}  {_leaf(entry, first)}"
         elif depth is not None and depth <= 1:
-            count, total = entry.totals()
-            yield f"{start}{name}  ({count} tensor{'s' * (count != 1)}, {size(total)})"
+            below = list(entry.all_leaves())
+            places = {leaf.offset: leaf.nbytes for leaf in below if leaf.nbytes}  # tied leaves have one
+            yield f"{start}{name}  ({len(below)} tensor{'s' * (len(below) != 1)}, {size(sum(places.values()))})"
         else:
             yield f"{start}{name}"
             rest = None if depth is None else depth - 1
-            yield from _below(entry, before + (glyphs.gap if end else glyphs.rail), glyphs, first, rest)
+            yield from _below(entry, before + (gap if end else rail), glyphs, first, rest)
 
 
 def _leaf(leaf: Leaf, first: dict[int, str]) -> str:
