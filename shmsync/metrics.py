@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from .engine.publisher import Publisher
 from .engine.stats import ReaderInfo
@@ -102,15 +102,15 @@ class PublisherCollector:
     def __init__(self, pub: Publisher, registry: CollectorRegistry) -> None:
         pub.readers()  # raises for one that is closed, or a parent's
         self._pub = pub
-        added = _of_registry.setdefault(registry, {})
+        added = _of_registry.get(registry)
+        if added is None:
+            added = {}
+            registry.register(_Everybody(added))
+            _of_registry[registry] = added
         if pub.name in added and not added[pub.name].closed:
             raise ProtocolError(f"arena {pub.name!r} is in this registry already; unregister() that one first")
         self._added = added
-        first = not added
         added[pub.name] = self
-        if first and registry not in _asked:
-            _asked.add(registry)
-            registry.register(_Everybody(added))
 
     def unregister(self) -> None:
         """Forget the publisher. Idempotent."""
@@ -147,7 +147,6 @@ class _Everybody:
 
 
 _of_registry: WeakKeyDictionary[Any, dict[str, PublisherCollector]] = WeakKeyDictionary()
-_asked: WeakSet[Any] = WeakSet()  # registries that know of us
 
 
 def _by_labels(readers: Iterable[ReaderInfo]) -> dict[tuple[str, str], list[ReaderInfo]]:

@@ -33,6 +33,7 @@ from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer import checks
 from .trainer.batches import Batches, OnLag
+from .trainer.checks import CollectorNumbers, whole
 from .trainer.ending import Ending
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
@@ -143,17 +144,24 @@ class MultiprocessCollector:
         envs_in_threads: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is done
-        numbers = checks.counts(num_workers, frames_per_batch, envs_per_worker, total_frames, seed, max_lag)
+        numbers = CollectorNumbers(
+            num_workers=whole("num_workers", num_workers, 1),
+            frames_per_batch=whole("frames_per_batch", frames_per_batch, 1),
+            envs_per_worker=whole("envs_per_worker", envs_per_worker, 1),
+            total_frames=whole("total_frames", total_frames, -1),
+            seed=None if seed is None else whole("seed", seed, 0, checks.LAST_SEED),
+            max_lag=None if max_lag is None else whole("max_lag", max_lag, 0),
+        )
         given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
         makers = [create_env_fn] * numbers.num_workers if given is None else given
-        checks.arguments(numbers, sync, on_lag, discrete_actions, makers, envs_in_threads)
+        checks.arguments(numbers, on_lag, discrete_actions, makers, envs_in_threads)
+        steps = checks.steps(numbers, numbers.envs_per_worker, sync)
         if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
         devices.check_workers(numbers.num_workers)
         timeout = timeout_or_default(timeout, math.inf)
         self._start_timeout = timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout")
-        steps = checks.steps(numbers, numbers.envs_per_worker, sync)
         buffers.check_room(RESULTS, numbers.num_workers * numbers.envs_per_worker, steps)  # the least they will take
         self.policy = policy
         self._sync = sync

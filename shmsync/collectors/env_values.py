@@ -109,9 +109,7 @@ def _one(value: Any, what: str) -> float:
 def _one_each(values: Any, count: int, what: str) -> NDArray[Any]:
     array = _as_array(values, what)
     if array.shape != (count,):
-        raise DataMismatch(
-            f"{what} has shape {array.shape}, and must be one value for each of {count} environments"
-        )
+        raise DataMismatch(f"{what} has shape {array.shape}, and must be one value for each of {count} environments")
     return array
 
 

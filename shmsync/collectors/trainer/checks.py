@@ -13,7 +13,7 @@ from ...errors import DataMismatch
 from ..buffers import Leaves
 
 _LARGEST = 1 << 48  # of anything that is counted
-_LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
+LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
 
 class CollectorNumbers(NamedTuple):
@@ -25,25 +25,6 @@ class CollectorNumbers(NamedTuple):
     total_frames: int
     seed: int | None
     max_lag: int | None
-
-
-def counts(
-    num_workers: SupportsIndex,
-    frames_per_batch: SupportsIndex,
-    envs_per_worker: SupportsIndex,
-    total_frames: SupportsIndex,
-    seed: SupportsIndex | None,
-    max_lag: SupportsIndex | None,
-) -> CollectorNumbers:
-    """The numbers as ints. Raises TypeError or ValueError, with name and value, for those that are none."""
-    return CollectorNumbers(
-        whole("num_workers", num_workers, 1),
-        whole("frames_per_batch", frames_per_batch, 1),
-        whole("envs_per_worker", envs_per_worker, 1),
-        whole("total_frames", total_frames, -1),
-        None if seed is None else whole("seed", seed, 0, _LAST_SEED),
-        None if max_lag is None else whole("max_lag", max_lag, 0),
-    )
 
 
 def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:
@@ -65,12 +46,7 @@ def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> in
 
 
 def arguments(
-    numbers: CollectorNumbers,
-    sync: bool,
-    on_lag: str,
-    discrete_actions: str | None,
-    makers: Sequence[Any],
-    envs_in_threads: bool,
+    numbers: CollectorNumbers, on_lag: str, discrete_actions: str | None, makers: Sequence[Any], envs_in_threads: bool
 ) -> None:
     """Raise ValueError or TypeError for arguments that make no sense."""
     if len(makers) != numbers.num_workers:
@@ -85,7 +61,6 @@ def arguments(
             f"envs_in_threads is True or False, not {envs_in_threads!r} ({type(envs_in_threads).__name__}); how many "
             "environments a worker has is envs_per_worker="
         )
-    steps(numbers, numbers.envs_per_worker, sync)
     if on_lag not in ("warn", "wait", "drop"):
         raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
     if discrete_actions not in (None, "index", "value"):

@@ -62,11 +62,13 @@ class Actor:
         for key in out:
             if key in self._layout:
                 continue  # the recorded observation is the one that the policy got, whatever it made of it
-            _check_words(key)
-            if key in ours:
+            if not all(isinstance(name, str) for name in key):
                 raise DataMismatch(
-                    f"the policy returned {'.'.join(key)!r}, which is the collector's own; rename it"
+                    f"the policy returned the key {key[0] if len(key) == 1 else key!r}, and the keys of a batch are "
+                    "words; name it with a string"
                 )
+            if key in ours:
+                raise DataMismatch(f"the policy returned {'.'.join(key)!r}, which is the collector's own; rename it")
             value = output(out, key)
             if value.ndim == 0 or len(value) != self._count:
                 raise DataMismatch(
@@ -135,14 +137,6 @@ def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
 
 def _at_home(value: Any) -> Any:
     return fetched(value) if isinstance(value, torch.Tensor) else value
-
-
-def _check_words(key: Key) -> None:
-    if not all(isinstance(name, str) for name in key):
-        raise DataMismatch(
-            f"the policy returned the key {key[0] if len(key) == 1 else key!r}, and the keys of a batch are words; "
-            "name it with a string"
-        )
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any] | None:

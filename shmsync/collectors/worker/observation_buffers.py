@@ -110,22 +110,20 @@ def check_alike(found: Sequence[tuple[Any, Any]], worker: int) -> None:
             )
 
 
-def not_a_tuple(result: Any, call: str, names: str) -> DataMismatch:
-    """The error for an environment that returned something else than Gymnasium's API says."""
-    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-    return DataMismatch(f"{call} returned {what}, and must return a tuple: {names}, as Gymnasium's API says")
+_RETURNED = {
+    "step()": ("observation", "reward", "terminated", "truncated", "info"),
+    "reset()": ("observation", "info"),
+}
 
 
-def check_step(result: Any) -> None:
-    """Raise DataMismatch unless this is what step() returns."""
-    if type(result) is not tuple or len(result) != 5:
-        raise not_a_tuple(result, "step()", "observation, reward, terminated, truncated, info")
-
-
-def check_reset(result: Any) -> None:
-    """Raise DataMismatch unless this is what reset() returns."""
-    if type(result) is not tuple or len(result) != 2:
-        raise not_a_tuple(result, "reset()", "observation, info")
+def check_returned(result: Any, call: str) -> None:
+    """Raise DataMismatch for what is not the tuple that this call returns in Gymnasium's API."""
+    names = _RETURNED[call]
+    if type(result) is not tuple or len(result) != len(names):
+        what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise DataMismatch(
+            f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
+        )
 
 
 def _sizes(space: gymnasium.Space[Any], path: Key) -> list[tuple[Key, int]]:

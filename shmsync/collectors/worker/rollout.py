@@ -112,7 +112,8 @@ class Rollout:
             arrays = {key: tensors[key][rows].numpy() for key in ours}
             arrays[("worker",)][:] = self._worker
             results = Results.of(arrays, self._observations)
-            self._written.append((arrays, results, [results.of_rows(own) for _, own in self._vectors]))
+            of_vectors = [Results.of(arrays, self._observations, own) for _, own in self._vectors]
+            self._written.append((arrays, results, of_vectors))
             given.append({key: tensors[key][rows] for key in tensors if key not in arrays})
         self._actor.use(given)
         self.steps = buffers.spec.steps

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...memory.manifest import Key
 from ..env_values import LARGEST_FLOAT32, flag, number
-from .observation_buffers import Observations, check_reset, check_step, leaf
+from .observation_buffers import Observations, check_returned, leaf
 
 Leading = Sequence[NDArray[Any]]  # arrays `[n, ...]`, one for each leaf of the observations
 
@@ -26,24 +26,12 @@ class Results(NamedTuple):
     after: list[NDArray[Any]]  # where each leaf of the observations led
 
     @classmethod
-    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations) -> Results:
-        """Those of a buffer."""
-        reward, terminated, truncated, done, episode_return = (
-            arrays[("next", name)][..., 0] for name in ("reward", "terminated", "truncated", "done", "episode_return")
-        )
-        after = [arrays[("next", *part.key)] for part in observations.parts]
+    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations, rows: slice = slice(None)) -> Results:
+        """Those of a buffer, or of some of its rows."""
+        names = ("reward", "terminated", "truncated", "done", "episode_return")
+        reward, terminated, truncated, done, episode_return = (arrays["next", name][rows, :, 0] for name in names)
+        after = [arrays[("next", *part.key)][rows] for part in observations.parts]
         return cls(reward, terminated, truncated, done, episode_return, after)
-
-    def of_rows(self, rows: slice) -> Results:
-        """Those of some of the environments."""
-        return Results(
-            self.reward[rows],
-            self.terminated[rows],
-            self.truncated[rows],
-            self.done[rows],
-            self.episode_return[rows],
-            [array[rows] for array in self.after],
-        )
 
     def begin(self) -> None:
         """Write what is so in every step that ends no episode."""
@@ -95,7 +83,7 @@ class SingleEnvs:
         """Step one of them, and reset it if its episode ends."""
         result = self._envs[i].step(actions[i])
         if type(result) is not tuple or len(result) != 5:
-            check_step(result)
+            check_returned(result, "step()")
         observation, reward, terminated, truncated, _ = result
         # strict= takes time, and these are of one list
         for part, after, now in zip(self._observations.parts, to.after, following):  # noqa: B905
@@ -122,7 +110,7 @@ class SingleEnvs:
     def reset_one(self, i: int, seed: int | None, following: Leading) -> None:
         """Start a new episode in one of them."""
         result = self._envs[i].reset() if seed is None else self._envs[i].reset(seed=seed)
-        check_reset(result)
+        check_returned(result, "reset()")
         for part, now in zip(self._observations.parts, following, strict=True):
             now[i] = leaf(result[0], part, part.shape, "reset()")
         self._observations.check_keys(result[0], "reset()")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...errors import DataMismatch
 from ..env_values import flags, numbers
-from .observation_buffers import Observations, Part, check_reset, check_step, leaf
+from .observation_buffers import Observations, Part, check_returned, leaf
 from .singles import Results
 
 SAME_STEP, NEXT_STEP, DISABLED = "SAME_STEP", "NEXT_STEP", "DISABLED"  # the names of gymnasium.vector.AutoresetMode
@@ -74,7 +74,8 @@ class VectorGroup:
         """Wait until it has stepped, and write these rows of the result as these steps."""
         with self._deaths_named():
             result = self._env.step_wait() if self._apart else self._env.step(self._actions)
-        check_step(result)
+        if type(result) is not tuple or len(result) != 5:
+            check_returned(result, "step()")
         observation, reward, terminated, truncated, info = result
         rewards = numbers(reward, self.count, "the reward of step()")
         terminated = flags(terminated, self.count, "terminated of step()")
@@ -108,7 +109,7 @@ class VectorGroup:
             self.acting = ~done
 
     def _take_reset(self, result: Any) -> None:
-        check_reset(result)
+        check_returned(result, "reset()")
         for part in self._observations.parts:
             part.now[...] = leaf(result[0], part, part.now.shape, "reset()")
         self._observations.check_keys(result[0], "reset()")
@@ -148,13 +149,8 @@ def _final(found: Any, i: int, part: Part) -> Any:
     if isinstance(found, Mapping):
         for name in part.path:
             found = found[name]
-        return leaf_of(np.asarray(found)[i], part, call)
+        return leaf(np.asarray(found)[i], part._replace(path=()), part.shape, call)
     return leaf(found[i], part, part.shape, call)
-
-
-def leaf_of(value: Any, part: Part, call: str) -> Any:
-    """A leaf that was taken out of its observation already. Raises DataMismatch where it does not fit."""
-    return leaf(value, part._replace(path=()), part.shape, call)
 
 
 def _mode(env: Any) -> str:
