@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 from ....memory.devices import place_of, usual
 from ....schemes.arenas.worker_devices import device_of_arena
-from .own_weights import Wanted
+from .own_weights import Wanted, tensors_of
 
 
 class First(NamedTuple):
@@ -139,15 +139,7 @@ def _from_context(model_id: str, context: Any) -> First:
 
 def _place(source: Any) -> str:
     """The default device of an arena of these weights."""
-    tensors: Iterable[Any] = ()
-    if isinstance(source, nn.Module):
-        tensors = _tensors(source)
-    elif isinstance(source, TensorDictBase):
-        tensors = source.values(True, True)
-    elif isinstance(source, Mapping):
-        tensors = source.values()
-    found = [each for each in tensors if isinstance(each, torch.Tensor) and not is_lazy(each)]
-    places = {place_of(tensor) for tensor in found if tensor.numel()}
+    places = {place_of(tensor) for tensor in tensors_of(source) if not is_lazy(tensor) and tensor.numel()}
     (place,) = places if len(places) == 1 else {"cpu"}
     return usual() if place in ("cpu", "meta") else device_of_arena(place)
 
@@ -183,7 +175,7 @@ def _module(model: Any, model_id: str | None) -> nn.Module:
 
 def _ready(module: nn.Module, context: Any, worker: int) -> nn.Module:
     """Run a module with lazy parameters once on an environment of the collector's, which gives them their shapes."""
-    if not any(isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)) for p in _tensors(module)):
+    if not any(isinstance(p, (nn.UninitializedParameter, nn.UninitializedBuffer)) for p in tensors_of(module)):
         return module
     from torchrl.envs import EnvBase
     from torchrl.envs.utils import _make_compatible_policy
@@ -205,7 +197,3 @@ def _ready(module: nn.Module, context: Any, worker: int) -> nn.Module:
         if own:
             env.close()
     return module
-
-
-def _tensors(module: nn.Module) -> list[Any]:
-    return [*module.parameters(), *module.buffers()]

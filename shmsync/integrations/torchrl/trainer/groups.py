@@ -99,11 +99,6 @@ class Assignment(NamedTuple):
     version: int
     workers: frozenset[int]
 
-    @property
-    def unattached(self) -> frozenset[int]:
-        """The workers that have not acked in the group's arena yet, and have to move there."""
-        return self.workers - self.group.attached
-
 
 class Groups:
     """The arenas of one model.
@@ -177,9 +172,9 @@ class Groups:
                 group.writer.share(source)
         self._members = tuple(members)
 
-    def weights(self, worker: int | None = None) -> Any:
-        """The newest weights, of one worker, as a TensorDict."""
-        group = next(member.group for member in self._members if worker is None or worker in member.workers)
+    def weights(self) -> Any:
+        """The newest weights as a TensorDict; of several arenas, those of the first."""
+        group = self._members[0].group
         weights = group.publisher.weights
         return weights if group.room is None else weights.exclude(extra_state.LEAF)
 

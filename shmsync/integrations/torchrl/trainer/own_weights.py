@@ -9,7 +9,7 @@ and no comparison.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def _values(weights: Any) -> dict[str, torch.Tensor]:
 
 def _is_part_of(weights: Any, values: dict[str, torch.Tensor]) -> bool:
     """Are these weights tensors of the own ones, as in TensorDict.from_module(policy) or a wrapper of the policy?"""
-    first = next(_tensors(weights), None)
+    first = next(tensors_of(weights), None)
     if first is not None and first.data_ptr() not in {tensor.data_ptr() for tensor in values.values()}:
         return False  # as nearly always
     tensors = weights if isinstance(weights, nn.Module) else extra_state.separate(weights)[0]
@@ -135,11 +135,11 @@ def _is_part_of(weights: Any, values: dict[str, torch.Tensor]) -> bool:
     return bool(given) and all(tie(tensor) in places for tensor in given)
 
 
-def _tensors(weights: Any) -> Iterator[torch.Tensor]:
-    """The tensors at the top of these weights, as far as they are seen without a search."""
+def tensors_of(weights: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module, a TensorDict or a flat mapping; none in other weights."""
     if isinstance(weights, nn.Module):
         yield from weights.parameters()
-    elif isinstance(weights, TensorDictBase):
-        yield from weights.values(include_nested=True, leaves_only=True)
-    elif isinstance(weights, Mapping):
-        yield from (value for value in weights.values() if isinstance(value, torch.Tensor))
+        yield from weights.buffers()
+    elif isinstance(weights, (TensorDictBase, Mapping)):
+        values: Iterable[Any] = weights.values(True, True) if isinstance(weights, TensorDictBase) else weights.values()
+        yield from (value for value in values if isinstance(value, torch.Tensor))

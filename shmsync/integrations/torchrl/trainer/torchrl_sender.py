@@ -101,7 +101,7 @@ class Sender:
             posted = self.groups.publish(chosen, self._lost, deadline)
             self._version += 1
             for post in posted:
-                for worker in post.unattached:
+                for worker in post.workers - post.group.attached:  # these have not acked there, and have to move
                     self.connections.move(worker, post.group.publisher.handle)
                 self.connections.wake(post.workers)
             try:

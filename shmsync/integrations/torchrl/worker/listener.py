@@ -6,20 +6,9 @@ import os
 import select
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 from .... import _native
-
-
-class Listening(Protocol):
-    """What a listener serves: it has a connection to a trainer."""
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of the connection."""
-
-    def on_message(self) -> bool:
-        """Handle the messages of the connection; False when the trainer is gone."""
 
 
 class ConnectionListener:
@@ -27,7 +16,7 @@ class ConnectionListener:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant: garbage collection may call remove() while it is held
-        self._listening: dict[int, weakref.ref[Listening]] = {}  # by descriptor
+        self._listening: dict[int, weakref.WeakMethod[Callable[[], bool]]] = {}  # by descriptor
         self._thread: threading.Thread | None = None
         self._bell = -1  # an eventfd: the connections have changed
 
@@ -37,10 +26,13 @@ class ConnectionListener:
         # A thread does not survive a fork. setdefault: two threads may ask at once, and a fork may come in between.
         return _listeners.setdefault(_native.fork_generation(), cls())
 
-    def add(self, listening: Listening) -> None:
-        """Call listening.on_message() for each message, from now on. Held weakly."""
+    def add(self, fd: int, on_message: Callable[[], bool]) -> None:
+        """Call this method whenever the connection has messages. It returns False when the trainer is gone.
+
+        Its object is held weakly.
+        """
         with self._lock:
-            self._listening[listening.fd] = weakref.ref(listening)
+            self._listening[fd] = weakref.WeakMethod(on_message)
             if self._thread is None:
                 self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread = threading.Thread(target=self._run, daemon=True, name="shmsync")
@@ -82,13 +74,13 @@ class ConnectionListener:
                     return
                 with self._lock:
                     reference = self._listening.get(fd)
-                listening = None if reference is None else reference()
-                if listening is None or not listening.on_message():
+                on_message = None if reference is None else reference()
+                if on_message is None or not on_message():
                     with self._lock:
                         if self._listening.get(fd) is reference:
                             self._listening.pop(fd, None)
                     return
-                del listening
+                del on_message
 
 
 _listeners: dict[int, ConnectionListener] = {}  # by fork generation

@@ -60,12 +60,7 @@ class Receiver:
         self._counted = 1  # the version that arenas start with; each later one is an update
         self._seen = self._at  # the arena and the version at the last refresh()
         self._finalizer = weakref.finalize(self, _leave, self._connection)
-        ConnectionListener.here().add(self)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of the connection."""
-        return self._connection.fd
+        ConnectionListener.here().add(self._connection.fd, self._on_message)
 
     @property
     def version(self) -> int:
@@ -103,18 +98,23 @@ class Receiver:
         A leaf collector has its policy_version kept right, a collector of collectors passes the weights on, and any
         other, such as an InferenceServer, has its update_policy_weights_() called once for each version.
         """
+        if context is None:
+            return
+        reference = weakref.ref(context)
+
+        def update(weights: Any) -> None:
+            there = reference()
+            if there is not None:
+                there.update_policy_weights_(model_id=model_id, policy_or_weights=weights)
+
         if getattr(context, "_weight_sync_schemes", None):
-            reference = weakref.ref(context)
-
-            def cascade(weights: Any) -> None:
-                collector = reference()
-                if collector is not None:
-                    collector.update_policy_weights_(model_id=model_id, policy_or_weights=extra_state.unpacked(weights))
-
-            self.cascade = cascade
+            self.cascade = lambda weights: update(extra_state.unpacked(weights))
         elif not isinstance(context, BaseCollector) and hasattr(context, "update_policy_weights_"):
-            self.serve(context, model_id)
-        elif context is not None and model_id == "policy":
+            with self._model_lock:
+                # It stamps what a forward returns after the forward, under its model lock.
+                self._server_lock = getattr(context, "_model_lock", None)
+                self.clock.on_update(lambda: update(self.weights))
+        elif model_id == "policy":
             self.clock.follow(context)
 
     def refresh(self, timeout: float | None = 0.0) -> bool:
@@ -134,22 +134,6 @@ class Receiver:
     def _at(self) -> tuple[str, int]:
         return self._subscriber.name, self._subscriber._version
 
-    def serve(self, server: Any, model_id: str) -> None:
-        """Let an InferenceServer, or what is like one, count each version that is applied.
-
-        It stamps what a forward returns after the forward, under its model lock.
-        """
-        reference = weakref.ref(server)
-
-        def count() -> None:
-            served = reference()
-            if served is not None:
-                served.update_policy_weights_(model_id=model_id, policy_or_weights=self.weights)
-
-        with self._model_lock:
-            self._server_lock = getattr(server, "_model_lock", None)
-            self.clock.on_update(count)
-
     def apply(self, weights: Any) -> None:
         """Give the module weights of its own, until the next version. Raises as WeightStrategy.apply_weights()."""
         module = None if self._module is None else self._module()
@@ -160,7 +144,7 @@ class Receiver:
                 release_bound(self._subscriber)
                 strategy.apply_weights(module, weights)
 
-    def on_message(self) -> bool:
+    def _on_message(self) -> bool:
         """Called by the listener's thread: new weights, or another arena. False when the trainer is gone.
 
         It does not wait for a forward that is running, since the thread serves other models too.
