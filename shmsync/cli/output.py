@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from ..engine.deadlines import check_seconds
 
@@ -43,12 +43,14 @@ def seconds(least: float = 0, most: float = 3600) -> Callable[[str], float]:
 
 
 class Page:
-    """Text for one stream. What its encoding lacks is written as escapes, so that no name or command line fails."""
+    """Text for standard output. What its encoding lacks is written as escapes, so no name or command line fails."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stdout if stream is None else stream
-        self._encoding = self._stream.encoding or "utf-8"
-        self.width = _columns(self._stream)
+    def __init__(self) -> None:
+        self._encoding = sys.stdout.encoding or "utf-8"
+        try:
+            self.width = os.get_terminal_size(sys.stdout.fileno()).columns or None
+        except (OSError, ValueError):
+            self.width = None  # no terminal: lines may be as long as they are
 
     def shows(self, text: str) -> bool:
         """Has its encoding these characters?"""
@@ -61,7 +63,7 @@ class Page:
     def line(self, text: str = "") -> None:
         """Write a line."""
         text = plain(text)
-        print(text.encode(self._encoding, "backslashreplace").decode(self._encoding), file=self._stream)
+        print(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int], indent: str = "") -> None:
         """Columns under a head; one block for each row where the table is wider than the terminal.
@@ -99,14 +101,6 @@ class Page:
         width = self.width or sys.maxsize
         for line in textwrap.wrap(text, width, initial_indent=before, subsequent_indent=indent, break_on_hyphens=False):
             self.line(line)
-
-
-def _columns(stream: TextIO) -> int | None:
-    """Of the terminal that a stream is; None: it is none, and lines may be as long as they are."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):
-        return None
 
 
 def plain(text: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from .. import _native
 from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .control import header as _header
-from .control.header import Header, locked, opened
+from .control.header import Header, check_readable, locked, opened
 from .control.leftovers import may_live
 from .control.reader_table import figures
 from .manifest import Manifest, checked_manifest
@@ -108,7 +107,7 @@ def manifest_of(name: str) -> Manifest:
         header = None if fd is None else _header.read(fd)
         if fd is None or header is None or not header.ready:
             raise ArenaNotFound(f"there is no arena {name!r} that is ready; `shmsync list` shows those that there are")
-        _check(name, header)
+        check_readable(name, header)
         text = _native.read_manifest(fd, header.slots, header.manifest_bytes)
     if text is None:
         raise ArenaCorrupt(f"the segment of arena {name!r} is shorter than its header says; look again")
@@ -147,7 +146,7 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
             return _unseen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
         return _being_made(name, fd, status, age)
     try:
-        _check(name, header)
+        check_readable(name, header)
     except ArenaCorrupt as error:
         condition = Condition.UNKNOWN if may_live(header) else Condition.DEAD
         return _unseen(name, condition, str(error), pid_of(header.owner), age)
@@ -203,21 +202,6 @@ def _condition(owner: int, peers: Peers, here: bool, header: Header) -> Conditio
         return Condition.UNKNOWN
     state = peers.state(owner).value
     return Condition.ALIVE if state == "live" else Condition(state)
-
-
-def _check(name: str, header: Header) -> None:
-    """Is it a segment that this version of shmsync can read? Raises ArenaCorrupt."""
-    wrong = ""
-    if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
-        wrong = "is no segment of shmsync"
-    elif header.abi != _native.ABI:
-        wrong = f"was made by a shmsync whose layout is number {header.abi}, but this one reads number {_native.ABI}"
-    elif header.crc != zlib.crc32(header.covered):
-        wrong = f"has a header of crc {zlib.crc32(header.covered):#x} that says {header.crc:#x}"
-    elif not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
-        wrong = f"has {header.slots} slots and {header.readers} reader rows"
-    if wrong:
-        raise ArenaCorrupt(f"arena {name!r} {wrong}; look at it with the shmsync that its publisher uses")
 
 
 def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> ArenaSeen:

@@ -81,7 +81,8 @@ def run(spec: WorkerStart, work: Callable[..., object], args: tuple[Any, ...], c
             try:
                 work(sub, *args)
             except BaseException as error:
-                if (isinstance(error, ClosedError) and sub.left) or _ends_well(error):
+                returns = isinstance(error, SystemExit) and error.code in (None, 0)
+                if returns or (isinstance(error, ClosedError) and sub.left):
                     return
                 _report(control, error)  # before the Subscriber leaves: the trainer then knows why
                 raise SystemExit(1) from None
@@ -90,10 +91,6 @@ def run(spec: WorkerStart, work: Callable[..., object], args: tuple[Any, ...], c
     except BaseException as error:  # attaching or leaving failed
         _report(control, error)
         raise SystemExit(1) from None
-
-
-def _ends_well(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _report(control: Connection, error: BaseException) -> None:

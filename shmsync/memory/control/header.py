@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import posix_ipc
 
 from ... import _native
-from ...errors import ArenaNotFound
+from ...errors import ArenaCorrupt, ArenaNotFound
 from ..system.calls import close, patient
 
 PREFIX = "/shmsync."
@@ -122,6 +123,30 @@ def foreign(header: Header | None) -> bool:
     A creator that dies leaves nothing, zeros, or what begins with the magic number.
     """
     return header is not None and header.magic not in (0, _native.MAGIC)
+
+
+def check_readable(name: str, header: Header) -> None:
+    """Raise ArenaCorrupt for what is no segment, or one that this version of shmsync cannot read."""
+    if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
+        raise ArenaCorrupt(
+            f"{FOLDER}{PREFIX}{name} is no segment of shmsync: it has magic {header.magic:#x} and endian tag "
+            f"{header.endian:#x} but {_native.MAGIC:#x} and {_native.ENDIAN_TAG:#x} are needed; see who made it, and "
+            "remove it by hand, or use another name"
+        )
+    wrong = ""
+    if header.abi != _native.ABI:
+        wrong = f"was made by a shmsync whose layout is number {header.abi}, but this one reads number {_native.ABI}"
+    elif header.crc != zlib.crc32(header.covered):
+        wrong = f"has a header of crc {zlib.crc32(header.covered):#x} that says {header.crc:#x}"
+    elif not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
+        wrong = (
+            f"has {header.slots} slots and {header.readers} reader rows, and there are at most {_native.MAX_SLOTS} and "
+            f"{_native.MAX_READERS}"
+        )
+    if wrong:
+        raise ArenaCorrupt(
+            f"arena {name!r} {wrong}; run the same shmsync version on both sides, or remove it with `shmsync gc`"
+        )
 
 
 def nobody_proven_dead(uid: int) -> str:

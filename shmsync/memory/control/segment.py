@@ -23,7 +23,7 @@ from ... import _native
 from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close, patient, take_lock
 from ..system.process import Peer, me, pid_of
-from .header import FOLDER, NAME, PREFIX, Header, check_ours, locked, opened, read, stands_for, unlink
+from .header import FOLDER, NAME, PREFIX, Header, check_ours, check_readable, locked, opened, read, stands_for, unlink
 from .leftovers import sweep, sweep_some
 
 T = TypeVar("T")
@@ -226,20 +226,7 @@ def _check_header(name: str, header: Header) -> None:
         if found != expected:
             raise error(f"arena {name!r} has {what} {found!r} but {expected!r} is needed; {_NEXT[error]}")
 
-    here = me()
-    if header.magic != _native.MAGIC:
-        raise ArenaCorrupt(
-            f"{FOLDER}{PREFIX}{name} has magic {header.magic:#x} but {_native.MAGIC:#x} is needed: it is no segment of "
-            "shmsync; see who made it, and remove it by hand, or use another name"
-        )
-    need("abi", header.abi, _native.ABI)
-    need("endian tag", header.endian, _native.ENDIAN_TAG)
-    need("crc", header.crc, zlib.crc32(header.covered))
-    if not (0 < header.slots <= _native.MAX_SLOTS and 0 < header.readers <= _native.MAX_READERS):
-        raise ArenaCorrupt(
-            f"arena {name!r} has {header.slots} slots and {header.readers} reader rows, and there are at most "
-            f"{_native.MAX_SLOTS} and {_native.MAX_READERS}; {_NEXT[ArenaCorrupt]}"
-        )
+    check_readable(name, header)
     if header.manifest_bytes > header.file_bytes:  # before sums in which it could wrap around
         raise ArenaCorrupt(
             f"arena {name!r} has a manifest of {header.manifest_bytes:,} bytes in a segment of {header.file_bytes:,}; "
@@ -249,6 +236,7 @@ def _check_header(name: str, header: Header) -> None:
     need("segment size", header.segment_bytes, size)
     need("file size", header.file_bytes, size)
     need("manifest offset", header.manifest_offset, _native.manifest_offset(header.slots))
+    here = me()
     need("boot id", header.boot_id, here.boot_id, ArenaNotFound)
     need("pid namespace", header.pid_namespace, here.pid_namespace, ArenaNotFound)
     if Peer(owner=header.owner).dead:

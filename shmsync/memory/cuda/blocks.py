@@ -97,8 +97,3 @@ class Blocks:
             if self._open.get(handle) is mapping:
                 del self._open[handle]
             self._close(mapping.address)
-
-    @property
-    def open_handles(self) -> int:
-        """How many mappings of other processes' memory there are."""
-        return len(self._open)

@@ -105,7 +105,7 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     del view
     gc.collect()
     assert calls_of(worker).left() == {}
-    assert worker._blocks.open_handles == 0
+    assert not worker._blocks._open
     assert worker.open(handle, 100).nbytes() == 100  # and anew
 
 
