@@ -14,7 +14,6 @@ shmsync doctor || exit 1                     in a script: 1 means that shmsync c
 shmsync doctor --strict                      1 for warnings, too
 shmsync doctor --json | jq '.findings[] | select(.level != "ok")'
 """
-_BAD = {Level.FAILURE}
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +26,7 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     found, page = examine(), Page()
-    bad = {*_BAD, Level.WARNING} if arguments.strict else _BAD
+    bad = {Level.FAILURE, Level.WARNING} if arguments.strict else {Level.FAILURE}
     status = int(any(finding.level in bad for finding in found))
     if arguments.json:
         page.line(json.dumps({"findings": [finding._asdict() for finding in found], "status": status}))

@@ -44,7 +44,12 @@ def find(name: str, interval: float) -> tuple[ArenaSeen, float | None]:
 
 def _run(arguments: argparse.Namespace) -> int:
     seen, rate = find(arguments.name, arguments.interval)
-    manifest, problem = _weights(seen)
+    manifest: Manifest | None = None
+    problem = ""
+    try:
+        manifest = manifest_of(seen.name) if seen.readable else None
+    except ShmSyncError as error:
+        problem = str(error)
     page = Page()
     if arguments.json:
         page.line(json.dumps(as_dict(seen, rate) | {"leaves": _leaves(manifest)}))
@@ -70,13 +75,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if seen.readers:
         page.table(_HEAD, _readers(seen), right=(0, 1, 3, 4, 5, 6, 7, 8, 9), indent="  ")
     return 0
-
-
-def _weights(seen: ArenaSeen) -> tuple[Manifest | None, str]:
-    try:
-        return (manifest_of(seen.name) if seen.readable else None), ""
-    except ShmSyncError as error:
-        return None, str(error)
 
 
 def _leaves(manifest: Manifest | None) -> list[dict[str, object]] | None:
