@@ -21,6 +21,7 @@ import torch
 from ..engine.deadlines import check_count, timeout_or_none
 from ..engine.outcome import Failure, RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
+from ..engine.write.worker_watch import WorkerWatch
 from ..errors import ProtocolError, WorkerDied, WorkerFailed
 from ..memory.system.exiting import stay_if_exiting
 from ..memory.system.process import Peer
@@ -97,14 +98,6 @@ class _RankProcess:
                 self.process.join()
         self.listen()
         self.connection.close()
-
-
-class _WorkerLookout:
-    """What the publisher's waits for acks call; see engine/write/lookout.py."""
-
-    def __init__(self, workers: Workers) -> None:
-        self.look = workers._look
-        self.explains = workers._explains
 
 
 class Workers:
@@ -208,12 +201,12 @@ class Workers:
 
     def __enter__(self) -> Workers:
         self._side.check()
-        if self._members or self._side.lookout is not None:
+        if self._members or self._side.worker_watch is not None:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._side.lookout = _WorkerLookout(self)
+        self._side.worker_watch = WorkerWatch(self._look, self._explains)
         try:
             self._start(range(self._count))
         except BaseException:
@@ -327,7 +320,7 @@ class Workers:
                 interrupted, grace = error, 0.0
             else:
                 del self._members[rank]
-        self._side.lookout = None
+        self._side.worker_watch = None
         if interrupted is not None:
             raise interrupted
 

@@ -331,16 +331,16 @@ class Adoption:
     def _remember(self, parts: Parts) -> None:
         """Know all this again without looking at each tensor."""
         leaves = self._arena.manifest.by_key
-        guards, private, stores = [], [], []
+        watched, private, stores = [], [], []
         buffers = {key: t for key, t in parts.collected.tensors.items() if key not in parts.placed}
         keys: dict[int, list[Key]] = {}
         for key, tensor in buffers.items():
             keys.setdefault(id(tensor), []).append(key)
         missing = set(keys)
-        for store, entries, whole in parts.collected.guards or ():
+        for store, entries, whole in parts.collected.watched_dicts or ():
             here = [(name, value) for name, value in entries if whole and id(value) in keys]
             if not here:
-                guards.append((store, entries, whole))
+                watched.append((store, entries, whole))
                 continue
             for name, value in here:
                 if id(value) in missing:
@@ -352,10 +352,10 @@ class Adoption:
         tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
         places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
         shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
-        if parts.collected.guards is not None and not (missing or shared or parts.equal):
+        if parts.collected.watched_dicts is not None and not (missing or shared or parts.equal):
             self._private, self._stores = private, stores
             self._copy = self._copy_table()
-            self._seen = _native.Sources(guards, tensors)
+            self._seen = _native.Sources(watched, tensors)
             return
         self._private = [_Private({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
         self._stores, self._copy = [], None

@@ -81,9 +81,9 @@ class CopyPlan:
             self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))
         # Tied leaves given as two tensors of equal values may differ the next time.
         self._outline = seen.outline(row_of, converted_of) if seen is not None and seen.plain and not apart else None
-        self._sources = _native.Sources(list(collected.guards or ()) if self._outline is None else [], rows)
+        self._sources = _native.Sources(list(collected.watched_dicts or ()) if self._outline is None else [], rows)
         self._tensors = collected.tensors if self._outline is None else {}
-        self._reusable = collected.guards is not None and not apart and self._outline is None
+        self._reusable = collected.watched_dicts is not None and not apart and self._outline is None
         self.given = frozenset(given)  # the places of the leaves that the source has
         self._manifest = arena.manifest
 

@@ -88,7 +88,7 @@ class Targets:
             collected = collect(out, EVERYTHING, to_write=True)
             found: dict[Key, Any] = {leaf.key: collected.tensors.get(leaf.key) for leaf in arena.manifest.leaves}
             # Its dicts cannot be seen: it may create its leaves at each access.
-            again = found if collected.guards is not None else collect(out, EVERYTHING, to_write=True).tensors
+            again = found if collected.watched_dicts is not None else collect(out, EVERYTHING, to_write=True).tensors
             problems = [
                 f"{leaf.name} of out {problem}"
                 for leaf in arena.manifest.leaves
@@ -105,8 +105,9 @@ class Targets:
         by_address = [arena.on_device is None and direct(each, leaf) and holding(each) is None for each, leaf in pairs]
         self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
         self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
-        if collected.guards is not None and not self._others:
-            self.table = _native.Sources(collected.guards, [(t, leaf.offset, leaf.nbytes) for t, leaf in self._direct])
+        if collected.watched_dicts is not None and not self._others:
+            rows = [(tensor, leaf.offset, leaf.nbytes) for tensor, leaf in self._direct]
+            self.table = _native.Sources(collected.watched_dicts, rows)
 
     def unchanged(self) -> bool:
         """Has nothing changed since these were checked? Memory that has not moved lies in no arena made since."""

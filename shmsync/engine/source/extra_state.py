@@ -129,19 +129,19 @@ def _plain(state: Any) -> Any:
 def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
     owners = _owners.get(module)
     if owners is None or not owners.seen.revalidate():
-        guards = []
+        watched = []
         first: dict[nn.Module, str] = {}  # a shared one counts once
         for path, child in submodules(module).items():
             first.setdefault(child, ".".join(path))
         for child in module.modules():  # wrappers too: what they wrap may be replaced
             if not isinstance(child, torch.jit.ScriptModule):
                 store = child.__dict__["_modules"]
-                guards.append((child.__dict__, [("_modules", store)], False))
-                guards.append((store, list(store.items()), True))
+                watched.append((child.__dict__, [("_modules", store)], False))
+                watched.append((store, list(store.items()), True))
         found = [
             (path, weakref.ref(child))
             for child, path in first.items()
             if type(child).get_extra_state is not nn.Module.get_extra_state
         ]
-        owners = _owners[module] = _Owners(found, _native.Sources(guards, []))
+        owners = _owners[module] = _Owners(found, _native.Sources(watched, []))
     return owners.found

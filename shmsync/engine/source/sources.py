@@ -32,15 +32,15 @@ __all__ = [
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 Patterns = str | Sequence[str] | None
 # (dict, [(key, value), ...], whole): a dict in which leaves were found; the next publish compares it with these items.
-# `whole`: its size counts too. Not a guard of bind().
-Guard = tuple[dict[str, Any], list[tuple[str, Any]], bool]
+# `whole`: its size counts too.
+WatchedDict = tuple[dict[str, Any], list[tuple[str, Any]], bool]
 
 
 class Collected(NamedTuple):
     """Leaves by key path, in order."""
 
     tensors: dict[Key, Any]
-    guards: list[Guard] | None  # None: a change of the source cannot be noticed cheaply
+    watched_dicts: list[WatchedDict] | None  # None: a change of the source cannot be noticed cheaply
 
 
 class Filter(NamedTuple):
@@ -152,7 +152,7 @@ def _over_arrays(collected: Collected) -> Collected:
 
 def _from_module(module: nn.Module, filter: Filter, watch: bool) -> Collected:
     pairs: list[tuple[Key, Any]] = []
-    guards: list[Guard] | None = [] if watch else None
+    watched: list[WatchedDict] | None = [] if watch else None
     seen: set[int] = set()
     scripted: list[Key] = []
     for path, _, child, around in walk(module):
@@ -161,22 +161,22 @@ def _from_module(module: nn.Module, filter: Filter, watch: bool) -> Collected:
         if isinstance(child, torch.jit.ScriptModule):  # keeps its tensors in C++, where no dict can be watched
             named = (*child.named_parameters(remove_duplicate=False), *child.named_buffers(remove_duplicate=False))
             pairs += [((*path, *name.split(".")), tensor) for name, tensor in named]
-            guards = None
+            watched = None
             scripted.append(path)
             continue
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None:
                 pairs.append(((*path, *name.split(".")) if "." in name else (*path, name), tensor))  # TensorDictParams
-        if guards is None:
+        if watched is None:
             continue
         for each in (*around, child):
             if id(each) not in seen:
                 seen.add(id(each))
                 held = each.__dict__
                 stores = [(name, held[name]) for name in ("_parameters", "_buffers", "_modules")]
-                guards.append((held, stores, False))
-                guards += [(store, list(store.items()), True) for _, store in stores]
-    return Collected(_admitted(pairs, filter), guards)
+                watched.append((held, stores, False))
+                watched += [(store, list(store.items()), True) for _, store in stores]
+    return Collected(_admitted(pairs, filter), watched)
 
 
 def not_saved(module: nn.Module) -> set[Key]:
@@ -190,23 +190,23 @@ def not_saved(module: nn.Module) -> set[Key]:
 
 
 class _Watch:
-    """The dicts in which leaves are found; `guards` is None when one of them cannot be watched."""
+    """The dicts in which leaves are found; `dicts` is None when one of them cannot be watched."""
 
     def __init__(self) -> None:
-        self.guards: list[Guard] | None = []
+        self.dicts: list[WatchedDict] | None = []
 
     def add(self, store: object) -> None:
-        if type(store) is dict and self.guards is not None:
-            self.guards.append((store, list(store.items()), True))
+        if type(store) is dict and self.dicts is not None:
+            self.dicts.append((store, list(store.items()), True))
         else:
-            self.guards = None
+            self.dicts = None
 
 
 def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest | None) -> Collected:
     watch = _Watch()
     pairs = ((key_of(key, manifest, flat=False), value) for key, value in _in_tensordict(source, (), watch))
     tensors = _admitted(pairs, filter)
-    return Collected(tensors, watch.guards)
+    return Collected(tensors, watch.dicts)
 
 
 def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
@@ -218,8 +218,8 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
     check_depth(path)
     store = getattr(source, "_tensordict", None) if type(source) in (TensorDict, DottedTensorDict) else None
     watch.add(store)
-    if watch.guards is not None:  # select(inplace=True) and others give the TensorDict another dict
-        watch.guards.append((vars(source), [("_tensordict", store)], False))
+    if watch.dicts is not None:  # select(inplace=True) and others give the TensorDict another dict
+        watch.dicts.append((vars(source), [("_tensordict", store)], False))
     for key, value in source.items() if type(store) is not dict else store.items():
         if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
             # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.
@@ -231,7 +231,7 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
 def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest | None) -> Collected:
     watch = _Watch()
     tensors = _admitted(_in_mapping(source, (), watch, manifest), filter)
-    return Collected(tensors, watch.guards)
+    return Collected(tensors, watch.dicts)
 
 
 def _in_mapping(

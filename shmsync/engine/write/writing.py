@@ -35,8 +35,8 @@ from .acks import NO_ACKS, Acks, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
-from .lookout import Lookout
 from .slot_wait import SlotWait
+from .worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -87,7 +87,7 @@ class WriteSide:
         self.closed = False
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
-        self.lookout: Lookout | None = None
+        self.worker_watch: WorkerWatch | None = None
         self.close_request = CloseRequest(self.lock)
         self.slot_wait = SlotWait(arena, name, self._writer, self.peers, owner, self.close_request)
         self.traces = TraceSwitch(self._writer, arena.control, name)
@@ -377,18 +377,18 @@ class WriteSide:
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
-            died, lookout = self.slot_wait.died, self.lookout
+            died, watch = self.slot_wait.died, self.worker_watch
 
             def ending() -> bool:
-                if lookout is not None:
-                    lookout.look(version)
+                if watch is not None:
+                    watch.look(version)
                 return self.close_request.pending()
 
             with self.close_request.waiting():
                 try:
                     wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, ending)
                 except WorkerDied as error:
-                    if lookout is None or not lookout.explains(error):
+                    if watch is None or not watch.explains(error):
                         raise
                 ending()
         finally:

@@ -17,7 +17,7 @@ from torch import nn
 from ... import _native
 from ...engine.arena_writer import ArenaWriter
 from ...engine.source.manifest_check import direct
-from ...engine.source.sources import EVERYTHING, Weights, collect
+from ...engine.source.sources import EVERYTHING, WatchedDict, Weights, collect
 from ...engine.source.strategy import unflattened
 from ...engine.source.targets import problem_with_target
 from ...memory.arena import lies_in, readonly_ranges
@@ -31,11 +31,11 @@ Pair = tuple[Leaf, torch.Tensor]  # a leaf of the arena, and the tensor that it 
 class PlainCopy:
     """The way from one arena into a plain TensorDict. Made by of()."""
 
-    def __init__(self, writer: ArenaWriter, guards: list[Any], pairs: list[Pair]) -> None:
+    def __init__(self, writer: ArenaWriter, watched: list[WatchedDict], pairs: list[Pair]) -> None:
         self._writer = writer
         self._pairs = pairs
         self._good = True
-        self._targets = _native.Sources(guards, [(target, 0, target.nbytes) for _, target in pairs])
+        self._targets = _native.Sources(watched, [(target, 0, target.nbytes) for _, target in pairs])
         self._tables: dict[tuple[int, frozenset[int] | None], tuple[_native.Sources, list[torch.Tensor]]] = {}
 
     @classmethod
@@ -46,7 +46,7 @@ class PlainCopy:
         targets = unflattened(collected.tensors)
         arena = writer.arena
         leaves = {tuple(leaf.name.split(".")): leaf for leaf in arena.manifest.leaves}
-        if arena.on_device is not None or collected.guards is None or len(targets) != len(collected.tensors):
+        if arena.on_device is not None or collected.watched_dicts is None or len(targets) != len(collected.tensors):
             return None
         if not partial and len(leaves) < len(targets):
             return None
@@ -58,7 +58,7 @@ class PlainCopy:
             return None
         if _tied_apart(targets, leaves):
             return None
-        return cls(writer, collected.guards, [(leaf, target) for leaf, target in pairs if target.numel()])
+        return cls(writer, collected.watched_dicts, [(leaf, target) for leaf, target in pairs if target.numel()])
 
     def good_for(self, writer: ArenaWriter) -> bool:
         """Is it the way from this arena, and has the TensorDict the same tensors, at the same addresses?
