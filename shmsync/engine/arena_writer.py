@@ -35,6 +35,7 @@ from .verify.checksums import check_checksum, refuse_without_checksums
 from .verify.local import Proof
 from .verify.request import VerifyRequest
 from .write.acks import NO_ACKS, Acks
+from .write.publishing import publish_plan
 from .write.update import load_inside_update, step_inside_update
 from .write.writing import WriteSide
 
@@ -127,7 +128,7 @@ class ArenaWriter:
                 plan = self.plan(weights)
                 if after is not None:
                     self.side.await_sources(plan, deadline, after)
-                return self.side.publish(plan, deadline, acks, version)
+                return publish_plan(self.side, plan, deadline, acks, version)
             finally:
                 self.plans.release()
 
@@ -196,7 +197,7 @@ class ArenaWriter:
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
         if self._differs(plan.tensors):
-            side.publish(self._checked(plan), deadline)
+            publish_plan(side, self._checked(plan), deadline)
             side.settle(deadline)
         side.adopted = adoption
         adoption.move_in(side.writer)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..memory.manifest import Key
 from .arena_writer import ArenaWriter
 from .source.sources import Weights
-from .write.writing import begin_all
+from .write.publishing import publish_plan, publish_plans
 
 
 class Publication(NamedTuple):
@@ -47,7 +47,7 @@ def _publish_one(publication: Publication, version: int | None, deadline: float)
         writer.side.ready(deadline)
         try:
             plan = writer.plan(publication.weights, publication.optional)
-            return writer.side.publish(plan, deadline, version=version)
+            return publish_plan(writer.side, plan, deadline, version=version)
         finally:
             writer.plans.release()
 
@@ -57,40 +57,12 @@ def _publish_locked(publications: Sequence[Publication], version: int | None, de
     # ExitStack, lose some.
     if left == 0:
         try:
-            return _publish(publications, version, deadline)
+            for each in publications:
+                each.writer.side.ready(deadline)
+            plans = [(each.writer.side, each.writer.plan(each.weights, each.optional)) for each in publications]
+            return publish_plans(plans, version, deadline)
         finally:
             for each in publications:
                 each.writer.plans.release()
     with publications[-left].writer.side.lock:
         return _publish_locked(publications, version, deadline, left - 1)
-
-
-def _publish(publications: Sequence[Publication], version: int | None, deadline: float) -> list[int]:
-    for each in publications:
-        each.writer.side.ready(deadline)
-    plans = [(each.writer.side, each.writer.plan(each.weights, each.optional)) for each in publications]
-    for side, plan in plans:
-        if plan.from_devices:
-            side.await_sources(plan, deadline)
-        plan.stage()
-    try:
-        begin_all([side for side, _ in plans], deadline, version)
-    except BaseException:
-        for side, _ in plans:
-            side.writer.abort()  # nothing is written yet
-        raise
-    versions = []
-    uncommitted = [side for side, _ in plans]
-    try:
-        for side, plan in plans:
-            side.write(plan)
-        for side, _ in plans:
-            side.add_sums(deadline)
-        while uncommitted:
-            versions.append(uncommitted[0].commit())
-            del uncommitted[0]
-    except BaseException:
-        for side in uncommitted:
-            side.undo()
-        raise
-    return versions

@@ -1,5 +1,5 @@
 """One version is written: a slot is found, filled, committed, and acked by the workers.
 
-writing.py has the order of these steps, update.py the section that users write in.
+publishing.py has the order of these steps, writing.py the steps, update.py the section that users write in.
 May be imported by engine.
 """

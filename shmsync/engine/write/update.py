@@ -16,7 +16,9 @@ from ...memory.dynamo import disable
 from ..adopt.optimizer_hooks import Section, StepGate
 from ..bind.loading import Loads
 from ..deadlines import deadline_after
-from .writing import NO_ACKS, Acks, WriteSide
+from .acks import NO_ACKS, Acks
+from .publishing import begin_all
+from .writing import WriteSide
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -49,7 +51,8 @@ class Update(_native.Scope):
             side.adopted.look(self._optimizer)
         if side.arena.slots == 1:
             side.arena.weights(0, writable=True)  # the first time it imports tensordict: before the gate closes
-        side.begin_alone(deadline_after(self._timeout, side.timeout))
+        if not side.begin_at_once():
+            begin_all([side], deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
             side.open_to_kernels()

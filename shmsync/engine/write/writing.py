@@ -1,11 +1,10 @@
-"""What publish() and update() share: get a slot to write, put things right after a failure, wait for acks, count."""
+"""The steps of a version, which publish() and update() share: get a slot, fill it, commit or undo, wait for acks."""
 
 from __future__ import annotations
 
 import functools
 import time
 import weakref
-from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from ..deadlines import Samples
 from ..stats import Counts, PublisherStats
 from ..verify.checksums import ChecksumWriter
 from ..verify.tracing import TraceSwitch
-from .acks import NO_ACKS, Acks, wait_for_acks
+from .acks import Acks, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
@@ -45,30 +44,6 @@ if TYPE_CHECKING:
 
 # Where TensorDicts can be made, this is there: an import inside an update() may lack a descriptor or memory.
 when_imported("shmsync.memory.dotted", functools.partial(import_module, f"{__package__}.handed_out"))
-
-
-def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None = None) -> None:
-    """Get a slot to write in each of these, or raise with nothing written; the caller undoes.
-
-    No gate stays closed for a process that is stopped: all are opened until it goes on, so that other readers go on
-    with the old version. A reader that runs is waited for with the gates closed, since it leaves its section soon.
-
-    version: the one that is written next, None for each one's own.
-    """
-    for side in sides:
-        side.touched = False
-        side.slot_wait.died.clear()
-    while True:
-        for side in sides:
-            if version is not None:
-                side.skip_to(version)
-            if not side.begin(deadline):
-                break
-        else:
-            return
-        for each in sides:
-            each.writer.abort()
-        side.wait_while_stopped(deadline)
 
 
 class WriteSide:
@@ -175,28 +150,6 @@ class WriteSide:
             return False
         return True
 
-    def publish(self, plan: CopyPlan, deadline: float, acks: Acks = NO_ACKS, version: int | None = None) -> int:
-        """Carry out a checked plan. `version`: publish this one instead of the next."""
-        if acks.wanted:
-            self.refuse_own_section(acks)
-        if plan.from_devices:
-            self.await_sources(plan, deadline)
-        plan.stage()
-        started = time.perf_counter()
-        try:
-            self.begin_alone(deadline, version)
-            self.write(plan)
-            if self.later is not None:
-                self.add_sums(deadline)
-            version = self.commit()
-        except BaseException:  # an interrupt may land anywhere
-            self.undo()
-            raise
-        self.counts.publish.add(time.perf_counter() - started)
-        if acks.wanted:
-            self.wait_acks(version, acks, deadline)
-        return version
-
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
         if self.arena.slots > 1:
@@ -286,17 +239,16 @@ class WriteSide:
                 version=version,
             )
 
-    def begin_alone(self, deadline: float, version: int | None = None) -> None:
-        """As begin_all() for this one: what nearly always happens, without its loops."""
+    def begin_at_once(self, version: int | None = None) -> bool:
+        """Get a slot to write if no wait is needed, which is nearly always; False: call begin_all()."""
         if version is not None:
             self.skip_to(version)
         self.slot_wait.died.clear()
         self.touched = False
-        if self.later is not None or not self._writer.begin():
-            begin_all([self], deadline, version)
+        return self.later is None and self._writer.begin()
 
     def begin(self, deadline: float) -> bool:
-        """Get a slot to write, or raise with nothing written; the caller undoes. See begin_all().
+        """Get a slot to write, or raise with nothing written; the caller undoes. Called by begin_all().
 
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """

@@ -12,6 +12,8 @@ import torch
 
 import shmsync
 
+WRITER = tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves"))
+
 
 class Interrupt(Exception):
     pass
@@ -24,7 +26,7 @@ def interrupted_at(line):
 
     def trace(frame, event, argument):
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("engine/write/writing.py", "engine/write/dirty_leaves.py")):
+        if not frame.f_code.co_filename.endswith(WRITER):
             return None
         left -= event == "line"
         if left == 0:
