@@ -6,7 +6,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,15 +15,16 @@ from ... import _native
 from ...errors import ProtocolError
 from ...memory.arena import Arena, lies_in, readonly_ranges
 from ...memory.devices import assign, clone, laid_out
-from ...memory.manifest import Key, Leaf
+from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
 from ..bind.loading import AdoptedLoading, Loads
-from ..source.manifest_check import direct, same_layout
+from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
 from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of, refuse_others
+from .buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, refuse_orphans, states_follow, stepped_by, stuck_states
 
 R = TypeVar("R")
@@ -32,34 +33,11 @@ _log = logging.getLogger("shmsync")
 _living: weakref.WeakSet[Adoption] = weakref.WeakSet()
 
 
-class _Private(NamedTuple):
-    """A buffer of the module: found by its name in each update(), and copied to its place."""
-
-    store: dict[str, Any]
-    name: str
-    leaf: Leaf
-    view: torch.Tensor  # its place
-
-    @property
-    def buffer(self) -> Any:
-        return self.store.get(self.name)
-
-    @property
-    def fits(self) -> bool:
-        buffer, view = self.buffer, self.view
-        return (
-            isinstance(buffer, torch.Tensor)
-            and buffer.shape == view.shape
-            and buffer.dtype == view.dtype
-            and buffer.device == view.device
-        )
-
-
 class Adoption:
     """The module whose parameters are views of the slab.
 
-    Its tensors are followed by name. Forward passes write buffers (BatchNorm) and replace them, outside any update():
-    they stay private and are copied at its end. A buffer that shows a parameter's memory goes where the parameter goes.
+    Its tensors are followed by name. Buffers stay private, but for one that shows a parameter's memory: it goes where
+    the parameter goes.
 
     Args:
         module: to adopt; nothing is changed before move_in().
@@ -90,10 +68,8 @@ class Adoption:
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}  # what was put at its place in the slab
         self._beside: list[torch.Tensor] = []  # no leaves, but memory of a placed tensor
-        self._private: list[_Private] = []
-        self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
+        self.buffers = AdoptedBuffers(arena, self._views)
         self._seen: _native.Sources | None = None  # None: look at everything each time
-        self._copy: _native.Sources | None = None  # of the buffers, as far as they are as they were
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
         self._loads: Loads | None = None
@@ -185,24 +161,7 @@ class Adoption:
         if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
             return False
         self._seen = seen
-        if self._copy is not None and self._copy.revalidate():
-            return True
-        # Buffers that were replaced by ones like them need no more than a new table.
-        for store, names, fixed in self._stores:
-            if tuple(store) != names or any(store[name] is not value for name, value in fixed):
-                return False
-        if not all(private.fits for private in self._private):
-            return False
-        self._copy = self._copy_table()
-        return True
-
-    def _copy_table(self) -> _native.Sources | None:
-        """Of the buffers; None if some have to be gathered first."""
-        rows = [(private.buffer, private.leaf.offset, private.leaf.nbytes) for private in self._private]
-        by_address = self._arena.on_device is None
-        if not by_address or not all(direct(private.buffer, private.leaf) for private in self._private):
-            return None
-        return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
+        return self.buffers.unchanged()
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
@@ -324,51 +283,11 @@ class Adoption:
             self._watch.changed()
             for optimizer in self._optimizers():
                 states_follow(optimizer, self._placed.values())
-        self._remember(parts)
+        watched = self.buffers.remember(parts)
+        if watched is not None:
+            self._seen = _native.Sources(watched, [(tensor, 0, 0) for tensor in self._placed.values()])
         self._place_proxies()
         return left
-
-    def _remember(self, parts: Parts) -> None:
-        """Know all this again without looking at each tensor."""
-        leaves = self._arena.manifest.by_key
-        watched, private, stores = [], [], []
-        buffers = {key: t for key, t in parts.collected.tensors.items() if key not in parts.placed}
-        keys: dict[int, list[Key]] = {}
-        for key, tensor in buffers.items():
-            keys.setdefault(id(tensor), []).append(key)
-        missing = set(keys)
-        for store, entries, whole in parts.collected.watched_dicts or ():
-            here = [(name, value) for name, value in entries if whole and id(value) in keys]
-            if not here:
-                watched.append((store, entries, whole))
-                continue
-            for name, value in here:
-                if id(value) in missing:
-                    private += [_Private(store, name, leaves[key], self._views[key]) for key in keys[id(value)]]
-                    missing.discard(id(value))
-            # One that has several names may not be replaced under one of them without another look.
-            fixed = [(name, value) for name, value in entries if len(keys.get(id(value), ())) != 1]
-            stores.append((store, tuple(store), fixed))
-        tensors = [(tensor, 0, 0) for tensor in self._placed.values()]
-        places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
-        shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
-        if parts.collected.watched_dicts is not None and not (missing or shared or parts.equal):
-            self._private, self._stores = private, stores
-            self._copy = self._copy_table()
-            self._seen = _native.Sources(watched, tensors)
-            return
-        self._private = [_Private({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
-        self._stores, self._copy = [], None
-
-    def copy_buffers(self) -> int:
-        """Bring the slab's copies of the buffers up to date, just after look(); the bytes copied."""
-        if self._copy is not None:
-            self._copy.copy_to(self._arena.slot_address(0))
-            return int(self._copy.bytes)
-        with plainly():
-            for private in self._private:
-                assign(private.view, private.buffer)
-        return sum(private.view.nbytes for private in self._private)
 
     def restore(self, writer: _native.Writer) -> None:
         """Make the parameters private again, with the values they have; what was one memory stays one."""

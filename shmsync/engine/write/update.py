@@ -80,7 +80,7 @@ class Update(_native.Scope):
         if side.adopted is not None:
             side.adopted.look()  # the body may have replaced tensors too
             side.pull()
-            side.counts.bytes_copied += side.adopted.copy_buffers()
+            side.counts.bytes_copied += side.adopted.buffers.copy()
         if side.later is not None:
             side.add_sums(deadline_after(self._timeout, side.timeout))
         version = side.commit()
