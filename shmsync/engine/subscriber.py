@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _native
 from .._native import State
-from ..errors import Poisoned, ProtocolError, WriterBusy
+from ..errors import ClosedError, Poisoned, ProtocolError, WriterBusy
 from ..memory.control.segment import Handle
 from ..memory.dynamo import skip
 from .bind.guarded_methods import GuardNames
@@ -22,10 +22,8 @@ from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .read.opening import open_reader
 from .read.reading import ReadPath
-from .read.snapshot import Snapshot, Targets
-from .read.snapshot_cache import SnapshotCache
+from .read.snapshot import Snapshot, SnapshotCache, Targets
 from .read.state import state_of
-from .read.versions import versions_of
 from .stats import SubscriberStats
 from .verify.local import Proof
 
@@ -179,7 +177,28 @@ class Subscriber(_native.Sections):
             ProtocolError: the loop runs inside a read section of this thread, which keeps its version.
             ShmSyncError: as in refresh() and wait_version().
         """
-        return versions_of(self, timeout_or_none(timeout), follows=self._reader._follows)
+        return self._versions(timeout_or_none(timeout))
+
+    def _versions(self, timeout: float | None) -> Iterator[int]:
+        shown = None  # session and version: those of a followed publisher may begin again
+        while True:
+            self.refresh()
+            now = self.session, self.version
+            if now != shown:
+                shown = now
+                yield self.version
+                continue
+            try:
+                self.wait_version(self.version + 1, timeout)
+            except ClosedError:
+                if not self._reader._follows and not self.publisher_alive:  # which raises if the subscriber is closed
+                    return
+                raise
+            self.refresh()
+            if (self.session, self.version) == now:
+                raise ProtocolError(
+                    "versions() applies nothing inside a read section; leave the section first", version=self.version
+                )
 
     def bind(
         self,

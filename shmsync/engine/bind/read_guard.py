@@ -16,9 +16,10 @@ from torch import nn
 from ... import _native
 from ...errors import ProtocolError
 from ...memory.dynamo import disable, skip
-from ..read.outputs import Held, refuse_awaitable, unalias, unalias_error
-from ..read.reading import Pinned, ReadPath
+from ..read.outputs import refuse_awaitable, unalias, unalias_error
+from ..read.reading import ReadPath
 from .binding import Binding
+from .held_sections import Held, Sections
 
 
 class Member(NamedTuple):
@@ -190,33 +191,3 @@ def _run_in(paths: list[ReadPath], call: Callable[..., Any], *args: Any) -> Any:
     if not paths:
         return call(*args)
     return paths[0].run_as_is(_run_in, paths[1:], call, *args)
-
-
-class Sections:
-    """One section of each path, as one. Pinned ones, since what they cover cannot be repeated."""
-
-    def __init__(self, paths: list[ReadPath]) -> None:
-        self._paths = paths
-        self._open: list[_native.ReadSection] = []
-
-    def enter(self) -> None:
-        """Enter all, or none."""
-        try:
-            for path in self._paths:
-                with path._exclusive():
-                    if path.optimistic and not path._mine:
-                        path._forget()  # so that entering takes the slow path, which knows about Pinned
-                    self._open.append(path.read(timeout=Pinned(path.timeout)).__enter__())
-        except BaseException:
-            self.leave()
-            raise
-
-    def go_on(self) -> None:
-        """Another step in them, in whatever thread this is."""
-        for section in self._open:
-            section._used_again()
-
-    def leave(self) -> None:
-        """Leave all, in whatever thread this is. No call may be inside any more."""
-        while self._open:
-            self._open.pop()._give_up()

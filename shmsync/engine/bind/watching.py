@@ -24,7 +24,8 @@ from ...memory.torch_modes import plainly, run_plainly
 from ..read.reading import ReadPath
 from ..source.wrappers import walk
 from .binding import companions
-from .read_guard import Sections, shares, traced_by
+from .held_sections import Sections
+from .read_guard import shares, traced_by
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
 
 import torch
 
@@ -95,87 +95,3 @@ def refuse_awaitable(out: Any) -> None:
             "a method of a bound module returned a coroutine: at each await other code of this thread runs, so no read "
             "section can cover it. Make the part that uses the weights a plain method, and await around it"
         )
-
-
-class HeldSections(Protocol):
-    """Sections that are held beyond one call."""
-
-    def enter(self) -> None:
-        """Enter all, or none."""
-
-    def go_on(self) -> None:
-        """The calling thread uses what they show."""
-
-    def leave(self) -> None:
-        """Leave all, in whatever thread this is."""
-
-
-class Held(Generator[Any, Any, Any]):
-    """A generator that holds a section from its first step until it ends, is closed or is collected.
-
-    Args:
-        inner: the generator of the module's method.
-        sections: are entered at the first step.
-        finish: what each yielded value passes through.
-        failed: what is called with an error that leaves it, the one with its returned value included.
-    """
-
-    def __init__(
-        self,
-        inner: Generator[Any, Any, Any],
-        sections: HeldSections,
-        finish: Callable[[Any], Any],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._inner = inner
-        self._sections = sections
-        self._finish = finish
-        self._failed = failed
-        self._holds = False
-        self._ended = False
-
-    def send(self, value: Any) -> Any:
-        """Go on until the next value."""
-        return self._step(lambda: self._inner.send(value))
-
-    def throw(self, *error: Any) -> Any:
-        """Raise inside the generator."""
-        return self._step(lambda: self._inner.throw(*error))
-
-    def close(self) -> None:
-        """End it, and leave the section."""
-        try:
-            self._inner.close()
-        finally:
-            self._leave()
-
-    def hold(self) -> None:
-        """Enter the section now."""
-        if not self._holds:
-            self._sections.enter()
-            self._holds = True
-
-    def _step(self, step: Callable[[], Any]) -> Any:
-        if self._holds:
-            self._sections.go_on()
-        elif not self._ended:
-            self.hold()
-        try:
-            try:
-                return self._finish(step())
-            except BaseException as error:
-                self._failed(error)
-                raise
-        except BaseException:
-            self._leave()
-            raise
-
-    def _leave(self) -> None:
-        self._ended = True
-        if self._holds:
-            self._holds = False
-            self._sections.leave()
-
-    def __del__(self) -> None:
-        if self._holds:
-            self.close()

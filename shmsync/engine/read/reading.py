@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 from ... import _native
 from ..._native import Consistency, Enter, HostCall
 from ...errors import ArenaCorrupt, ClosedError, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
-from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.dynamo import disable, skip
 from ...memory.system.process import Peers, pid_of
@@ -30,6 +29,7 @@ from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
 from .device_sections import SectionStreams, wait_for_reads
 from .failover import Successor
+from .follower import Follower
 from .outputs import unalias, unalias_error
 from .waiting import WaitPath
 
@@ -44,25 +44,6 @@ with suppress(ImportError):  # this torch does not say
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     _native.tell_of_compiling(get_eval_frame_callback)
-
-
-class Follower(Protocol):
-    """Something that shows the weights and moves to each new version: a bound module, for example."""
-
-    def prepare(self) -> None:
-        """Called for all followers before any moves. What cannot show the next version raises."""
-
-    def move(self, slot: int) -> bool:
-        """Show this slot, whose version the open section holds. False: drop this follower."""
-
-    def owners(self) -> set[nn.Module]:
-        """The modules that it moves."""
-
-    def rebase(self, arena: Arena) -> None:
-        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
-
-    def private_copies(self) -> list[torch.Tensor]:
-        """Its tensors that a move copies into."""
 
 
 class Pinned(float):
@@ -92,11 +73,6 @@ class ReadPath(WaitPath):
         self.streams = SectionStreams()
         self._finalizer = util.Finalize(self, release, exitpriority=30)
         self.arena.reader = weakref.ref(self)
-
-    @property
-    def name(self) -> str:
-        """The arena's name."""
-        return self._name
 
     @property
     def weights(self) -> TensorDictBase:
@@ -187,7 +163,7 @@ class ReadPath(WaitPath):
         """As Subscriber.verify()."""
         self._check()
         with self._exclusive():
-            refuse_without_checksums(self.arena.manifest, self._name)
+            refuse_without_checksums(self.arena.manifest, self.name)
             if self._mine:
                 if not self._mine_and_pinned:
                     raise ProtocolError(
@@ -213,7 +189,7 @@ class ReadPath(WaitPath):
             return
         try:
             with self._closing():
-                wait_for_reads(self.arena, self._name, deadline_after(None, self.timeout))
+                wait_for_reads(self.arena, self.name, deadline_after(None, self.timeout))
                 self._retire()
                 try:
                     self.followers.clear()
@@ -224,7 +200,7 @@ class ReadPath(WaitPath):
 
     def __del__(self) -> None:
         if getattr(self, "_finalizer", None) is not None and not self._closed and not self._in_parent:
-            warnings.warn(f"Subscriber of {self._name!r} was not closed", ResourceWarning, stacklevel=2)
+            warnings.warn(f"Subscriber of {self.name!r} was not closed", ResourceWarning, stacklevel=2)
 
     # Hooks that the native Reader calls, with its lock held. It drops the pin and the lock if they raise. They may run
     # below compiled code, and Dynamo must not compile them.
@@ -261,43 +237,38 @@ class ReadPath(WaitPath):
     def _try_again(self, outcome: Enter, deadline: float, pinned: bool) -> Enter:
         """One slice of the wait: for the gate, and for the repair of a poisoned arena as long as it can come."""
         self._look_up()
-        if outcome == Enter.POISONED:
-            if self._follow():
-                return self._try_enter(pinned)
-            if not self.gone and time.monotonic() < deadline:
-                self._wait(slice_until(deadline))
-                self._look_up()
-                return self._try_enter(pinned)
-            raise Poisoned(
-                f"the publisher of arena {self._name!r} failed in the middle of version {self._latest + 1}; it has to "
-                "publish() all weights again",
-                version=self._latest + 1,
-            )
         if outcome == Enter.EVICTED:
             raise ProtocolError(
-                f"this subscriber's row in arena {self._name!r} was taken away because it held garbage; attach again, "
+                f"this subscriber's row in arena {self.name!r} was taken away because it held garbage; attach again, "
                 "and look for what writes beyond its memory"
             )
         if outcome == Enter.CORRUPT:
             raise ArenaCorrupt(
-                f"arena {self._name!r} says that its newest version lies in slot {self._shown_slot} but it has "
+                f"arena {self.name!r} says that its newest version lies in slot {self._shown_slot} but it has "
                 f"{self.arena.slots} slots; something wrote into its control segment, restart its publisher"
             )
-        # Death is established first: then the state is final.
-        if not self._peers.alive(self._writer_owner):
-            if self._follow():
-                return self._try_enter(pinned)
+        if self._follow():
+            return self._try_enter(pinned)
+        late = time.monotonic() >= deadline
+        if outcome == Enter.POISONED:
+            if late or self.gone:
+                raise Poisoned(
+                    f"the publisher of arena {self.name!r} failed in the middle of version {self._latest + 1}; it has "
+                    "to publish() all weights again",
+                    version=self._latest + 1,
+                )
+        elif not self._peers.alive(self._writer_owner):  # death first: then the state is final
             outcome = self._enter_final()
             if outcome == Enter.POISONED:
                 raise Poisoned(
-                    f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
+                    f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died in the middle of "
                     f"version {self._latest + 1}, so the weights are half written; restart it",
                     version=self._latest + 1,
                 )
             return outcome
-        if time.monotonic() >= deadline:
+        elif late:
             raise WriterBusy(
-                f"the publisher of arena {self._name!r} kept readers out until the deadline; make its update() "
+                f"the publisher of arena {self.name!r} kept readers out until the deadline; make its update() "
                 "sections shorter, use slots=2, or give more time",
                 version=self._latest,
             )
@@ -341,7 +312,7 @@ class ReadPath(WaitPath):
 
     @disable
     def _reads_end(self, call: HostCall | None) -> None:
-        self.streams.end(self.arena, self._name, call, self._look_up)
+        self.streams.end(self.arena, self.name, call, self._look_up)
 
     _enter_slow = disable(_enter_slowly)
 
@@ -371,11 +342,11 @@ class ReadPath(WaitPath):
         """The publisher wants what this process does in a trace, or no more of it."""
         which, before = self._trace_asked, self._trace
         if before is not None:
-            warn_of_end(before, self._name)
+            warn_of_end(before, self.name)
         self._write_trace(which)  # even if it fails: the next section does not try again
         if which:
             worker = self.arena.control.row(self._row).worker
-            self._write_trace(which, joined(self._writer_owner, which, self._name, worker))
+            self._write_trace(which, joined(self._writer_owner, which, self.name, worker))
 
     _trace_slow = disable(_trace_now)
 

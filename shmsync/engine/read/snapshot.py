@@ -1,4 +1,4 @@
-"""snapshot(): one version, copied into private memory; and which memory that may be.
+"""snapshot(): one version, copied into private memory; which memory that may be, and what is kept for the next time.
 
 Subscriber.snapshot() copies inside a section. reading.py, _computed(), repeats a section that was torn.
 """
@@ -15,6 +15,7 @@ from ...memory.buffer_alloc import Pieces
 from ...memory.devices import assign, holding
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
+from ..by_identity import ByIdentity
 from ..source.leaf_check import is_tensordict, problem_with
 from ..source.manifest_check import direct
 from ..source.sources import EVERYTHING, Collected, collect
@@ -68,7 +69,7 @@ class Targets:
     """
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
-        self.table: _native.Sources | None = None  # of an `out` that can be found again, see snapshot_cache.py
+        self.table: _native.Sources | None = None  # of an `out` that can be found again, see SnapshotCache
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._pieces: Pieces | None = None  # of new memory
@@ -130,6 +131,35 @@ class Targets:
                 views = arena.views(slot)
                 for target, leaf in self._others:
                     assign(target, views[leaf.key])
+
+
+class SnapshotCache:
+    """The Targets of the TensorDicts that snapshots were copied into, each as long as its TensorDict lives.
+
+    Most programs reuse one `out`, and it is not checked leaf by leaf again. What was found out about it holds while its
+    dicts have the same tensors, and those are as they were, which one native call sees (native/bind/sources.hpp).
+    The plan cache of a publisher cannot hold them: a subscriber has none, and these are targets, with other checks.
+    """
+
+    def __init__(self) -> None:
+        self._kept: ByIdentity[TensorDictBase, Targets] = ByIdentity()
+
+    def targets(self, out: TensorDictBase | None, arena: Arena) -> Targets:
+        """The checked targets for `out`; raises as Targets does."""
+        if out is None:
+            return Targets(None, arena)
+        kept = self._kept.get(out)
+        if kept is not None and kept.unchanged():
+            return kept
+        self._kept.pop(out)  # its table has addresses by now that were not checked
+        made = Targets(out, arena)
+        if made.unchanged():  # the first look at it, to compare with
+            self._kept[out] = made
+        return made
+
+    def clear(self) -> None:
+        """Keep no tensor of the user's."""
+        self._kept.clear()
 
 
 def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:

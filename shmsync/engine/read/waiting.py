@@ -46,7 +46,7 @@ class WaitPath(_native.Reader):
         self._writer_owner = attached.writer
         self._release = release
         self._peers = peers
-        self._name = name
+        self.name = name  # the arena's
         self.look_also: Callable[[], None] | None = None  # raises what else ends the waits
         self._successor = successor
         self._follows = successor is not None
@@ -80,7 +80,7 @@ class WaitPath(_native.Reader):
         """In each slice of a wait: can the version still arrive?"""
         stay_if_exiting()
         if self._ending:
-            raise ClosedError(f"this Subscriber of arena {self._name!r} was closed by another thread; attach again")
+            raise ClosedError(f"this Subscriber of arena {self.name!r} was closed by another thread; attach again")
         if self.look_also is not None:
             self.look_also()
 
@@ -100,7 +100,7 @@ class WaitPath(_native.Reader):
         self._writer_owner = attached.writer
         self._restarts += 1
         self._lost = False
-        _log.info("arena %r: its publisher was started again, and is followed", self._name)
+        _log.info("arena %r: its publisher was started again, and is followed", self.name)
         return True
 
     def _wait_for(self, version: int, deadline: float, *, spin_until: float = 0.0, entering: bool = False) -> int:
@@ -162,12 +162,12 @@ class WaitPath(_native.Reader):
         back = "" if self._successor is None else ", and was not published again in time"
         if closed:
             return ClosedError(
-                f"arena {self._name!r} was closed at version {self._latest}{back}; version {version} will not come",
+                f"arena {self.name!r} was closed at version {self._latest}{back}; version {version} will not come",
                 version=version,
             )
         cure = "" if self._follows else ", or attach with follow=True, which moves to the new arena when there is one"
         return WriterDied(
-            f"the publisher of arena {self._name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
+            f"the publisher of arena {self.name!r} (pid {pid_of(self._writer_owner)}) died{back}; the newest "
             f"version is {self._latest}. Restart it and attach to the new arena{cure}",
             version=version,
         )
