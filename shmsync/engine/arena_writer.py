@@ -192,7 +192,10 @@ class ArenaWriter:
         side = self.side
         plan = self.plans.make(module)
         if not plan.whole:
-            raise ManifestMismatch("the module to adopt lacks " + ", ".join(leaf.name for leaf in plan.lacking))
+            raise ManifestMismatch(
+                f"the module to adopt lacks {', '.join(leaf.name for leaf in plan.lacking)}, which arena {side.name!r} "
+                "has; pass the module that was published, or make a new Publisher for this one"
+            )
         adoption = Adoption(module, plan.tensors, self.arena, side.name, self._filter, optimizers, protected)
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)

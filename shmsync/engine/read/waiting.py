@@ -134,8 +134,9 @@ class WaitPath(_native.Reader):
                     time.sleep(slice_until(deadline) / 1e9)
                 elif late:
                     raise PublishTimeout(
-                        f"version {version} was not published in time, the newest is {self._latest}; is the trainer "
-                        "slow or stuck?",
+                        f"version {version} of arena {self.name!r} was not published within "
+                        f"{time.perf_counter() - started:.3g} s, the newest is {self._latest}; see whether the trainer "
+                        "still publishes, or give it more time with timeout=",
                         version=version,
                     )
         finally:

@@ -28,14 +28,19 @@ class HandOut:
     Args:
         weights: what update() gives its body; no leaf was handed out yet.
         views: its leaves.
+
+    Attributes:
+        names: the leaves' dotted keys.
+        done: was anything handed out?
     """
 
     def __init__(self, weights: TensorDict, views: Mapping[Key, torch.Tensor]) -> None:
         self._weights = weights
         self._leaves = list({id(view): view for view in views.values()}.values())
         self._below = [each for each in weights.values(include_nested=True) if isinstance(each, TensorDictBase)]
+        self.names = [".".join(key) for key in views]
         self._known = {key[:size] for key in views for size in range(1, len(key) + 1)}
-        self._names = dotted_names(self._known)
+        self._dotted = dotted_names(self._known)
         self._counts = self._references()
         self.done = False
 
@@ -58,7 +63,7 @@ class HandOut:
         """Is this the key of no leaf and of no level? False for what may be an index."""
         path = (key,) if type(key) is str else key
         named = type(path) is tuple and path != () and all(type(part) is str for part in path)
-        return named and path not in self._known and ".".join(path) not in self._names
+        return named and path not in self._known and ".".join(path) not in self._dotted
 
     def hand_out(self) -> None:
         """Something may have been handed out."""
@@ -85,7 +90,10 @@ class Untouched(DottedTensorDict):
         if watch is None:  # another thread's use came first, and left a plain TensorDict
             return self[key]
         if watch.lacks(key):  # this frame refers to no level: the traceback keeps it
-            raise KeyError(f"the weights have no key {key!r}")
+            raise KeyError(
+                f"the weights have no key {key!r}; their {len(watch.names)} leaves begin with {watch.names[:3]}, and "
+                "weights.keys(True, True) lists all"
+            )
         watch.hand_out()
         return self[key]
 

@@ -309,7 +309,8 @@ class WriteSide:
         """Raise if the last update() failed half way."""
         if self.writer.poisoned:
             raise Poisoned(
-                "the last update() failed half way, so this would leave torn weights; publish() all weights first",
+                f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
+                "torn weights; publish() all weights first",
                 version=self.next_version,
             )
 
