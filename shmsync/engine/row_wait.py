@@ -71,13 +71,11 @@ class RowWait:
     def outcome(self, wording: Wording) -> Outcome:
         """What the last look has found, for an error."""
         outcome = Outcome(wording)
-        outcome.done = list(self.done)
         outcome.dead = dict.fromkeys(self.dead.values(), "")
-        outcome.late = [self._control.name_of(row) for row in self.late] + self.absent
-        outcome.pids = {self._control.name_of(row): pid_of(row[1]) for row in self.late}
-        outcome.stopped = [
-            self._control.name_of(row) for row in self.late if self._peers.state(row[1]) is ProcessState.STOPPED
-        ]
+        owners = {self._control.name_of(row): row[1] for row in self.late}
+        outcome.late = [*owners, *self.absent]
+        outcome.pids = {name: pid_of(owner) for name, owner in owners.items()}
+        outcome.stopped = [name for name, owner in owners.items() if self._peers.state(owner) is ProcessState.STOPPED]
         outcome.absent = list(self.absent)
         return outcome
 

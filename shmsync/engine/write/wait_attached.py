@@ -9,9 +9,9 @@ from numbers import Integral
 from typing import Any
 
 from ... import _native
-from ...memory.system.process import Peer, Peers, ProcessState, owner_word
+from ...memory.system.process import Peer, Peers, owner_word
 from ..deadlines import check_worker
-from ..outcome import Wording
+from ..outcome import Outcome, Wording
 from ..row_wait import RowWait
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
@@ -123,24 +123,13 @@ def wait_for_readers(
             poller.poll(_NAP)
 
         def look() -> None:
-            outcome = rows.outcome(_WORDING)
+            outcome = Outcome(_WORDING)
             awaited = {worker: procs[worker] for worker in rows.absent if worker in procs}
             outcome.dead = {worker: str(peer) for worker, peer in awaited.items() if peer.dead}
-            if outcome.dead:
-                outcome.late = []
-                raise outcome.death(what, version)
+            outcome.check(what, version)
             check()
 
         rows.until(deadline, look, nap)
-        outcome = rows.outcome(_WORDING)
-        outcome.pids = {worker: procs[worker].pid for worker in rows.absent if worker in procs}
-        outcome.stopped = [worker for worker, pid in outcome.pids.items() if _is_stopped(peers, pid)]
-        outcome.absent = []  # that is what being late means here
+        outcome = Outcome(_WORDING)
+        outcome.add_late({worker: procs.get(worker) for worker in rows.absent})
         outcome.check(what, version)
-
-
-def _is_stopped(peers: Peers, pid: int) -> bool:
-    try:
-        return peers.state(owner_word(pid)) is ProcessState.STOPPED
-    except OSError:
-        return False
