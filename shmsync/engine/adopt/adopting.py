@@ -197,9 +197,7 @@ class Adoption:
         for child in modules_in(self.module):
             for name in ("load_state_dict", "_load_from_state_dict"):
                 if name not in child.__dict__ or not isinstance(child.__dict__[name], Proxy):
-                    each = AdoptedLoading(child, name, False)
-                    each.loads = self._loads
-                    self._loading += (each,)
+                    self._loading.append(AdoptedLoading(child, name, self._loads))
 
     def placed_in(self, module: nn.Module) -> set[str]:
         """The names of the module's own parameters that are the slab."""

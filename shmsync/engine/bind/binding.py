@@ -63,7 +63,20 @@ class Binding:
 
     def modules(self) -> list[nn.Module]:
         """The living modules below the bound one, itself included."""
-        return [module for _, ref in self._places if (module := ref()) is not None]
+        return [module for _, module in self._living()]
+
+    def _living(self) -> list[tuple[Key, nn.Module]]:
+        """The same with their key paths."""
+        return [(path, module) for path, ref in self._places if (module := ref()) is not None]
+
+    def _left(self) -> dict[Key, torch.Tensor]:
+        """What they have in the places of bound tensors, where the module that was bound is gone."""
+        return {
+            (*path, name): tensor
+            for path, module in self._living()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None and (*path, name) in self._tensors
+        }
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
@@ -86,19 +99,11 @@ class Binding:
             return HeldTensors(
                 type(root).__name__, found, self._fitting.leaf_of, self._fitting.beside, frozenset(not_saved(root))
             )
-        found = {
-            (*path, name): tensor  # only parts of the module live on
-            for path, ref in self._places
-            if (module := ref()) is not None
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and (*path, name) in self._tensors
-        }
+        found = self._left()
+        if not found:
+            return None
         gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
-        return (
-            HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
-            if found
-            else None
-        )
+        return HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
 
     def names_below(self, module: nn.Module) -> set[str]:
         """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""
@@ -203,22 +208,13 @@ class Binding:
         A parameter in a bound one's place may be temporary (torch.func.functional_call); that cannot be seen from here.
         """
         bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
-        for path, module in [(path, module) for path, ref in self._places if (module := ref()) is not None]:
+        for path, module in self._living():
             for name in module._buffers:
                 if (tensor := bound.get((*path, name))) is not None:
                     module._buffers[name] = tensor
         root = self._root()
-        if root is None:  # only parts of the module live on
-            living = [(path, module) for path, ref in self._places if (module := ref()) is not None]
-            found = {
-                (*path, name): tensor
-                for path, module in living
-                for name, tensor in (*module._parameters.items(), *module._buffers.items())
-                if tensor is not None and (*path, name) in self._tensors
-            }
-        else:
-            living = list(placed_modules(root))
-            found = self._fitting.tensors(root)
+        living = self._living() if root is None else list(placed_modules(root))
+        found = self._left() if root is None else self._fitting.tensors(root)
         replaced = [".".join(key) for key, tensor in found.items() if self._tensors.get(key) is not tensor]
         if replaced:
             raise ManifestMismatch(

@@ -51,7 +51,7 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
         except BaseException:
             binding.drop()
             binding.release()
-            withdraw_guards(module, bound)
+            _cover_of(module, bound, set())  # without guards of this one
             raise
     return module
 
@@ -67,10 +67,7 @@ def guard_calls(
         calls: what to guard. Guards that are there already, for another binding, stay.
         clones: outputs that are views of the weights are cloned.
     """
-    cover = _cover_of(module, bound)
-    cover.drop_ended(binding.tensors())
-    if not cover.members:
-        _remove(cover)
+    cover = _cover_of(module, bound, binding.tensors())
     if calls:
         cover.add(path, binding, clones)
     for each in calls:
@@ -78,20 +75,16 @@ def guard_calls(
     for child in modules_in(bound):
         for name in ("load_state_dict", "_load_from_state_dict"):
             if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
-                Loading(child, name, _names_below)
+                Loading(child, name)
         watch(child)
 
 
-def withdraw_guards(module: nn.Module, bound: nn.Module) -> None:
-    """Remove the guards that nothing needs: the binding they were for has failed."""
-    cover = _cover_of(module, bound)
-    cover.drop_ended(set())
-    if not cover.members:
-        _remove(cover)
+def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:
+    """One cover for all that shares tensors or submodules with the module: their covers, made one.
 
-
-def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
-    """One cover for all that shares tensors or submodules with the module: their covers, made one."""
+    It is without the bindings that have ended; with none left, its guards are removed. `tensors`: ids of those that are
+    bound now.
+    """
     modules = [module, *modules_in(bound), *(child for each in companions(bound) for child in each.modules())]
     covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
     first, *others = covers or [Cover(module)]
@@ -99,6 +92,9 @@ def _cover_of(module: nn.Module, bound: nn.Module) -> Cover:
         first.absorb(other)
         for guard in list(other.guards):
             _covers[guard.module] = first
+    first.drop_ended(tensors)
+    if not first.members:
+        _remove(first)
     return first
 
 
@@ -121,10 +117,6 @@ def _remove(cover: Cover) -> None:
             standing = guard.module.__dict__.get(name)
             if isinstance(standing, (Hidden, Compiling)):
                 standing.remove()
-
-
-def _names_below(module: nn.Module) -> set[str]:
-    return {name for binding in companions(module) for name in binding.names_below(module)}
 
 
 class Hidden(Proxy):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ...errors import ProtocolError
+from .binding import companions
 from .guard import Proxy
 
 
@@ -20,20 +21,13 @@ def _written(names: set[str], state_dict: Mapping[str, Any], prefix: str) -> lis
 
 
 class Loading(Proxy):
-    """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors.
-
-    Args:
-        shows: the dotted names of the tensors below the module that show the arena now.
-    """
-
-    def __init__(self, module: nn.Module, name: str, shows: Callable[[nn.Module], set[str]]) -> None:
-        self._shows = shows
-        super().__init__(module, name)
+    """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors."""
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load what does not lie in an arena; raise ProtocolError for the rest."""
         prefix = args[0] if self.method == "_load_from_state_dict" else ""
-        refused = _written(self._shows(self.module), state_dict, prefix)
+        shown = {name for binding in companions(self.module) for name in binding.names_below(self.module)}
+        refused = _written(shown, state_dict, prefix)
         if refused:
             raise ProtocolError(
                 f"load_state_dict() would write {len(refused)} tensor(s) of a bound module, such as "
@@ -58,7 +52,9 @@ class AdoptedLoading(Proxy):
     That part is called alone when a module is loaded that has the adopted one inside.
     """
 
-    loads: Loads  # set by who makes it
+    def __init__(self, module: nn.Module, name: str, loads: Loads) -> None:
+        self.loads = loads
+        super().__init__(module, name, shows_as=False)
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load inside update(), which publishes; raise ProtocolError for the part alone."""

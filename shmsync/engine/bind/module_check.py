@@ -85,14 +85,14 @@ class ModuleCheck:
         """The leaf that a tensor of the module shows: that of its own key, or of the tensor which it is tied to."""
         return self._second[key][0] if key in self._second else self._spelled.get(key, key)
 
-    def check(self, tensors: Mapping[Key, torch.Tensor], *, partial: bool = False) -> None:
+    def check(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         """Raise ManifestMismatch when these tensors cannot show what the arena has under their keys."""
         arena = self.arena
         meta = {key: t for key, t in tensors.items() if t.device.type == "meta" and not is_wrapper(t)}
         proxies = {key: torch.empty_like(t, device="cpu") for key, t in meta.items()}
         others = {key: arena.views(0)[key] for key in self.beside if key not in tensors}
         given = {**tensors, **proxies, **others}
-        problems = mismatches(given, arena, partial=partial, any_device=True, source_is="module")
+        problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
         if not self._copies:
             problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
         # A cast arena accepts any floating source, but a module computes in the dtype it was built for.

@@ -27,16 +27,24 @@ if TYPE_CHECKING:
 class Update(_native.Scope):
     """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
 
-    _writes_at_once = True
-
-    def __init__(self, publisher: object, side: WriteSide, acks: Acks, timeout: float | None) -> None:
+    def __init__(
+        self,
+        publisher: object,
+        side: WriteSide,
+        acks: Acks = NO_ACKS,
+        timeout: float | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        writes_at_once: bool = True,
+    ) -> None:
+        """Make it. `optimizer`: whose step it is for. `writes_at_once`: may its body write adopted parameters?"""
         super().__init__()
         self._publisher = publisher  # lives as long as its section
         self._side = side
         self._acks = acks
         self._timeout = timeout
         self._seconds = 0.0  # spent at the entry
-        self._optimizer: torch.optim.Optimizer | None = None  # whose step it is for
+        self._optimizer, self._writes_at_once = optimizer, writes_at_once
 
     def _enter(self) -> TensorDictBase:
         side = self._side
@@ -107,22 +115,9 @@ class Update(_native.Scope):
 class StepUpdate(Update):
     """The section that an optimizer's step opens by itself. Not traced when the step is compiled: only the step is."""
 
-    def __init__(self, publisher: object, side: WriteSide, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(publisher, side, NO_ACKS, None)
-        self._optimizer = optimizer
-
     _enter = disable(Update._enter)
     _exit = disable(Update._exit)
     _recover = disable(Update._recover)
-
-
-class LoadUpdate(Update):
-    """The section that load_state_dict() of an adopted module opens. Nothing is written before it has succeeded."""
-
-    _writes_at_once = False
-
-    def __init__(self, publisher: object, side: WriteSide) -> None:
-        super().__init__(publisher, side, NO_ACKS, None)
 
 
 def load_inside_update(publisher: object, side: WriteSide) -> None:
@@ -146,7 +141,7 @@ def load_inside_update(publisher: object, side: WriteSide) -> None:
         try:
             if inside():
                 return adopted.load(run, written)
-            with LoadUpdate(owner, side):
+            with Update(owner, side, writes_at_once=False):  # load() writes when it has succeeded
                 return adopted.load(run, written)
         finally:
             loading.discard(thread)
@@ -170,7 +165,7 @@ def step_inside_update(optimizers: Iterable[torch.optim.Optimizer], publisher: o
 
     @torch.compiler.disable
     def update(optimizer: torch.optim.Optimizer) -> Update:
-        return StepUpdate(publisher, side, optimizer)
+        return StepUpdate(publisher, side, optimizer=optimizer)
 
     def under_way() -> bool:
         return side.closed or side.updating_thread is not None
