@@ -29,8 +29,9 @@ from .deadlines import deadline_after
 from .read.state import copied_state
 from .source.arena_device import place_for
 from .source.dtypes import Dtypes, cast_leaves, kept_leaves
+from .source.leaf_check import problem_with
 from .source.manifest_check import same_bytes
-from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved, problem_with
+from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, not_saved
 from .verify.checksums import check_checksum, refuse_without_checksums
 from .verify.local import Proof
 from .verify.request import VerifyRequest

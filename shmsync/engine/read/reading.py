@@ -24,7 +24,7 @@ from ...memory.dynamo import disable, skip
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.checksums import refuse_without_checksums
+from ..verify.checksums import BYTES_PER_SECOND, refuse_without_checksums
 from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
 from .device_sections import SectionStreams, wait_for_reads
@@ -354,7 +354,7 @@ class ReadPath(WaitPath):
         """Answer the publisher's question what this subscriber holds, if the gate is open; else at another time."""
         question = self._asked
         if self.arena.manifest.sums is None:  # no publisher asks that of an arena without checksums
-            self._answer(question, Verdict.unusable())
+            self._answer(question, Verdict.UNUSABLE)
             return
         try:
             outcome = self._try_enter(True)
@@ -364,7 +364,7 @@ class ReadPath(WaitPath):
                 return
             found = Verdict.of(self)
         except ManifestMismatch:  # what the entry raises in a moment
-            found = Verdict.unusable()
+            found = Verdict.UNUSABLE
         self._abandon()
         self._answer(question, found)
 
@@ -374,7 +374,7 @@ class ReadPath(WaitPath):
         # Nothing is applied here: a version that is new is for the next section, and so is the question then.
         if not self._asked or self.arena.manifest.sums is None or self._mine:
             return
-        if deadline - time.monotonic() < Verdict.seconds(self.arena.manifest):
+        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
             return
         try:
             with self._exclusive(max(0.0, deadline - time.monotonic())):

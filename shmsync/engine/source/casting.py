@@ -17,7 +17,8 @@ from ...memory.manifest import Key, tie
 from ...memory.torch_modes import run_plainly
 from . import extra_state
 from .dtypes import Dtypes, cast_leaves, kept_leaves
-from .sources import EVERYTHING, collect, problem_with
+from .leaf_check import problem_with
+from .sources import EVERYTHING, collect
 
 
 @run_plainly

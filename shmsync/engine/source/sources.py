@@ -18,16 +18,11 @@ from torch import nn
 from ...errors import ManifestMismatch
 from ...memory.arrays import is_array, tensor_over
 from ...memory.manifest import Key, Manifest
-from .leaf_check import check_depth, is_tensordict, loaded_class, problem_with, problem_with_key, shown
-from .wrappers import spelled_in, unwrapped, walk, wrapped_by
+from .leaf_check import check_depth, is_tensordict, loaded_class, problem_with_key, shown
+from .wrappers import spelled_in, walk, wrapped_by
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
-
-__all__ = [
-    "EVERYTHING", "Collected", "Filter", "Patterns", "Weights", "check_keys", "collect", "not_saved", "problem_with",
-    "unwrapped",
-]  # fmt: skip
 
 Weights: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 Patterns = str | Sequence[str] | None
@@ -108,18 +103,21 @@ def collect(
     """
     if isinstance(source, nn.Module):
         return _from_module(source, filter, watch)
+    watched = _Watch()
     if is_tensordict(source):
-        collected = _from_tensordict(source, filter, manifest)
-        return collected if to_write else _arrived(collected)
-    if isinstance(source, Mapping):
-        collected = _from_mapping(source, filter, manifest)
-        return collected if to_write else _arrived(_over_arrays(collected))
-    inner = wrapped_by(source)
-    raise TypeError(
-        f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors or numpy arrays, "
-        f"not {type(source).__name__}"
-        + ("" if inner is None else f"; pass the {type(inner).__name__} inside it (.func, .__wrapped__ or .__self__)")
-    )
+        pairs = _in_tensordict(source, (), watched, manifest)
+    elif isinstance(source, Mapping):
+        pairs = _in_mapping(source, (), watched, manifest)
+    else:
+        inner, cure = wrapped_by(source), ""
+        if inner is not None:
+            cure = f"; pass the {type(inner).__name__} inside it (.func, .__wrapped__ or .__self__)"
+        raise TypeError(
+            f"weights must be a torch.nn.Module, a TensorDict or a mapping of dotted keys to tensors or numpy arrays, "
+            f"not {type(source).__name__}{cure}"
+        )
+    tensors = _admitted(pairs, filter)
+    return Collected(tensors if to_write else _as_tensors(tensors), watched.dicts)
 
 
 def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any]:
@@ -133,21 +131,15 @@ def _admitted(pairs: Iterable[tuple[Key, Any]], filter: Filter) -> dict[Key, Any
     return found
 
 
-def _arrived(collected: Collected) -> Collected:
-    """A tensor that a collective still brings has a value of its own, here, as soon as it is waited for."""
-    kind = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-    if kind is not None:
-        for key, value in collected.tensors.items():
-            if type(value) is kind:
-                collected.tensors[key] = value.wait()
-    return collected
-
-
-def _over_arrays(collected: Collected) -> Collected:
-    for key, value in collected.tensors.items():
-        if is_array(value):
-            collected.tensors[key] = tensor_over(value)
-    return collected
+def _as_tensors(values: dict[Key, Any]) -> dict[Key, Any]:
+    """Tensors over arrays, and the values that a collective still brings, which are waited for."""
+    pending = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    for key, value in values.items():
+        if pending is not None and type(value) is pending:
+            values[key] = value.wait()
+        elif is_array(value):
+            values[key] = tensor_over(value)
+    return values
 
 
 def _from_module(module: nn.Module, filter: Filter, watch: bool) -> Collected:
@@ -202,14 +194,9 @@ class _Watch:
             self.dicts = None
 
 
-def _from_tensordict(source: TensorDictBase, filter: Filter, manifest: Manifest | None) -> Collected:
-    watch = _Watch()
-    pairs = ((key_of(key, manifest, flat=False), value) for key, value in _in_tensordict(source, (), watch))
-    tensors = _admitted(pairs, filter)
-    return Collected(tensors, watch.dicts)
-
-
-def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable[tuple[Key, Any]]:
+def _in_tensordict(
+    source: TensorDictBase, path: Key, watch: _Watch, manifest: Manifest | None
+) -> Iterable[tuple[Key, Any]]:
     from tensordict import TensorDict, is_non_tensor, is_tensor_collection
 
     from ...memory.dotted import DottedTensorDict
@@ -223,15 +210,10 @@ def _in_tensordict(source: TensorDictBase, path: Key, watch: _Watch) -> Iterable
     for key, value in source.items() if type(store) is not dict else store.items():
         if not isinstance(value, torch.Tensor) and is_tensor_collection(value) and not is_non_tensor(value):
             # A tensorclass keeps a TensorDict; what else it keeps is in there too, as NonTensorData.
-            yield from _in_tensordict(value if is_tensordict(value) else value._tensordict, (*path, key), watch)
+            below = value if is_tensordict(value) else value._tensordict
+            yield from _in_tensordict(below, (*path, key), watch, manifest)
         else:
-            yield (*path, key), value
-
-
-def _from_mapping(source: Mapping[str, Any], filter: Filter, manifest: Manifest | None) -> Collected:
-    watch = _Watch()
-    tensors = _admitted(_in_mapping(source, (), watch, manifest), filter)
-    return Collected(tensors, watch.dicts)
+            yield key_of((*path, key), manifest, flat=False), value
 
 
 def _in_mapping(

@@ -20,8 +20,9 @@ from . import extra_state
 from .aliases import shared_in_part
 from .casting import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes, kept_leaves
+from .leaf_check import problem_with
 from .manifest_check import plain, same_bytes
-from .sources import EVERYTHING, check_keys, collect, not_saved, problem_with
+from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target
 from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules, walk
 

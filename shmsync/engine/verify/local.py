@@ -18,7 +18,7 @@ from ..source.leaf_check import problem_with
 from ..source.second_names import second_names
 from ..source.sources import EVERYTHING, collect, not_saved
 from ..source.wrappers import unwrapped
-from .checksums import BYTES_PER_SECOND, checksum_of, checksums_in, refuse_without_checksums
+from .checksums import checksum_of, checksums_in
 
 _log = logging.getLogger("shmsync")
 _SHOWN = 8  # leaves that an error lists
@@ -58,10 +58,6 @@ class Verifiable(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the arena."""
-
-    @property
-    def session(self) -> bytes:
         """Of the arena."""
 
     @property
@@ -192,7 +188,8 @@ class _Look:
 class Verdict:
     """The answer to the publisher's question, as 32 bits: what, how many leaves, and the first of them."""
 
-    _UNKNOWN, _HOLDS, _DIFFERS, _UNUSABLE = 0, 1, 2, 3
+    # The last one: a bound module was changed, and cannot show the version.
+    _UNKNOWN, _HOLDS, _DIFFERS, UNUSABLE = (kind << 30 for kind in range(4))
     _COUNTED, _NUMBERED = (1 << 10) - 1, (1 << 20) - 1
 
     @classmethod
@@ -206,32 +203,23 @@ class Verdict:
         except NotDelivered as error:
             names = {leaf.name: number for number, leaf in enumerate(path.arena.manifest.leaves)}
             first = min(names[error.leaves[0]] if error.leaves else cls._NUMBERED, cls._NUMBERED)
-            return cls._DIFFERS << 30 | min(len(error.leaves), cls._COUNTED) << 20 | first
+            return cls._DIFFERS | min(len(error.leaves), cls._COUNTED) << 20 | first
         except ManifestMismatch:
             raise
         except Exception:
             _log.warning("arena %r: what this process holds could not be compared", path.name, exc_info=True)
-            return cls._UNKNOWN << 30
-        return cls._HOLDS << 30
-
-    @classmethod
-    def unusable(cls) -> int:
-        """A bound module cannot show the version: it was changed."""
-        return cls._UNUSABLE << 30
-
-    @staticmethod
-    def seconds(manifest: Manifest) -> float:
-        """How long the comparison may take."""
-        return manifest.used_bytes / BYTES_PER_SECOND
+            return cls._UNKNOWN
+        return cls._HOLDS
 
     @classmethod
     def problem(cls, found: int, manifest: Manifest) -> tuple[str, str]:
         """What an answer says is wrong, and the leaf that it names; "" when nothing is wrong."""
-        if found >> 30 == cls._HOLDS:
+        kind = found >> 30 << 30
+        if kind == cls._HOLDS:
             return "", ""
-        if found >> 30 == cls._UNKNOWN:
+        if kind == cls._UNKNOWN:
             return "could not compare what it holds, and its log says why", ""
-        if found >> 30 == cls._UNUSABLE:
+        if kind == cls.UNUSABLE:
             return "has a bound module that was changed and cannot show it", ""
         count, number = found >> 20 & cls._COUNTED, found & cls._NUMBERED
         name = manifest.leaves[number].name if number < len(manifest.leaves) else ""
@@ -249,5 +237,3 @@ def _not_delivered(looking: _Look, name: str) -> NotDelivered:
         leaves=dict.fromkeys(leaf for leaf, _ in wrong.values()),
     )
 
-
-__all__ = ["HeldTensors", "Proof", "Verdict", "held_by", "refuse_succeeded", "refuse_without_checksums", "verify_held"]

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import shmsync
-from shmsync.engine.source.sources import unwrapped
+from shmsync.engine.source.wrappers import unwrapped
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from shmsync.schemes.remote.packed_weights import Packer, unpack
 
