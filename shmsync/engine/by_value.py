@@ -162,11 +162,8 @@ def _of_arena(tensor: torch.Tensor) -> Arena | bool:
     return arena_around(tensor, address) or slab.is_mapped(address)
 
 
-def _copied(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[torch.Tensor, Taken | None] | None:
-    """A private copy of what the tensor shows, and what holds its version; None: it is no view of an arena."""
-    arena = _of_arena(tensor)
-    if not isinstance(arena, Arena):
-        return (_closed(tensor), None) if arena else None
+def _taken(arena: Arena, memo: dict[Any, Any] | None) -> Taken:
+    """The version that this dump, or the deepcopy of this memo, copies."""
     if memo is not None:
         known: Any = memo.setdefault(_MEMO, weakref.WeakKeyDictionary())
         taken = known.get(arena)
@@ -178,20 +175,16 @@ def _copied(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[t
         taken = Taken(arena)
         taken.take()
         known[arena] = taken if memo is not None else weakref.ref(taken)
-    return taken.copied(tensor), taken
-
-
-@run_plainly
-def _closed(tensor: torch.Tensor) -> torch.Tensor:
-    return clone(tensor)
+    return taken
 
 
 def _made(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[torch.Tensor, Taken | None] | None:
-    """The private copy as the same kind of tensor."""
-    found = _copied(tensor, memo)
-    if found is None:
+    """A private copy of the same kind, and what holds its version; None: the tensor is no view of an arena."""
+    arena = _of_arena(tensor)
+    if arena is False:
         return None
-    made, taken = found
+    taken = None if arena is True else _taken(arena, memo)
+    made = run_plainly(clone)(tensor) if taken is None else taken.copied(tensor)
     if type(tensor) is nn.Parameter:
         return nn.Parameter(made, tensor.requires_grad), taken
     return made.requires_grad_(tensor.requires_grad), taken

@@ -25,7 +25,7 @@ from ..source.sources import Filter, collect
 from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of, refuse_others
 from .buffers import AdoptedBuffers
-from .optimizer_hooks import OptimizerWatch, StepGate, laid, refuse_orphans, states_follow, stepped_by, stuck_states
+from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
 
 R = TypeVar("R")
 _log = logging.getLogger("shmsync")
@@ -120,12 +120,12 @@ class Adoption:
         """
         if self._unchanged():
             if optimizer is not None:
-                refuse_orphans(optimizer, self._watch.orphans, self._placed)
+                self._watch.refuse_orphans(optimizer, self._placed)
             return
         parts = self._parts(self._optimizers())
         self._watch.replaced((key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old)
         if optimizer is not None:
-            refuse_orphans(optimizer, self._watch.orphans, parts.placed)
+            self._watch.refuse_orphans(optimizer, parts.placed)
         self._clear_places(parts)
         self._pending = parts
 

@@ -20,7 +20,6 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly
 
-Orphans = Sequence[tuple[Key, "weakref.ref[torch.Tensor]"]]  # parameters that an adopted module has no more, and where
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
@@ -130,6 +129,7 @@ class OptimizerWatch:
     """
 
     def __init__(self, placed: Mapping[Key, torch.Tensor]) -> None:
+        # Parameters that the module has no more, and where it had them.
         self.orphans: list[tuple[Key, weakref.ref[torch.Tensor]]] = []
         self._placed = placed
         self._changes = 0
@@ -198,13 +198,37 @@ class OptimizerWatch:
                 f"{'; '.join(problems)}; clone the state first"
             )
         states_follow(optimizer, self._placed.values())
-        if gone := orphans_of(optimizer, self.orphans, self._placed):
+        if gone := self._orphans_of(optimizer, self._placed):
             warnings.warn(
                 f"an optimizer steps {', '.join(gone)}, but the adopted module has another parameter there now: "
                 "no worker would get its steps; make a new optimizer, or put the module's parameters into its groups",
                 stacklevel=4,
             )
         self._checked[optimizer] = (self._changes, state)
+
+    def refuse_orphans(self, optimizer: torch.optim.Optimizer, current: Mapping[Key, torch.Tensor]) -> None:
+        """Raise ProtocolError if a step of this optimizer would go to a parameter that the module has no more.
+
+        `current`: the parameters that it has.
+        """
+        if gone := self._orphans_of(optimizer, current):
+            raise ProtocolError(
+                f"{', '.join(gone)} of the adopted module was replaced, but {type(optimizer).__name__} still steps the "
+                "one before: no worker would get its steps. Make a new optimizer and pass it to adopt() again, or put "
+                "the module's parameters into param_groups"
+            )
+
+    def _orphans_of(self, optimizer: torch.optim.Optimizer, current: Mapping[Key, torch.Tensor]) -> list[str]:
+        """Names of the parameters of which the optimizer has the one before, and not the current one."""
+        if not self.orphans:
+            return []
+        stepped = {id(tensor) for tensor in stepped_by(optimizer)}
+        present = {id(tensor) for tensor in current.values()}
+        return [
+            ".".join(key)
+            for key, ref in self.orphans
+            if (old := ref()) is not None and id(old) in stepped - present and id(current.get(key)) not in stepped
+        ]
 
     def close(self) -> None:
         """Look at no optimizer any more."""
@@ -225,29 +249,6 @@ def as_list(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]
-
-
-def orphans_of(optimizer: torch.optim.Optimizer, orphans: Orphans, current: Mapping[Key, torch.Tensor]) -> list[str]:
-    """Names of the parameters of which the optimizer has the one before, and not the current one."""
-    if not orphans:
-        return []
-    stepped = {id(tensor) for tensor in stepped_by(optimizer)}
-    present = {id(tensor) for tensor in current.values()}
-    return [
-        ".".join(key)
-        for key, ref in orphans
-        if (old := ref()) is not None and id(old) in stepped - present and id(current.get(key)) not in stepped
-    ]
-
-
-def refuse_orphans(optimizer: torch.optim.Optimizer, orphans: Orphans, current: Mapping[Key, torch.Tensor]) -> None:
-    """Raise ProtocolError if a step of this optimizer would go to a parameter that the module has no more."""
-    if gone := orphans_of(optimizer, orphans, current):
-        raise ProtocolError(
-            f"{', '.join(gone)} of the adopted module was replaced, but {type(optimizer).__name__} still steps the one "
-            "before: no worker would get its steps. Make a new optimizer and pass it to adopt() again, or put the "
-            "module's parameters into param_groups"
-        )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

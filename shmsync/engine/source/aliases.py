@@ -38,15 +38,15 @@ def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) ->
     return found
 
 
-def shared_in_part(tensors: Mapping[Key, object]) -> list[str]:
-    """Why a part of these tensors cannot be written by itself: writing one would change some of another."""
+def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:
+    """Why a part of these tensors cannot be written by itself: writing one would change some of another.
+
+    Returns (sentence, the first of the two names) for each pair.
+    """
     plain = {".".join(key): each for key, each in tensors.items() if problem_with(each) is None}
     found = overlapping(plain, {id(each) for each in plain.values()})  # type: ignore[arg-type]
-    return [
-        f"{a} and {b} share memory in part in the destination, and partial=True may give one without the "
-        "other: give one of them memory of its own"
-        for a, b in found
-    ]
+    cure = "and partial=True may give one without the other: give one of them memory of its own"
+    return [(f"{a} and {b} share memory in part in the destination, {cure}", a) for a, b in found]
 
 
 def shown_by_others(keep: Collection[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:

@@ -136,7 +136,8 @@ class WeightStrategy:
         """Raise ManifestMismatch if partial=True and the module cannot take a part of its weights by itself."""
         problems = shared_in_part(collect(module, EVERYTHING).tensors) if self.partial else []
         if problems:
-            raise ManifestMismatch("the module cannot be bound: " + "; ".join(problems) + ". Nothing was changed")
+            why = "; ".join(text for text, _ in problems)
+            raise ManifestMismatch(f"the module cannot be bound: {why}. Nothing was changed")
 
     @run_plainly
     def check_weights(self, destination: Any, weights: Any) -> Fit:
@@ -176,24 +177,20 @@ class WeightStrategy:
             given = cast_tensors(given, self.dtype, partial=self.partial, kept=kept)
         problems = _differences(targets, given, None if self.partial else optional)
         if self.partial:
-            problems += [f"mismatched: {problem}" for problem in shared_in_part(targets)]
+            problems += [(f"mismatched: {problem}", name) for problem, name in shared_in_part(targets)]
         if self.partial and targets and not (given or extra):
-            problems.append("missing: they give no leaf at all")
-        problems += [
-            f"mismatched: {'.'.join(key)} {reason}"
-            for key, target in targets.items()
-            if (reason := made_anew(target, again.get(key)))
-        ]
+            problems.append(("missing: they give no leaf at all", ""))
+        for key, target in targets.items():
+            if reason := made_anew(target, again.get(key)):
+                problems.append((f"mismatched: {'.'.join(key)} {reason}", ".".join(key)))
+        extra_keys = {path: ".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra}
         if modules:
-            problems += [
-                f"unexpected: {'.'.join((*path, extra_state.STATE_DICT_KEY))}" for path in extra if path not in modules
-            ]
+            problems += [(f"unexpected: {key}", key) for path, key in extra_keys.items() if path not in modules]
         if problems:
-            error = ManifestMismatch(
-                "the weights do not fit where they should go: " + "; ".join(problems) + ". Nothing was written"
-            )
-            extra_keys = (".".join((*path, extra_state.STATE_DICT_KEY)) for path in extra)
-            error.leaves = _leaves_in(problems, {*map(".".join, given), *extra_keys})
+            why = "; ".join(text for text, _ in problems)
+            error = ManifestMismatch(f"the weights do not fit where they should go: {why}. Nothing was written")
+            ours = {*map(".".join, given), *extra_keys.values()}
+            error.leaves = tuple(name for _, name in problems if name in ours)
             raise error
         return Fit(targets, given, [(modules[path], state) for path, state in extra.items() if path in modules])
 
@@ -306,49 +303,39 @@ def unflattened(tensors: Mapping[Key, Any]) -> dict[Key, Any]:
     return {tuple(".".join(key).split(".")): value for key, value in tensors.items()}
 
 
-def _leaves_in(problems: Sequence[str], names: set[str]) -> tuple[str, ...]:
-    """Which of these leaves the problems are about."""
-    found = []
-    for problem in problems:
-        words = problem.partition(": ")[2].split(" ")  # a name may have spaces
-        spans = (" ".join(words[:end]) for end in range(1, len(words) + 1))
-        found += [span for span in spans if span in names][:1]
-    return tuple(found)
-
-
-def _differences(targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None) -> list[str]:
-    """Why the given leaves cannot be copied into the targets, one line for each key. `optional`: None is all."""
+def _differences(
+    targets: Mapping[Key, Any], given: Mapping[Key, Any], optional: set[Key] | None
+) -> list[tuple[str, str]]:
+    """Why the given leaves cannot be copied into the targets: (sentence, leaf) each. `optional`: None is all."""
     aliases: dict[Any, list[Key]] = {}
     odd = {key: reason for key, tensor in targets.items() if (reason := problem_with_target(tensor))}
     for key, tensor in targets.items():
         aliases.setdefault(None if key in odd else tie(tensor), []).append(key)
     tied = {key: keys for identity, keys in aliases.items() if identity is not None for key in keys}
-    problems = [
-        f"missing: {'.'.join(key)}"
+    missing = [
+        ".".join(key)
         for key in targets
         if optional is not None
         and key not in given
         and key not in optional
         and not any(other in given for other in tied.get(key, ()))
     ]
-    problems += [f"unexpected: {'.'.join(key)}" for key in given if key not in targets]
+    unexpected = [".".join(key) for key in given if key not in targets]
+    problems = [(f"missing: {name}", name) for name in missing] + [(f"unexpected: {name}", name) for name in unexpected]
     for key in given.keys() & targets.keys():
         name, source, target = ".".join(key), given[key], targets[key]
-        reason = problem_with(source) or odd.get(key)
-        if reason:
-            problems.append(f"mismatched: {name} {reason}")
+        if reason := problem_with(source) or odd.get(key):
+            problems.append((f"mismatched: {name} {reason}", name))
         elif source.shape != target.shape or source.dtype != target.dtype:
-            problems.append(
-                f"mismatched: {name} is {target.dtype} {tuple(target.shape)} in the destination but "
-                f"{source.dtype} {tuple(source.shape)} in the weights"
-            )
-    if not problems:
-        for keys in aliases.values():
-            first, *others = [key for key in keys if key in given] or [()]
-            problems += [
-                f"mismatched: {'.'.join(first)} and {'.'.join(other)} are one tensor in the destination but differ in "
-                "the weights"
-                for other in others
-                if tied.get(first) and not same_bytes(given[first].cpu(), given[other].cpu())
-            ]
+            there, here = f"{target.dtype} {tuple(target.shape)}", f"{source.dtype} {tuple(source.shape)}"
+            problems.append((f"mismatched: {name} is {there} in the destination but {here} in the weights", name))
+    if problems:
+        return sorted(problems)
+    for keys in aliases.values():
+        first, *others = [key for key in keys if key in given] or [()]
+        for other in others:
+            if tied.get(first) and not same_bytes(given[first].cpu(), given[other].cpu()):
+                one, two = ".".join(first), ".".join(other)
+                differ = f"mismatched: {one} and {two} are one tensor in the destination but differ in the weights"
+                problems.append((differ, one))
     return sorted(problems)

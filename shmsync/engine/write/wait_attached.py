@@ -6,6 +6,7 @@ import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Integral
+from types import SimpleNamespace
 from typing import Any
 
 from ... import _native
@@ -64,21 +65,12 @@ def _peer(process: Any) -> Peer:
         try:
             return Peer(owner=owner_word(int(process)))
         except (FileNotFoundError, ProcessLookupError):
-            return Peer(process=_Ended(int(process)))
+            return Peer(process=SimpleNamespace(pid=int(process), exitcode=0))  # no process has this pid any more
     if hasattr(process, "exitcode") and hasattr(process, "pid"):
         return Peer(process=process)
     if hasattr(process, "poll") and hasattr(process, "pid"):
         return Peer(process=_Child(process))
     raise TypeError(f"a process is a multiprocessing.Process, a subprocess.Popen or a pid, not {process!r}")
-
-
-class _Ended:
-    """A pid that no process has any more."""
-
-    exitcode = 0
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
 
 
 class _Child:
