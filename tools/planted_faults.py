@@ -42,7 +42,7 @@ FAULTS = [
     Fault("shmsync/engine/source/leaf_check.py", "if held < needed:", "if False:", "unit/source/test_odd_tensors.py"),
     Fault("shmsync/engine/source/casting.py", "kept=kept_leaves(weights, named) | set(kept)", "kept=set(kept)",
           "unit/source/test_dtypes.py"),
-    Fault("shmsync/engine/copy/plan_cache.py", "if kept is not None and kept.still_valid(self._arena):",
+    Fault("shmsync/engine/copy/plan_cache.py", "if kept is not None and kept.still_valid():",
           "if kept is not None:", "unit/source/test_replaced_tensors.py"),
     Fault("shmsync/engine/copy/converting.py", "assign(copy, source)", "pass", "unit/source/test_dtypes.py"),
     Fault("shmsync/engine/copy/source_signature.py", "_tensordict_class()), order", "_tensordict_class()), order[::-1]",

@@ -62,9 +62,7 @@ class ModuleCheck:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
         _refuse_unsafe(module)
         by_key = self.arena.manifest.by_key
-        tensors = collect(module, EVERYTHING, watch=False).tensors
-        private = not_saved(module)
-        tensors = {key: tensor for key, tensor in tensors.items() if key in by_key or key not in private}
+        tensors = without(collect(module, EVERYTHING, watch=False).tensors, not_saved(module).difference(by_key))
         spelled = respelled(tensors, by_key)
         module_key = {leaf: key for key, leaf in spelled.items()}
         tensors = {spelled.get(key, key): tensor for key, tensor in tensors.items()}

@@ -85,14 +85,14 @@ class CopyPlan:
         self._tensors = collected.tensors if self._outline is None else {}
         self._reusable = collected.watched_dicts is not None and not apart and self._outline is None
         self.given = frozenset(given)  # the places of the leaves that the source has
-        self._manifest = arena.manifest
+        self._arena = arena
 
     @property
     def fits_others(self) -> bool:
         """Is it good for other sources that are like its own?"""
         return self._outline is not None
 
-    def take(self, source: object, arena: Arena) -> bool | None:
+    def take(self, source: object) -> bool | None:
         """Copy the tensors of this source from now on; False: it is of another kind. None: it lies in the slab.
 
         release() drops them.
@@ -105,7 +105,7 @@ class CopyPlan:
         placed = dict(zip(order, converted, strict=True))
         self._conversions.use([placed[position] for position in range(len(placed))])
         # Always: the slab may have been mapped, since the last time, where the tensors of that time were.
-        ranges = arena.ranges()
+        ranges = self._arena.ranges()
         inside = self._overlaps(ranges) or any(lies_in(tensor, ranges) for tensor in converted)
         return None if inside or (outline.moved and self.in_place) else True
 
@@ -127,21 +127,22 @@ class CopyPlan:
     @property
     def whole(self) -> bool:
         """Does the source have every leaf?"""
-        return len(self.given) == len(self._manifest.places)
+        return len(self.given) == len(self._arena.manifest.places)
 
     @property
     def lacking(self) -> list[Leaf]:
         """The leaves that the source has not, which keep their values; of tied ones one."""
-        others = {leaf.offset: leaf for leaf in self._manifest.leaves if leaf.nbytes and leaf.offset not in self.given}
+        leaves = self._arena.manifest.leaves
+        others = {leaf.offset: leaf for leaf in leaves if leaf.nbytes and leaf.offset not in self.given}
         return sorted(others.values(), key=lambda leaf: leaf.offset)
 
-    def still_valid(self, arena: Arena) -> bool:
+    def still_valid(self) -> bool:
         """Is the source exactly as it was checked? Addresses may have moved, but not into the slab."""
         return (
             self._reusable
             and (self._conversions.none or self._conversions.unchanged())
             and self._sources.revalidate()
-            and not (self._sources.moved and (self.in_place or self._overlaps(arena.ranges())))
+            and not (self._sources.moved and (self.in_place or self._overlaps(self._arena.ranges())))
         )
 
     def _overlaps(self, ranges: list[tuple[int, int]]) -> bool:

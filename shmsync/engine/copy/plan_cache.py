@@ -53,7 +53,7 @@ class PlanCache:
         if key is None:
             return self.make(source)
         kept = self._of_objects.get(key)
-        if kept is not None and kept.still_valid(self._arena):
+        if kept is not None and kept.still_valid():
             return kept
         self._of_objects.pop(key)  # it may have addresses by now that were not checked
         made = self._of_objects[key] = self.make(source)
@@ -63,7 +63,7 @@ class PlanCache:
         """The plan for sources like this one, or a new one."""
         self.release()
         for plan in self._of_values:
-            fits = plan.take(source, self._arena)
+            fits = plan.take(source)
             if fits:
                 self._taken = plan
                 if self._of_values[0] is not plan:
@@ -76,7 +76,7 @@ class PlanCache:
                 break
         by_object = is_tensordict(source)
         if by_object and (kept := self._of_objects.get(source)) is not None:
-            if kept.still_valid(self._arena):
+            if kept.still_valid():
                 return kept
             self._of_objects.pop(source)
         made = self.make(source, by_value=True)
@@ -106,21 +106,16 @@ class PlanCache:
 
     def _collect(self, source: Weights) -> Collected:
         collected = collect(source, self._filter, self._arena.manifest)
-        if isinstance(source, nn.Module):
-            # Buffers that are never saved: an arena made from a state_dict() lacks them.
-            own = {key for key in not_saved(source) if key not in self._arena.manifest.by_key}
-            if own:
-                kept = {key: tensor for key, tensor in collected.tensors.items() if key not in own}
-                collected = collected._replace(tensors=kept)
-        own = {key for key in collected.tensors if key[-1] == "n_averaged" and key not in self._arena.manifest.by_key}
+        tensors, known = collected.tensors, self._arena.manifest.by_key
+        if isinstance(source, nn.Module):  # buffers that are never saved: an arena made from a state_dict() lacks them
+            tensors = without(tensors, not_saved(source).difference(known))
+        own = {key for key in tensors if key[-1] == "n_averaged" and key not in known}
         if own:  # as the source spells its keys
             own &= of_wrappers(collect(source, EVERYTHING, watch=False).tensors)
-        spelled = respelled([key for key in collected.tensors if key not in own], self._arena.manifest.by_key)
-        if spelled or own:
-            kept = {spelled.get(key, key): each for key, each in collected.tensors.items() if key not in own}
-            collected = collected._replace(tensors=kept)
-        second = second_names(collected.tensors, self._arena.manifest.by_key)
-        return collected._replace(tensors=without(collected.tensors, second)) if second else collected
+            tensors = without(tensors, own)
+        if spelled := respelled(tensors, known):
+            tensors = {spelled.get(key, key): each for key, each in tensors.items()}
+        return collected._replace(tensors=without(tensors, second_names(tensors, known)))
 
     def forget(self) -> None:
         """Keep no plan, and so no tensor of a source."""

@@ -22,6 +22,7 @@ from .casting import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .leaf_check import problem_with
 from .manifest_check import plain, same_bytes
+from .second_names import without
 from .sources import EVERYTHING, check_keys, collect, not_saved
 from .targets import made_anew, problem_with_target
 from .wrappers import of_wrappers, respelled, spelled_in, state_of, submodules, walk
@@ -162,8 +163,7 @@ class WeightStrategy:
         if isinstance(destination, nn.Module):
             optional = not_saved(destination)
             modules = submodules(destination)
-            own = of_wrappers(given).difference(targets)
-            given = {key: value for key, value in given.items() if key not in own}
+            given = without(given, of_wrappers(given).difference(targets))
             spelled = {spelled_in(targets, key) or key: value for key, value in given.items()}
             given = spelled if len(spelled) == len(given) else given
             others = respelled(given, targets)

@@ -63,7 +63,8 @@ class Update(_native.Scope):
             begin_all([side], deadline_after(self._timeout, side.timeout))
         if side.arena.slots > 1:
             side.carry(None)
-            side.open_to_kernels()
+            if side.later is not None:
+                side.later.open_to()
         elif side.adopted is not None:
             side.pull()
         weights = side.arena.weights(side.writer.slot, writable=True)

@@ -356,11 +356,6 @@ class WriteSide:
         if trace is not None:
             trace.span(what, int(started * 1e9), version, ended)
 
-    def open_to_kernels(self) -> None:
-        """What the calling thread asks a device for now comes after what was carried."""
-        if self.later is not None:
-            self.later.open_to()
-
     def end(self) -> None:
         """The arena ends: nothing more is published."""
         if self.later is not None:
