@@ -28,7 +28,7 @@ from ..memory.arena import Arena, arena_around, has_address
 from ..memory.devices import clone
 from ..memory.slab import slab
 from ..memory.system.when_imported import when_imported
-from ..memory.torch_modes import run_plainly
+from ..memory.torch_modes import plainly, run_plainly
 from .deadlines import deadline_after
 from .read.reading import ReadPath
 from .source.leaf_check import extent
@@ -181,10 +181,15 @@ def _taken(arena: Arena, memo: dict[Any, Any] | None) -> Taken:
 def _made(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[torch.Tensor, Taken | None] | None:
     """A private copy of the same kind, and what holds its version; None: the tensor is no view of an arena."""
     arena = _of_arena(tensor)
-    if arena is False:
+    taken = None
+    if isinstance(arena, Arena):
+        taken = _taken(arena, memo)
+        made = taken.copied(tensor)
+    elif arena:
+        with plainly():
+            made = clone(tensor)
+    else:
         return None
-    taken = None if arena is True else _taken(arena, memo)
-    made = run_plainly(clone)(tensor) if taken is None else taken.copied(tensor)
     if type(tensor) is nn.Parameter:
         return nn.Parameter(made, tensor.requires_grad), taken
     return made.requires_grad_(tensor.requires_grad), taken

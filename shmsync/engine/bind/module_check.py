@@ -143,7 +143,8 @@ def materialise(module: nn.Module, tensors: Iterable[torch.Tensor], device: torc
     except RuntimeError as error:
         for swapped in done:
             torch.utils.swap_tensors(*swapped)
-        name = next(name for name, each in _named(module) if each is tensor)
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        name = next(name for name, each in named if each is tensor)
         meta = tensor.device.type == "meta"
         what = "is on the meta device" if meta else "was made in inference mode"
         cure = f"Make the module on {device}: its values need not be set" if meta else (
@@ -165,11 +166,6 @@ def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     memory.__class__ = tensor.__class__  # a swap exchanges these two as well
     memory.__dict__.update(tensor.__dict__)
     return memory
-
-
-def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _refuse_unsafe(module: nn.Module) -> None:
