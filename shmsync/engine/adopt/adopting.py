@@ -118,10 +118,14 @@ class Adoption:
         Raises ManifestMismatch for tensors that do not fit, ProtocolError for an optimizer of a parameter that is gone,
         and as refuse_others() does; nothing is changed then.
         """
-        if self._unchanged():
-            if optimizer is not None:
-                self._watch.refuse_orphans(optimizer, self._placed)
-            return
+        # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
+        seen, self._seen = self._seen, None
+        if self._pending is None and seen is not None and seen.revalidate() and not seen.moved:
+            self._seen = seen
+            if self.buffers.unchanged():
+                if optimizer is not None:
+                    self._watch.refuse_orphans(optimizer, self._placed)
+                return
         parts = self._parts(self._optimizers())
         self._watch.replaced((key, old) for key, old in self._placed.items() if parts.placed.get(key) is not old)
         if optimizer is not None:
@@ -154,14 +158,6 @@ class Adoption:
             for key, tensor in placed.items()
             if tensor.data_ptr() != self._views[key].data_ptr() or not same_layout(tensor, by_key[key])
         }
-
-    def _unchanged(self) -> bool:
-        # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
-        seen, self._seen = self._seen, None
-        if self._pending is not None or seen is None or not seen.revalidate() or seen.moved:
-            return False
-        self._seen = seen
-        return self.buffers.unchanged()
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
