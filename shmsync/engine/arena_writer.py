@@ -6,6 +6,7 @@ Publisher shows this to users; the schemes publish through it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import ManifestMismatch, ProtocolError
+from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory.arena import create
 from ..memory.control import segment
 from ..memory.control.reader_table import RowId
@@ -265,10 +266,13 @@ class ArenaWriter:
         return {row.worker: row.id for row in self.arena.control.rows() if row.worker is not None}
 
     def wait_rows(self, version: int, rows: list[RowId], nanoseconds: int) -> list[RowId]:
-        """Wait until these rows have acked, at most `nanoseconds`. Returns those that have not."""
-        if not self.side.published(nanoseconds):
+        """Wait until these rows have acked, at most `nanoseconds`; returns those that have not. Raises DeviceFailed."""
+        side = self.side
+        try:
+            side.settle(time.monotonic() + nanoseconds / 1e9)
+        except WriterBusy:
             return rows
-        return list(self.side.writer.wait_acks(version, rows, nanoseconds))
+        return list(side.writer.wait_acks(version, rows, nanoseconds))
 
     def close(self) -> None:
         """As Publisher.close()."""

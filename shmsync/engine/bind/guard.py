@@ -89,7 +89,7 @@ class Guard(Proxy, _native.Guard):
         # torch.jit traces the call of a module through a method that is watched; see watching.py.
         self._set(self.entered, cover, inspect.isgeneratorfunction(self.inner), self.method != CALL or self._whole)
         self.cover.codes[id(self.entered)] = self._compiled_frames()
-        _covers[self.number] = cover
+        _cover_by_number[self.number] = cover
 
     def _compiled_frames(self) -> set[Any]:
         """The code of the frames that Dynamo may compile first when it compiles what the guard calls."""
@@ -105,7 +105,7 @@ class Guard(Proxy, _native.Guard):
 
 _compiled_types: tuple[type, ...] = ()  # what torch.compile() makes of a module, once Dynamo is imported
 
-_covers: weakref.WeakValueDictionary[int, Cover] = weakref.WeakValueDictionary()
+_cover_by_number: weakref.WeakValueDictionary[int, Cover] = weakref.WeakValueDictionary()
 
 
 def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def _covered(number: int) -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    cover = _covers.get(number)
+    cover = _cover_by_number.get(number)
     try:
         code = InstructionTranslator.current_tx().f_code
     except AttributeError:  # another version of torch

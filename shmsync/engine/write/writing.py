@@ -18,7 +18,6 @@ from ...errors import (
     Poisoned,
     ProtocolError,
     WorkerDied,
-    WriterBusy,
 )
 from ...memory.arena import Arena
 from ...memory.system.exiting import stay_if_exiting
@@ -139,16 +138,6 @@ class WriteSide:
                 self.later.follow(after)
         else:
             fetch_order(plan.devices, self.name, deadline, after)
-
-    def published(self, nanoseconds: int) -> bool:
-        """Wait at most so long until nothing is under way. Raises DeviceFailed."""
-        if self.later is None:
-            return True
-        try:
-            self.settle(time.monotonic() + nanoseconds / 1e9)
-        except WriterBusy:
-            return False
-        return True
 
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
