@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Update(_native.Scope):
-    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted."""
+    """What Publisher.update() returns: `with` calls _enter() and _exit(), and _recover() if they are interrupted.
+
+    `optimizer`: whose step it is for. `writes_at_once`: may its body write adopted parameters as soon as it begins?
+    """
 
     def __init__(
         self,
@@ -37,7 +40,6 @@ class Update(_native.Scope):
         optimizer: torch.optim.Optimizer | None = None,
         writes_at_once: bool = True,
     ) -> None:
-        """Make it. `optimizer`: whose step it is for. `writes_at_once`: may its body write adopted parameters?"""
         super().__init__()
         self._publisher = publisher  # lives as long as its section
         self._side = side
