@@ -21,7 +21,6 @@ import torch
 from ..engine.deadlines import check_count, timeout_or_none
 from ..engine.outcome import Failure, RemoteTraceback, listed
 from ..engine.publisher import Publisher, writer_of
-from ..engine.write.worker_watch import WorkerWatch
 from ..errors import ProtocolError, WorkerDied, WorkerFailed
 from ..memory.system.exiting import stay_if_exiting
 from ..memory.system.process import Peer
@@ -206,7 +205,7 @@ class Workers:
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._side.worker_watch = WorkerWatch(self._look, self._explains)
+        self._side.watch_workers(self._look, self._explains)
         try:
             self._start(range(self._count))
         except BaseException:

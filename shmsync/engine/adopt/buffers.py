@@ -53,7 +53,7 @@ class AdoptedBuffers:
 
     def __init__(self, arena: Arena, views: Mapping[Key, torch.Tensor]) -> None:
         self._arena, self._views = arena, views
-        self._buffers: list[_Buffer] = []
+        self._entries: list[_Buffer] = []
         self._stores: list[tuple[dict[str, Any], tuple[str, ...], list[tuple[str, Any]]]] = []
         self._table: _native.Sources | None = None  # as far as they are as they were
 
@@ -84,10 +84,10 @@ class AdoptedBuffers:
         places = {(leaves[key].offset, id(t)) for key, t in buffers.items() if leaves[key].nbytes}
         shared = len(places) != len({offset for offset, _ in places})  # two buffers for one place
         if parts.collected.watched_dicts is not None and not (missing or shared or parts.equal):
-            self._buffers, self._stores = found, stores
+            self._entries, self._stores = found, stores
             self._table = self._made_table()
             return watched
-        self._buffers = [_Buffer({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
+        self._entries = [_Buffer({"": t}, "", leaves[key], self._views[key]) for key, t in buffers.items()]
         self._stores, self._table = [], None
         return None
 
@@ -98,16 +98,16 @@ class AdoptedBuffers:
         for store, names, fixed in self._stores:
             if tuple(store) != names or any(store[name] is not value for name, value in fixed):
                 return False
-        if not all(buffer.fits for buffer in self._buffers):
+        if not all(buffer.fits for buffer in self._entries):
             return False
         self._table = self._made_table()
         return True
 
     def _made_table(self) -> _native.Sources | None:
         """Copies all of them in one native call; None if some have to be gathered first."""
-        if self._arena.on_device is not None or not all(direct(each.tensor, each.leaf) for each in self._buffers):
+        if self._arena.on_device is not None or not all(direct(each.tensor, each.leaf) for each in self._entries):
             return None
-        rows = [(each.tensor, each.leaf.offset, each.leaf.nbytes) for each in self._buffers]
+        rows = [(each.tensor, each.leaf.offset, each.leaf.nbytes) for each in self._entries]
         return _native.Sources([(store, list(store.items()), True) for store, _, _ in self._stores], rows)
 
     def copy(self) -> int:
@@ -116,6 +116,6 @@ class AdoptedBuffers:
             self._table.copy_to(self._arena.slot_address(0))
             return int(self._table.bytes)
         with plainly():
-            for each in self._buffers:
+            for each in self._entries:
                 assign(each.view, each.tensor)
-        return sum(each.view.nbytes for each in self._buffers)
+        return sum(each.view.nbytes for each in self._entries)

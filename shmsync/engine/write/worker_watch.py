@@ -1,6 +1,6 @@
 """WorkerWatch: how a publisher's waits for acks learn that a process of Workers has failed or died.
 
-The reader table shows deaths, but neither exceptions nor exit codes. workers/pool.py makes the one that is used.
+The reader table shows deaths, but neither exceptions nor exit codes. workers/pool.py has the calls.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -199,6 +200,10 @@ class WriteSide:
                 self.adopted.restore(self._writer)
         finally:
             self.adopted = None
+
+    def watch_workers(self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool]) -> None:
+        """Let waits for acks call these from now on; see WorkerWatch. `worker_watch = None` ends it."""
+        self.worker_watch = WorkerWatch(look, explains)
 
     def set_updating(self, thread: int | None) -> None:
         """This thread is in update() from now on; None: no thread is."""
