@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from distributed_cell import BY_NODE, OURS
+from remote.cell import BY_NODE, OURS
 
 Row = dict[str, Any]
 FITTED_TO = (1, 4)  # workers

@@ -21,57 +21,18 @@ The engine ray-zero-copy is Ray with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1 for al
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import itertools
 import multiprocessing
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import distributed_cell
-import distributed_report
 import torch
-
-ENGINES = {"ray": "Ray", "ray-zero-copy": "Ray, zero-copy tensors", "rpc": "RPC", "distributed": "torch.distributed"}
-MODULES = {"ray-zero-copy": "ray", "distributed": "ranks"}  # where a file is called otherwise
-VARIABLES = {"ray-zero-copy": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}  # of everything in a cell; elsewhere unset
-Row = dict[str, Any]
-
-
-def cell(engine: str, nodes: int, workers: int, sizes: list[str], seconds: float, patience: float) -> list[Row]:
-    """Its rows, measured in fresh processes: those of RPC have one life."""
-    with tempfile.TemporaryDirectory() as folder:
-        result, errors = Path(folder, "rows.json"), Path(folder, "stderr")
-        words = [MODULES.get(engine, engine), nodes, workers, seconds, result, *sizes]
-        command = [sys.executable, distributed_cell.__file__, *map(str, words)]
-        unset = {variable for variables in VARIABLES.values() for variable in variables}
-        environment = {name: value for name, value in os.environ.items() if name not in unset}
-        environment |= VARIABLES.get(engine, {})
-        with errors.open("w") as stderr:
-            # From an empty folder: Ray puts the working directory on the path of its actors.
-            process = subprocess.Popen(
-                command, stdout=stderr, stderr=stderr, cwd=folder, start_new_session=True, env=environment
-            )
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                print(f"{engine}: no end after {patience:g} seconds", file=sys.stderr)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if process.returncode or not result.exists():
-            print(errors.read_text()[-4000:], file=sys.stderr)
-            raise SystemExit(f"{engine} with {workers} workers on {nodes} nodes failed; see above")
-        rows: list[Row] = json.loads(result.read_text())
-    for row in rows:
-        row["engine"] = engine
-        distributed_report.add_ratios(row)
-    return rows
+from common import page
+from common.row import Row, line
+from remote.cell import WIDTHS
+from remote.section import ENGINES, beside, cell
 
 
 def main() -> None:
@@ -80,38 +41,25 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, nargs="*", default=list(ENGINES), help="default: all")
     parser.add_argument("--nodes", nargs="*", type=int, choices=(1, 2), default=[1, 2])
     parser.add_argument("--workers", nargs="*", type=int, help="default: 1 2 4 8")
-    parser.add_argument("--sizes", nargs="*", choices=distributed_cell.WIDTHS, default=list(distributed_cell.WIDTHS))
+    parser.add_argument("--sizes", nargs="*", choices=WIDTHS, default=list(WIDTHS))
     parser.add_argument("--seconds", type=float, help="for each row")
     parser.add_argument("--patience", type=float, default=300, help="seconds until a cell counts as hung")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it the cell
-    quick = arguments.quick
-    seconds = (3.0 if quick else 15.0) if arguments.seconds is None else arguments.seconds
-    workers = arguments.workers or ([1, 4] if quick else [1, 2, 4, 8])
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = "1"  # of every process that starts from here on
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # else whatever else runs here slows actors alone
-    # Fork servers and actors have another sys.path.
-    paths = [str(Path(__file__).resolve().parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    print(f"torch {torch.__version__}, {multiprocessing.cpu_count()} processors, one thread each", flush=True)
-    tables: dict[str, list[Row]] = {}
-    for engine in arguments.engine:
-        rows = tables[ENGINES[engine]] = []
-        for nodes in arguments.nodes:
-            for count in workers:
-                rows += cell(engine, nodes, count, arguments.sizes, seconds, arguments.patience)
-                save(arguments.out, tables)
-        distributed_report.show(ENGINES[engine], distributed_report.ordered(rows))
-
-
-def save(out: Path, tables: dict[str, list[Row]]) -> None:
-    """What is there so far: all of it takes long."""
-    results = {"torch": torch.__version__, "processors": multiprocessing.cpu_count(), "engines": tables}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "distributed.json").write_text(json.dumps(results, indent=2))
-    (out / "distributed.md").write_text(distributed_report.markdown(tables))
+    seconds = (3.0 if options.quick else 15.0) if options.seconds is None else options.seconds
+    workers = options.workers or ([1, 4] if options.quick else [1, 2, 4, 8])
+    about = {"torch": torch.__version__, "processors": multiprocessing.cpu_count()}
+    print(f"torch {about['torch']}, {about['processors']} processors, one thread each", flush=True)
+    engines: dict[str, list[dict[str, Any]]] = {ENGINES[engine]: [] for engine in options.engine}
+    rows: list[Row] = []
+    for engine, nodes, count in itertools.product(options.engine, options.nodes, workers):
+        for found in cell(engine, nodes, count, options.sizes, seconds, options.patience):
+            engines[ENGINES[engine]].append(found)
+            for row in beside(engine, found, all_bare=True):
+                print(line(row), flush=True)
+                rows.append(row)
+        page.save(options.out / "distributed", about | {"engines": engines}, page.table(rows, {}))  # all takes long
 
 
 if __name__ == "__main__":

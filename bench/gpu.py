@@ -20,16 +20,18 @@ read; a single wrong one ends the benchmark.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import pickle
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import page
+from common.measure import percentiles, processes, row
+from common.row import LEFT_OUT, Row, times
 
 import shmsync
 from shmsync.memory.cuda import refused
@@ -58,15 +60,8 @@ def timed(work: Callable[[], object], *, synchronized: bool) -> float:
     return time.perf_counter() - start
 
 
-def median_of(rounds: int, *works: tuple[Callable[[], object], bool]) -> list[float]:
-    """The medians of several kinds of work, done in turns."""
-    times: list[list[float]] = [[] for _ in works]
-    for number in range(rounds + 3):
-        for kept, (work, synchronized) in zip(times, works, strict=True):
-            seconds = timed(work, synchronized=synchronized)
-            if number >= 3:
-                kept.append(seconds)
-    return [statistics.median(kept) for kept in times]
+def samples_of(rounds: int, work: Callable[[], object]) -> list[float]:
+    return [timed(work, synchronized=True) for _ in range(rounds + 3)][3:]
 
 
 def follow(handle: Any, index: int, answers: Any) -> None:
@@ -96,14 +91,15 @@ def hold_tensors(pipe: Any) -> None:
         pipe.send(sum(float(tensor[0]) for tensor in tensors.values()))
 
 
-def arena_rows(size: int, workers: int, rounds: int) -> dict[str, float]:
+def arena_rows(where: str, size: int, workers: int, rounds: int) -> Iterator[Row]:
     source, answers = weights(size, "cuda:0"), CONTEXT.Queue()
     floor_from, floor_to = (torch.empty(size, dtype=torch.uint8, device="cuda:0") for _ in range(2))
-    with shmsync.Publisher(source, slots=2, device="cuda:0", timeout=120.0) as pub:
-        processes = [CONTEXT.Process(target=follow, args=(pub.handle, index, answers)) for index in range(workers)]
-        for process in processes:
-            process.start()
-        for _ in processes:
+    publishes, stands, floors = [], [], []
+    with (
+        shmsync.Publisher(source, slots=2, device="cuda:0", timeout=120.0) as pub,
+        processes(follow, [(pub.handle, index, answers) for index in range(workers)], CONTEXT),
+    ):
+        for _ in range(workers):
             answers.get(timeout=300)
 
         def step() -> None:
@@ -111,73 +107,59 @@ def arena_rows(size: int, workers: int, rounds: int) -> dict[str, float]:
                 tensor.fill_(pub.version + 1)
             torch.cuda.synchronize()
 
-        def publish() -> None:
-            pub.publish(wait=[])
-
-        publishes, stands, floors = [], [], []
-        for number in range(rounds + 3):
+        for _ in range(rounds + 3):
             step()
-            seconds = timed(publish, synchronized=True)
+            publishes.append(timed(lambda: pub.publish(wait=[]), synchronized=True))
             step()
-            start = time.perf_counter()
-            pub.publish()
-            stood = time.perf_counter() - start
+            stands.append(timed(pub.publish, synchronized=False))
             pub.publish(wait=[])  # settles the one before
-            copied = timed(lambda: floor_to.copy_(floor_from), synchronized=True)
-            if number >= 3:
-                publishes.append(seconds)
-                stands.append(stood)
-                floors.append(copied)
-    for process in processes:
-        process.join()
-    told = [answers.get(timeout=60) for _ in processes]
+            floors.append(timed(lambda: floor_to.copy_(floor_from), synchronized=True))
+        pub.close()  # ends the workers
+        told = [answers.get(timeout=60) for _ in range(workers)]
     assert sum(torn for _, _, torn in told) == 0, "a worker saw torn weights"
+    yield row(f"publish, {where} / a copy on the GPU", publishes[3:], floors[3:])
+    yield row(f"trainer stands still in publish(), {where}", stands[3:])
+    yield row(f"worker stands still to move, {where}", [stall for _, stall, _ in told])
     with shmsync.Publisher(source, slots=1, device="cuda:0", timeout=120.0) as pub:
 
         def update() -> None:
             with pub.update(wait=[]) as inside:
                 inside["layer0"][:1].add_(1)
 
-        (updated,) = median_of(rounds, (update, True))
-    return {
-        "publish": statistics.median(publishes),
-        "trainer": statistics.median(stands),
-        "floor": statistics.median(floors),
-        "update": updated,
-        "worker": statistics.median(stall for _, stall, _ in told),
-    }
+        yield row(f"update() of one value, {where}", samples_of(rounds, update))
 
 
-def peer_rows(size: int, workers: int, rounds: int) -> dict[str, float]:
+def peer_rows(where: str, size: int, workers: int, rounds: int) -> Iterator[Row]:
     source = weights(size, "cuda:0")
     ends = [CONTEXT.Pipe() for _ in range(workers)]
-    processes = [CONTEXT.Process(target=hold_tensors, args=(theirs,)) for _, theirs in ends]
-    for process in processes:
-        process.start()
-    start = time.perf_counter()
-    for mine, _ in ends:
-        mine.send(source)  # torch.multiprocessing: a handle for each tensor
-        mine.recv()
-    opened = time.perf_counter() - start
+    with processes(hold_tensors, [(theirs,) for _, theirs in ends], CONTEXT):
 
-    def tell() -> None:
-        torch.cuda.synchronize()  # by hand: nothing else orders the workers' kernels
+        def ask(message: Any) -> None:
+            for mine, _ in ends:
+                mine.send(message)
+            for mine, _ in ends:
+                mine.recv()
+
+        def tell() -> None:
+            torch.cuda.synchronize()  # by hand: nothing else orders the workers' kernels
+            ask(1)
+
+        def pickled() -> None:
+            data = pickle.dumps({name: tensor.cpu() for name, tensor in source.items()})
+            for tensor in pickle.loads(data).values():
+                tensor.to("cuda:0")
+
+        # torch.multiprocessing: a handle for each tensor
+        yield peer(f"per tensor, opened once, {where}", [timed(lambda: ask(source), synchronized=False)])
+        if size <= 1 << 28:
+            yield peer(f"per tensor, each, {where}", samples_of(rounds, tell))
+            yield peer(f"pickle, {where}", samples_of(rounds, pickled))
         for mine, _ in ends:
-            mine.send(1)
-        for mine, _ in ends:
-            mine.recv()
+            mine.send(None)
 
-    def pickled() -> None:
-        data = pickle.dumps({name: tensor.cpu() for name, tensor in source.items()})
-        for tensor in pickle.loads(data).values():
-            tensor.to("cuda:0")
 
-    told, through = median_of(rounds, (tell, True), (pickled, True)) if size <= 1 << 28 else (0.0, 0.0)
-    for mine, _ in ends:
-        mine.send(None)
-    for process in processes:
-        process.join()
-    return {"per tensor, opened once": opened, "per tensor, each": told, "pickle": through}
+def peer(what: str, seconds: list[float]) -> Row:
+    return Row(what, theirs=times(percentiles(seconds)), check="no arena")
 
 
 def broadcast(rank: int, size: int, rounds: int, port: int, answers: Any) -> None:
@@ -193,33 +175,30 @@ def broadcast(rank: int, size: int, rounds: int, port: int, answers: Any) -> Non
         for tensor in source.values():
             distributed.broadcast(tensor, 0)
 
-    (seconds,) = median_of(rounds, (send, True))
+    seconds = samples_of(rounds, send)
     if rank == 0:
         answers.put(seconds)
     distributed.destroy_process_group()
 
 
-def nccl_row(size: int, rounds: int, port: int) -> float:
-    answers = CONTEXT.Queue()
-    ranks = range(torch.cuda.device_count())
-    processes = [CONTEXT.Process(target=broadcast, args=(rank, size, rounds, port, answers)) for rank in ranks]
-    for process in processes:
-        process.start()
-    seconds: float = answers.get(timeout=600)
-    for process in processes:
-        process.join()
-    return seconds
+def nccl_row(name: str, size: int, rounds: int, port: int) -> Row:
+    answers, ranks = CONTEXT.Queue(), range(torch.cuda.device_count())
+    with processes(broadcast, [(rank, size, rounds, port, answers) for rank in ranks], CONTEXT):
+        return peer(f"nccl, {name}, {len(ranks)} GPUs", answers.get(timeout=600))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| size | workers | floor | publish | ratio | trainer | update | worker |", "|" + "---|" * 8]
-    for row in rows:
-        micro = {key: f"{row[key] * 1e6:,.0f} µs" for key in ("floor", "publish", "trainer", "update", "worker")}
-        lines.append(
-            f"| {row['size']} | {row['workers']} | {micro['floor']} | {micro['publish']} | "
-            f"{row['floor'] / row['publish']:.2f} | {micro['trainer']} | {micro['update']} | {micro['worker']} |"
-        )
-    return "\n".join(lines)
+def rows(sizes: dict[str, int], workers: list[int], rounds: int) -> Iterator[Row]:
+    for number, (name, size) in enumerate(sizes.items()):
+        if size * 5 > (free := torch.cuda.mem_get_info(0)[0]):
+            yield Row(name, trouble=f"{LEFT_OUT}: {size * 5:,} bytes are needed, {free:,} are free")
+            continue
+        for many in workers:
+            where = f"{name}, {many} workers"
+            yield from arena_rows(where, size, many, rounds)
+            yield from peer_rows(where, size, many, rounds)
+        if torch.cuda.device_count() > 1:
+            yield nccl_row(name, size, rounds, 29500 + number)
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -245,24 +224,8 @@ def main() -> None:
     if why is not None:
         print(f"skipped: {why}")
         return
-    rows: list[dict[str, Any]] = []
-    for name, size in sizes.items():
-        if size * 5 > torch.cuda.mem_get_info(0)[0]:
-            print(f"{name} left out: {size * 5:,} bytes are needed, {torch.cuda.mem_get_info(0)[0]:,} are free")
-            continue
-        for many in workers:
-            rows.append(
-                {"size": name, "workers": many, **arena_rows(size, many, rounds), **peer_rows(size, many, rounds)}
-            )
-            print(rows[-1], flush=True)
-        if torch.cuda.device_count() > 1:
-            rows[-1]["nccl"] = nccl_row(size, rounds, 29500 + len(rows))
-        torch.cuda.empty_cache()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}\n\n{table(rows)}\n"
-    (arguments.out / "gpu.md").write_text(text)
-    (arguments.out / "gpu.json").write_text(json.dumps(rows, indent=1))
-    print(text)
+    print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    page.show(rows(sizes, workers, rounds), arguments.out / "gpu")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import measure
 import numpy
 import torch
+from common import measure, page
+from common.measure import percentiles, rounds, timed
 from cost_model import fit
-from measure import CONTEXT, percentiles, rounds, timed
-from reader_rows import applying_reader
+from sections.readers import applying_readers
 
 import shmsync
 
@@ -42,20 +42,13 @@ class Point(NamedTuple):
 
 def measured(weights: dict[str, torch.Tensor], workers: int) -> tuple[float, float]:
     """A publish(wait="all") of these; every worker checks the values of the last."""
-    with shmsync.Publisher(weights, timeout=60) as pub:
-        processes = [CONTEXT.Process(target=applying_reader, args=(pub.handle, index)) for index in range(workers)]
-        for process in processes:
-            process.start()
-        pub.wait_readers(list(range(workers)), procs=processes)
-        samples = []
+    samples = []
+    with applying_readers(weights, workers) as pub:
         for number in rounds(200, fewest=5):
             for tensor in weights.values():
                 tensor.fill_(number + 2)
             samples.append(timed(lambda: pub.publish(wait="all")))
         assert all(pub.weights[name].eq(float(pub.version)).all() for name in list(weights)[:100]), "checksum"
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0, "checksum"
     return percentiles(samples)
 
 
@@ -126,32 +119,36 @@ def plots(found: dict[str, Any], out: Path) -> list[Path]:
 
 
 def _by_bytes(found: dict[str, Any], out: Path) -> Path:
-    figure, (axis, below) = _figure(2, 1, height_ratios=(3, 1), sharex=True)
+    lines = {workers: _name(workers) for workers in WORKERS}
     grid = numpy.geomspace(SIZES[0], SIZES[-1], 60)
-    for number, workers in enumerate(WORKERS):
-        sizes, micros, off = _of(found, lambda point, wanted=workers: point.workers == wanted, "amount")
-        axis.plot(sizes, micros, MARKERS[number], color=f"C{number}", label=_name(workers))
-        axis.plot(grid, _predicted(found, grid, workers), "-", color=f"C{number}", linewidth=1)
-        below.plot(sizes, off, MARKERS[number], color=f"C{number}")
-    _legend(figure, axis, "measured: dots\nthe fit: lines")
-    axis.set(title=_title("bytes", found), ylabel="p50, µs", yscale="log")
+    figure, below = _curves(found, "bytes", lines, grid, lambda workers: _predicted(found, grid, workers))
     below.set_xscale("log", base=2)
     below.set_xticks(SIZES[::2], [human(size) for size in SIZES[::2]])
     return _saved(figure, below, "bytes of the weights", out / "growth-bytes.png")
 
 
 def _by_workers(found: dict[str, Any], out: Path) -> Path:
-    figure, (axis, below) = _figure(2, 1, height_ratios=(3, 1), sharex=True)
-    line = numpy.linspace(0, WORKERS[-1], 20)
-    for number, size in enumerate(SIZES[::2]):
-        workers, micros, off = _of(found, lambda point, wanted=size: point.amount == wanted, "workers")
-        axis.plot(workers, micros, MARKERS[number], color=f"C{number}", label=human(size))
-        axis.plot(line, _predicted(found, size, line), "-", color=f"C{number}", linewidth=1)
-        below.plot(workers, off, MARKERS[number], color=f"C{number}")
-    _legend(figure, axis, "measured: dots\nthe fit: lines")
-    axis.set(title=_title("workers", found), ylabel="p50, µs", yscale="log")
+    lines = {size: human(size) for size in SIZES[::2]}
+    grid = numpy.linspace(0, WORKERS[-1], 20)
+    figure, below = _curves(found, "workers", lines, grid, lambda size: _predicted(found, size, grid))
     below.set_xticks(WORKERS)
     return _saved(figure, below, "workers that are waited for", out / "growth-workers.png")
+
+
+def _curves(found: dict[str, Any], by: str, lines: dict[int, str], grid: Any, fit_of: Callable[[int], Any]) -> Any:
+    """A line for each number of workers, against bytes, or the other way round; below, its distance from the fit."""
+    x, of = ("amount", "workers") if by == "bytes" else ("workers", "amount")
+    figure, (axis, below) = _figure(2, 1, height_ratios=(3, 1), sharex=True)
+    for number, (value, label) in enumerate(lines.items()):
+        amounts, micros, off = _of(found, lambda point, value=value: getattr(point, of) == value, x)
+        axis.plot(amounts, micros, MARKERS[number], color=f"C{number}", label=label)
+        axis.plot(grid, fit_of(value), "-", color=f"C{number}", linewidth=1)
+        below.plot(amounts, off, MARKERS[number], color=f"C{number}")
+    names = axis.get_legend_handles_labels()
+    figure.legend(*names, loc="outside right upper", title="measured: dots\nthe fit: lines")  # beside the data
+    axis.grid(alpha=0.3)
+    axis.set(title=f'publish(wait="all") grows with {by}\nfit: {model(found)}', ylabel="p50, µs", yscale="log")
+    return figure, below
 
 
 def _leaves_and_rate(found: dict[str, Any], out: Path) -> Path:
@@ -179,10 +176,8 @@ def _leaves_and_rate(found: dict[str, Any], out: Path) -> Path:
 def _figure(rows: int, columns: int, **layout: Any) -> Any:
     from matplotlib import pyplot
 
-    sharex = layout.pop("sharex", False)
-    return pyplot.subplots(
-        rows, columns, figsize=(8, 5.5 if rows > 1 else 3.6), layout="constrained", sharex=sharex, **layout
-    )
+    size = (8, 5.5 if rows > 1 else 3.6)
+    return pyplot.subplots(rows, columns, figsize=size, layout="constrained", **layout)
 
 
 def _of(found: dict[str, Any], wanted: Callable[[Point], bool], by: str) -> tuple[list[int], list[float], list[float]]:
@@ -199,17 +194,8 @@ def _predicted(found: dict[str, Any], size: Any, workers: Any) -> Any:
     return (found["fixed"] + found["for_byte"] * size + found["for_worker"] * workers) * 1e6
 
 
-def _title(by: str, found: dict[str, Any]) -> str:
-    return f'publish(wait="all") grows with {by}\nfit: {model(found)}'
-
-
 def _name(workers: int) -> str:
     return f"{workers} worker{'' if workers == 1 else 's'}"
-
-
-def _legend(figure: Any, axis: Any, title: str) -> None:
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", title=title)  # beside the data
-    axis.grid(alpha=0.3)
 
 
 def _saved(figure: Any, last: Any, x: str, path: Path) -> Path:
@@ -250,18 +236,14 @@ def markdown(found: dict[str, Any]) -> str:
     for slots, binds in found.get("binds", {}).items():  # files of earlier runs lack them
         power = f"the time grows with leaves ** {exponent(binds):.2f}"
         lines += ["", f"Attaching, bind() and the first call, slots={slots}: {power}", "", "| leaves | p50 / p99, ms |"]
-        lines += [
-            "|---|---|",
-            *(f"| {each.amount:,} | {each.p50 * 1e3:,.1f} / {each.p99 * 1e3:,.1f} |" for each in binds),
-        ]
+        lines.append("|---|---|")
+        lines += [f"| {each.amount:,} | {each.p50 * 1e3:,.1f} / {each.p99 * 1e3:,.1f} |" for each in binds]
     return "\n".join(lines) + "\n"
 
 
 def save(found: dict[str, Any], out: Path) -> list[Path]:
     """The files of a run; the plots' paths."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "growth.json").write_text(json.dumps(found, indent=1))
-    (out / "growth.md").write_text(markdown(found))
+    page.save(out / "growth", found, markdown(found))
     return plots(found, out)
 
 

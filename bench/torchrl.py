@@ -1,4 +1,4 @@
-"""The benchmark of the scheme for TorchRL; what it measures stands in torchrl_collectors.py.
+"""The benchmark of the scheme for TorchRL; what it measures stands in torchrl_scheme/contest.py.
 
     python bench/torchrl.py --help
 
@@ -9,7 +9,7 @@ every benchmark of this folder, and for their workers. Imported as `torchrl`, it
 import sys
 
 if __name__ == "__main__":
-    from torchrl_collectors import main
+    from torchrl_scheme.contest import main
 
     main()
 elif __name__ == "torchrl":

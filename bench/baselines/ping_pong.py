@@ -11,9 +11,9 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-import contest
-import models
 import torch
+from common import models
+from sends import contest
 from torch import nn
 
 MESSAGE = pickle.dumps((("policy", 12345), "update_weights"))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import contest
-import models
 import torch
+from common import models
+from sends import contest
 from torch import nn
 
 

@@ -6,9 +6,9 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import models
 import ray
 import torch
+from common import models
 
 
 class Worker:

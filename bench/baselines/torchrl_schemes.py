@@ -13,9 +13,9 @@ import threading
 import warnings
 from typing import Any
 
-import contest
-import models
 import torch
+from common import models
+from sends import contest
 from tensordict import TensorDict
 from torch import nn
 
@@ -38,18 +38,21 @@ def receive(module: nn.Module, weights: dict[str, Any], scheme: Any, index: int)
     threading.Event().wait()
 
 
-class _Session:
-    scheme: Any
+class SharedMem:
+    kind: Any = SharedMemWeightSyncScheme
+    alias = False
 
     def __init__(self, size: str, workers: int) -> None:
         more_files()
-        self.module = models.build(size)
-        self.init([torch.device("cpu")] * workers)
+        self.module, self.scheme = models.build(size), self.kind()
+        source: dict[str, Any] = {"model": self.module}
+        if not self.alias:
+            source = {"weights": TensorDict.from_module(self.module).data.clone()}
+        devices = [torch.device("cpu")] * workers
+        self.scheme.init_on_sender(**source, devices=devices, model_id="policy", ctx=contest.CONTEXT)
+        self.weights = TensorDict.from_module(self.module).data
         self.workers = contest.Workers(size, receive, [(self.scheme, index) for index in range(workers)])
         self.scheme.connect()
-
-    def init(self, devices: list[torch.device]) -> None:
-        raise NotImplementedError
 
     def send(self) -> None:
         self.scheme.send(self.weights)
@@ -63,34 +66,20 @@ class _Session:
         scheme.shutdown()
 
 
-class SharedMem(_Session):
-    def init(self, devices: list[torch.device]) -> None:
-        self.scheme = SharedMemWeightSyncScheme()
-        buffer = TensorDict.from_module(self.module).data.clone()
-        self.scheme.init_on_sender(weights=buffer, devices=devices, model_id="policy", ctx=contest.CONTEXT)
-        self.weights = TensorDict.from_module(self.module).data
+class SharedMemAlias(SharedMem):
+    alias = True
+
+    def send(self) -> None:
+        self.scheme.send(None)
 
 
-class SharedMemAlias(_Session):
-    def init(self, devices: list[torch.device]) -> None:
-        self.scheme = SharedMemWeightSyncScheme()
-        self.scheme.init_on_sender(model=self.module, devices=devices, model_id="policy", ctx=contest.CONTEXT)
-        self.weights = None
-
-
-class MultiProcessAlias(_Session):
-    def init(self, devices: list[torch.device]) -> None:
-        self.scheme = MultiProcessWeightSyncScheme()
-        self.scheme.init_on_sender(model=self.module, devices=devices, model_id="policy", ctx=contest.CONTEXT)
-        self.weights = TensorDict.from_module(self.module).data
-
-
-class MultiProcess(_Session):
-    def init(self, devices: list[torch.device]) -> None:
-        self.scheme = MultiProcessWeightSyncScheme()
-        first = TensorDict.from_module(self.module).data.clone()
-        self.scheme.init_on_sender(weights=first, devices=devices, model_id="policy", ctx=contest.CONTEXT)
-        self.weights = TensorDict.from_module(self.module).data
+class MultiProcess(SharedMem):
+    kind = MultiProcessWeightSyncScheme
 
     def send(self) -> None:
         self.scheme.send(self.weights.clone())
+
+
+class MultiProcessAlias(SharedMem):
+    kind = MultiProcessWeightSyncScheme
+    alias = True

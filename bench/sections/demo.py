@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from clock import Clock
-from measure import percentiles, rounds
-from row import OK, Row, times
+from common.clock import Clock
+from common.measure import rounds, row, timed
+from common.row import Row
 
 SEEN = "figures:"  # what the demo prints when it has the frames that were asked for, and before it draws
 
@@ -21,8 +21,8 @@ SEEN = "figures:"  # what the demo prints when it has the frames that were asked
 def rows(clock: Clock) -> Iterator[Row]:
     clock.row(1)
     pairs = [(first_frames(), imported()) for _ in rounds(3, fewest=1)]
-    ours, floor = (times(percentiles([pair[index] for pair in pairs])) for index in range(2))
-    yield Row("demo, from the command to the first frames", ours, "import torch", floor, "5000 ms", OK)
+    ours, floor = map(list, zip(*pairs, strict=True))
+    yield row("demo, from the command to the first frames / import torch", ours, floor, "5000 ms")
 
 
 def first_frames() -> float:
@@ -41,6 +41,4 @@ def first_frames() -> float:
 
 
 def imported() -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - start
+    return timed(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import growth
 import numpy
-from clock import Clock
-from row import MISSING, OK, Row
+from common.clock import Clock
+from common.environment import installed
+from common.row import MISSING, OK, Row
 
 
 def rows(clock: Clock) -> Iterator[Row]:
@@ -23,14 +23,13 @@ def rows(clock: Clock) -> Iterator[Row]:
     yield Row("the same: bandwidth", (rate, rate), check=OK, unit="GB/s")
     yield Row("the same: each worker", (extra, extra), check=OK)
     off = (float(numpy.median(residuals)), residuals[-1])
-    yield Row(
-        "the same: how far points are from it, median / farthest", off, check=f"{len(residuals)} points", unit="x"
-    )
+    what = "the same: how far points are from it, median / farthest"
+    yield Row(what, off, check=f"{len(residuals)} points", unit="x")
     thousand = next(point for point in found["leaves"] if point.amount >= 100)
     first = found["leaves"][0]
     for_leaf = (thousand.p50 - first.p50) / (thousand.amount - first.amount) * 1e9
     yield Row(f"each of {thousand.amount} leaves", (for_leaf, for_leaf), check=OK, unit="ns")
-    if importlib.util.find_spec("matplotlib") is None:
+    if not installed("matplotlib"):
         yield Row("the curves, growth-*.png", trouble=f"{MISSING}: matplotlib")
     else:
         growth.save(found, Path(os.environ["BENCH_RESULTS"]))

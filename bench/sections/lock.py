@@ -10,13 +10,12 @@ import itertools
 import multiprocessing.connection
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import models
 import torch
-from clock import Clock
-from measure import CONTEXT, percentiles, timed
-from row import OK, Row, times
+from common import models
+from common.clock import Clock
+from common.measure import CONTEXT, percentiles, processes, rate, timed
+from common.row import OK, Row, times
 from torch import nn
 
 import shmsync
@@ -76,17 +75,12 @@ def copy(target: nn.Module, source: nn.Module) -> None:
 
 def rows(clock: Clock) -> Iterator[Row]:
     trainer, shared = policy(), Shared()
-    writes: dict[int, list[float]] = {OURS: [], HELD: [], COPIED: []}
-    speeds: dict[int, list[float]] = {OURS: [], HELD: [], COPIED: []}
-    versions: dict[int, list[float]] = {OURS: [], HELD: [], COPIED: []}
-    with shmsync.Publisher(trainer, slots=3, timeout=60) as pub:
-        pipes = [CONTEXT.Pipe(duplex=False) for _ in range(WORKERS)]
-        workers = [
-            CONTEXT.Process(target=work, args=(pub.handle, shared, index, ours))
-            for index, (_, ours) in enumerate(pipes)
-        ]
-        for process in workers:
-            process.start()
+    writes, speeds, versions = ({mode: [] for mode in (OURS, HELD, COPIED)} for _ in range(3))
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(WORKERS)]
+    with (
+        shmsync.Publisher(trainer, slots=3, timeout=60) as pub,
+        processes(work, [(pub.handle, shared, index, ours) for index, (_, ours) in enumerate(pipes)]) as workers,
+    ):
         pub.wait_readers(list(range(WORKERS)), procs=workers, timeout=60)
 
         def locked() -> None:
@@ -114,18 +108,11 @@ def rows(clock: Clock) -> Iterator[Row]:
         shared.mode.value = END
         expected = models.digest(models.tensors(trainer))
         found = [ours.recv() for ours, _ in pipes]
-        for process in workers:
-            process.join()
     check = OK if found == [[expected] * 3] * WORKERS else f"WRONG: workers have {found}, the trainer {expected}"
     size = f"{models.nbytes(trainer) / 1e6:.1f} MB every 5 ms"
     for mode, name in NAMES.items():
         peer = f"share_memory(), {name}"
         for what, of in ((f"forwards of {WORKERS} workers", speeds), ("versions written", versions)):
-            yield Row(f"{what}, {size}", turn_of(of[OURS]), peer, turn_of(of[mode]), ">= 1 x", check, unit="/s")
+            yield Row(f"{what}, {size}", rate(of[OURS]), peer, rate(of[mode]), ">= 1 x", check, unit="/s")
         spent = [times(percentiles(writes[each])) for each in (OURS, mode)]
         yield Row(f"writing a version, {size}", spent[0], peer, spent[1], "1 x", check)
-
-
-def turn_of(speeds: list[float]) -> Any:
-    """The median turn and the slowest."""
-    return sorted(speeds)[len(speeds) // 2], min(speeds)

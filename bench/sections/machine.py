@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import multiprocessing.connection
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from clock import Clock
-from measure import CONTEXT, percentiles, rounds, timed
-from reader_rows import pipe_peer, raw_wakes
-from row import OK, Pair, Row, times
+from common.clock import Clock
+from common.measure import CONTEXT, percentiles, processes, rounds, timed
+from common.row import OK, Pair, Row, times
+
+from sections.readers import pipe_peer, raw_wakes
 
 PAGE = 4096
 HUGE = Path("/sys/kernel/mm/transparent_hugepage")
@@ -35,18 +35,16 @@ def rows(clock: Clock) -> Iterator[Row]:
 
 
 def ping_pong() -> Pair:
-    ours, theirs = CONTEXT.Pipe()
-    peer = CONTEXT.Process(target=pipe_peer, args=(theirs,))
-    peer.start()
+    pipe, theirs = CONTEXT.Pipe()
 
-    def once(pipe: multiprocessing.connection.Connection = ours) -> None:
+    def once() -> None:
         pipe.send_bytes(b"x")
         assert pipe.recv_bytes() == b"ack", "checksum"
 
-    once()
-    samples = [timed(once) for _ in rounds(2000, fewest=50)]
-    ours.send_bytes(b"")
-    peer.join()
+    with processes(pipe_peer, [(theirs,)]):
+        once()
+        samples = [timed(once) for _ in rounds(2000, fewest=50)]
+        pipe.send_bytes(b"")
     return percentiles(samples)
 
 

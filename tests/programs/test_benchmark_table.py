@@ -81,7 +81,7 @@ for row in run("odd", Section("an odd one", "sections.machine", 1, ("no_such_pac
 
 
 BROKEN = """
-from row import Row
+from common.row import Row
 def rows(clock):
     yield Row("first", (1.0, 2.0), check="ok")
     raise RuntimeError("what went wrong")
@@ -89,7 +89,7 @@ def rows(clock):
 STUCK = """
 import subprocess, sys, threading
 from pathlib import Path
-from row import Row
+from common.row import Row
 def rows(clock):
     yield Row("first", (1.0, 2.0), check="ok")
     program = "import threading; threading.Event().wait()"
@@ -98,10 +98,10 @@ def rows(clock):
     threading.Event().wait()
 """
 RUN = """
-import household  # PATIENCE is put before this, in seconds
+from common import machine  # PATIENCE is put before this, in seconds
 from sections import Section
 from table import run
-household.adopt_orphans()
+machine.adopt_orphans()
 for row in run("odd", Section("an odd one", "odd", 1), 1, patience=PATIENCE):
     print(row.what, row.trouble, row.is_bad, sep="; ")
 """
@@ -170,11 +170,10 @@ contestants = {name: {"p50_ms": 1.0, "p99_ms": 2.0} for name in ("shmsync", "shm
 Path(result).write_text(json.dumps([{"size": size, "contestants": contestants} for size in sizes]))
 """
 RAY = """
-import distributed_cell
-from clock import Clock
-from sections import ray
-distributed_cell.__file__ = "cell.py"
-for row in ray.rows(Clock(1000)):
+from common.clock import Clock
+from remote import section
+section.PROGRAM = "cell.py"
+for row in section.ray(Clock(1000)):
     print(row.what, row.floor, sep="; ")
 """
 

@@ -1,0 +1,1 @@
+"""What a send of shmsync's schemes is compared with."""

@@ -1,0 +1,135 @@
+"""What a feature costs: checksums, protection of adopted memory, traces. Each call with it, beside the same without.
+
+    python bench/overhead.py                                   all of them
+    python bench/overhead.py checksums --megabytes 1 100       one of them, with other sizes
+    python bench/overhead.py trace --out DIR                   where overhead.json and .md go (default ./bench-results)
+
+checksums   publish() and update() with checksum=True; and sub.verify(). docs/verify.md has a table.
+protection  update() of an adopted module, around nothing, and around a step of SGD and of Adam. docs/adr/0039 has one.
+trace       read sections, publish() and update() of a small model. docs/observing.md has one.
+
+Both are measured in turns in one process. Ratios compare; times are of one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from common import page
+from common.measure import row, side_by_side, timed
+from common.row import Row
+from torch import nn
+
+import shmsync
+
+LEAVES = 100  # of the weights with checksums
+TENSORS = 5  # of an adopted module
+ROUNDS, CALLS = 40, 500  # of a trace
+
+
+def update(pub: shmsync.Publisher) -> None:
+    with pub.update():
+        pass
+
+
+def checksums(sizes: list[float]) -> Iterator[Row]:
+    for size in sizes or [100.0]:
+        weights = {f"leaf{number}": torch.randn(int(size * 1e6 / 4 / LEAVES)) for number in range(LEAVES)}
+        parts = {"publish()": weights, "publish(one leaf)": {"leaf0": weights["leaf0"]}}
+        where = f"{size:g} MB in {LEAVES} leaves"
+        with (
+            shmsync.Publisher(weights) as plain,
+            shmsync.Publisher(weights, checksum=True) as summed,
+            shmsync.Subscriber(summed.handle) as sub,
+        ):
+            for name, part in parts.items():
+                calls = [functools.partial(pub.publish, part) for pub in (summed, plain)]
+                yield side_by_side(f"{name} with checksums, {where} / without", *calls, 15, "")
+            calls = [functools.partial(update, pub) for pub in (summed, plain)]
+            yield side_by_side(f"update() with checksums, {where} / without", *calls, 15, "")
+            assert sub.verify().version == summed.version
+            yield row(f"sub.verify(), {where}", [timed(sub.verify) for _ in range(15)])
+
+
+def protection(sizes: list[float]) -> Iterator[Row]:
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
+    for size, name in itertools.product(sizes or [0.02, 1.0, 10.0, 100.0, 1000.0], ("nothing", *kinds)):
+        words = int(size * 1e6) // 4 // TENSORS
+        module = nn.ParameterList(nn.Parameter(torch.randn(words)) for _ in range(TENSORS))
+        for parameter in module:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        with shmsync.Publisher(module) as pub:
+            optimizer = kinds[name](module.parameters(), lr=1e-4) if name in kinds else None
+            pub.adopt(module, optimizer)
+            side = pub._writer.side
+
+            def step(pub: shmsync.Publisher = pub, optimizer: torch.optim.Optimizer | None = optimizer) -> None:
+                with pub.update():
+                    if optimizer is not None:
+                        optimizer.step()
+
+            protected, plain = [], []
+            for number in range(2 + rounds_of(size)):
+                side.adopted.protect(side.writer)
+                with_it = timed(step)
+                side.writer.unprotect()
+                without = timed(step)
+                if number >= 2:
+                    protected.append(with_it)
+                    plain.append(without)
+            yield row(f"update() around {name}, {size:g} MB, protected / unprotected", protected, plain)
+
+
+def rounds_of(megabytes: float) -> int:
+    return next(rounds for most, rounds in ((5, 400), (50, 60), (500, 12), (1e9, 5)) if megabytes <= most)
+
+
+def trace(sizes: list[float]) -> Iterator[Row]:
+    """Of a model of ten leaves; the sizes do not matter."""
+    seen: list[int] = []
+
+    def section() -> None:
+        with sub.read() as inside:
+            seen.append(inside.version)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        shmsync.Publisher({f"leaf{number}": torch.randn(500) for number in range(10)}) as pub,
+        shmsync.Subscriber(pub.handle) as sub,
+    ):
+        file = Path(folder, "trace.json")
+        for name, call in (("read section", section), ("publish()", pub.publish), ("update()", lambda: update(pub))):
+            samples: list[list[float]] = [[], []]
+            for number in range(2 * ROUNDS):
+                traced = number % 2
+                with pub.trace(file) if traced else nullcontext():
+                    section()  # it joins in, or sees that the trace is over
+                    samples[traced] += [timed(call) for _ in range(CALLS)]
+            yield row(f"{name}, traced / without a trace", samples[True], samples[False])
+        assert set(seen[: 2 * ROUNDS * CALLS]) == {1}, "a section before the first publish() saw another version"
+        lines = file.read_text().count("\n")
+        print(f"{lines:,} events, {file.stat().st_size / lines:.0f} bytes each")
+
+
+KINDS = {"checksums": checksums, "protection": protection, "trace": trace}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", choices=[*KINDS, []], help="default: all")
+    parser.add_argument("--megabytes", type=float, nargs="*", default=[], help="of the weights")
+    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    options = parser.parse_args()
+    rows = itertools.chain.from_iterable(KINDS[kind](options.megabytes) for kind in options.kinds or KINDS)
+    page.show(rows, options.out / "overhead")
+
+
+if __name__ == "__main__":
+    main()
