@@ -8,9 +8,7 @@ import torch
 
 import shmsync
 from support.calls import Call, in_forked_child, outcome
-from support.jobs.engine import (
-    read,
-)
+from support.jobs.engine import read
 from support.processes import segment_path
 from support.weights import Net, bytes_of, stamp, stamped
 

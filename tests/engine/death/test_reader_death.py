@@ -8,15 +8,7 @@ import pytest
 import shmsync
 from shmsync.engine.write.acks import wait_for_acks
 from support.calls import Call
-from support.jobs.engine import (
-    apply_until,
-    attach,
-    detach,
-    enter,
-    look,
-    read,
-    read_for_ever,
-)
+from support.jobs.engine import apply_until, attach, detach, enter, look, read, read_for_ever
 from support.processes import until
 from support.weights import stamped
 

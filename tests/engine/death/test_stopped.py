@@ -8,16 +8,7 @@ import pytest
 import shmsync
 from shmsync import cli
 from shmsync.engine.publish_all import Publication, publish_all
-from support.jobs.engine import (
-    apply_until,
-    attach,
-    enter,
-    leave,
-    look,
-    open_arena,
-    publish,
-    read,
-)
+from support.jobs.engine import apply_until, attach, enter, leave, look, open_arena, publish, read
 from support.weights import stamped
 
 

@@ -8,12 +8,7 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import (
-    attach,
-    look,
-    read,
-    wait_version,
-)
+from support.jobs.engine import attach, look, read, wait_version
 from support.processes import until_waits
 from support.weights import stamp, stamped, stamps
 

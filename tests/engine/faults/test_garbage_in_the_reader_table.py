@@ -10,13 +10,7 @@ import shmsync
 from shmsync import _native
 from support.calls import outcome
 from support.faults.reader_table import ACKED, OWNER, PIN, rows_offset, word, write_row
-from support.jobs.engine import (
-    attach,
-    detach,
-    enter,
-    leave,
-    look,
-)
+from support.jobs.engine import attach, detach, enter, leave, look
 from support.processes import segment_path
 from support.weights import stamped
 

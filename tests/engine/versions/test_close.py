@@ -7,14 +7,7 @@ import pytest
 import torch
 
 import shmsync
-from support.jobs.engine import (
-    attach,
-    look,
-    open_arena,
-    read,
-    refresh,
-    wait_version,
-)
+from support.jobs.engine import attach, look, open_arena, read, refresh, wait_version
 from support.weights import Net, stamped, stamps
 
 

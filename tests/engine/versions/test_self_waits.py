@@ -6,14 +6,7 @@ import pytest
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import (
-    attach,
-    enter,
-    leave,
-    look,
-    read,
-    wait_version,
-)
+from support.jobs.engine import attach, enter, leave, look, read, wait_version
 from support.weights import stamp, stamped, stamps
 
 
