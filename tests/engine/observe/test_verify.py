@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 
 import shmsync
+from support.calls import Call
 from support.jobs.engine import detach, enter, leave, refresh
 from support.jobs.verifying import (
     bound,
@@ -75,23 +75,13 @@ def test_a_worker_whose_module_was_changed_before_the_next_version_is_named(pub,
     worker.call(bound, pub.handle, 3)
     worker.call(replace_head)
     pub.publish()
-    asked = threading.Thread(target=lambda: named.append(verify_error(pub)))
-    named = []
-    asked.start()
-    until_waits(asked, "ask")
+    asking = Call(pub.verify)
+    until_waits(asking, "ask")
     with pytest.raises(shmsync.ManifestMismatch, match="were replaced"):
         worker.call(refresh)
-    asked.join()
-    assert isinstance(named[0], shmsync.NotDelivered)
-    assert named[0].missing == [3]
-    assert "was changed and cannot show it" in str(named[0])
-
-
-def verify_error(pub, **kwargs):
-    try:
-        return pub.verify(**kwargs)
-    except shmsync.ShmSyncError as error:
-        return error
+    with pytest.raises(shmsync.NotDelivered, match="was changed and cannot show it") as caught:
+        asking.result()
+    assert caught.value.missing == [3]
 
 
 def test_the_late_the_stopped_and_the_absent_are_named(pub, start):
@@ -100,12 +90,11 @@ def test_the_late_the_stopped_and_the_absent_are_named(pub, start):
         worker.call(bound, pub.handle, index)
     stopped.stop()
     began = time.monotonic()
-    error = verify_error(pub, timeout=0.2, workers=[0, 1, 7])
-    assert isinstance(error, shmsync.AckTimeout)
-    assert sorted(error.missing) == [0, 1, 7]
+    with pytest.raises(shmsync.AckTimeout, match="worker 7 is not attached") as caught:
+        pub.verify(timeout=0.2, workers=[0, 1, 7])
+    assert sorted(caught.value.missing) == [0, 1, 7]
     assert time.monotonic() - began >= 0.2
-    assert f"stopped: worker 1 (pid {stopped.pid})" in str(error)
-    assert "worker 7 is not attached" in str(error)
+    assert f"stopped: worker 1 (pid {stopped.pid})" in str(caught.value)
     stopped.resume()
     for worker in (idle, stopped):
         worker.start(sections_for_ever)
@@ -120,14 +109,12 @@ def test_the_dead_are_named_and_those_who_leave_are_not_waited_for(pub, start):
         worker.call(bound, pub.handle, index)
     good.start(sections_for_ever)
     dying.kill()
-    named = []
-    asked = threading.Thread(target=lambda: named.append(verify_error(pub, timeout=60)))
-    asked.start()
-    until_waits(asked, "ask")
+    asking = Call(pub.verify, timeout=60)
+    until_waits(asking, "ask")
     leaving.call(detach)
-    asked.join()
-    assert isinstance(named[0], shmsync.WorkerDied)
-    assert named[0].missing == [0]
+    with pytest.raises(shmsync.WorkerDied) as caught:
+        asking.result()
+    assert caught.value.missing == [0]
     good.interrupt(refresh)
 
 
@@ -135,15 +122,13 @@ def test_inside_a_section_nobody_answers_and_the_next_one_does(pub, start):
     worker = start()
     worker.call(bound, pub.handle, 0)
     worker.call(enter)
-    assert isinstance(verify_error(pub, timeout=0.1), shmsync.AckTimeout)
+    with pytest.raises(shmsync.AckTimeout):
+        pub.verify(timeout=0.1)
     worker.call(leave)
-    named = []
-    asked = threading.Thread(target=lambda: named.append(verify_error(pub)))
-    asked.start()
-    until_waits(asked, "ask")
+    asking = Call(pub.verify)
+    until_waits(asking, "ask")
     worker.call(enter)
-    asked.join()
-    assert named[0].workers == (0,)
+    assert asking.result().workers == (0,)
 
 
 def test_an_early_answer_counts_for_nothing_later(pub, start):
@@ -152,20 +137,16 @@ def test_an_early_answer_counts_for_nothing_later(pub, start):
     worker.start(sections_for_ever)
     assert pub.verify().workers == (0,)
     worker.interrupt(scribble)
-    assert isinstance(verify_error(pub, timeout=0.1), shmsync.AckTimeout)  # its answer of before stands in its row
+    with pytest.raises(shmsync.AckTimeout):  # its answer of before stands in its row
+        pub.verify(timeout=0.1)
 
 
 def test_two_threads_ask_one_after_the_other(pub, start):
     worker = start()
     worker.call(bound, pub.handle, 0)
     worker.start(sections_for_ever)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(verify_error(pub))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [each.workers for each in found] == [(0,)] * 4
+    asking = [Call(pub.verify) for _ in range(4)]
+    assert [each.result().workers for each in asking] == [(0,)] * 4
     worker.interrupt(refresh)
 
 
@@ -173,13 +154,11 @@ def test_own_sections_and_closing(pub):
     sub = shmsync.Subscriber(pub.handle, worker=0)
     with sub.read(), pytest.raises(shmsync.ProtocolError, match="leave the section first"):
         pub.verify()
-    named = []
-    asked = threading.Thread(target=lambda: named.append(verify_error(pub, timeout=60)))
-    asked.start()
-    until_waits(asked, "ask")
+    asking = Call(pub.verify, timeout=60)
+    until_waits(asking, "ask")
     pub.close()
-    asked.join()
-    assert isinstance(named[0], shmsync.ClosedError)
+    with pytest.raises(shmsync.ClosedError):
+        asking.result()
     sub.close()
 
 
@@ -207,6 +186,6 @@ def test_a_worker_on_an_old_session(start):
     with shmsync.Publisher(policy(), name=name, checksum=True) as new:
         with pytest.raises(shmsync.NotDelivered, match="has taken its place"):
             worker.call(verify_there)
-        error = verify_error(new, timeout=0.1, workers=[0])
-        assert isinstance(error, shmsync.AckTimeout)
-        assert error.missing == [0]
+        with pytest.raises(shmsync.AckTimeout) as caught:
+            new.verify(timeout=0.1, workers=[0])
+        assert caught.value.missing == [0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 from math import inf as for_ever
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.jobs.engine import attach, begin_update, close_publisher, open_arena, publish, read
 from support.jobs.restarts import count_readers, follow_until, open_net, open_other_layout
 from support.processes import until, until_waits
@@ -118,16 +118,13 @@ def test_wait_version_waits_for_a_trainer_that_comes_back(start, name, follower,
     trainer = start()
     trainer.call(open_arena, 5, name=name, slots=slots)
     sub = follower(name)
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(sub.wait_version(6, timeout=for_ever)))
-    thread.start()
-    until_waits(thread, "_wait_for")
+    waiting = Call(sub.wait_version, 6, timeout=for_ever)
+    until_waits(waiting, "_wait_for")
     trainer.kill()
     until(lambda: not sub.publisher_alive)
     trainer = start()
     trainer.call(open_arena, 1, name=name, slots=slots)
-    thread.join()  # the wait has moved on to the new arena, whose every version is newer than 5
-    assert seen == [1]
+    assert waiting.result() == 1  # it has moved on to the new arena, whose every version is newer than 5
     assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
     assert (sub.weights["large"] == 5).all()
     trainer.call(publish, 2)
@@ -163,9 +160,7 @@ def test_a_wait_counts_in_the_session_of_its_thread(start, name, follower):
     trainer.kill()
     trainer = start()
     fresh = trainer.call(open_arena, 2, name=name, slots=2)
-    other = threading.Thread(target=until, args=(sub.refresh,))
-    other.start()
-    other.join()
+    Call(until, sub.refresh).result()
     assert (sub.version, sub.session, sub.latest) == (5, old, 2)
     assert sub.wait_version(sub.version + 1, timeout=for_ever) == 2
     assert sub.session == fresh.session  # so that the next wait counts in this one
@@ -179,23 +174,15 @@ def test_a_section_of_one_version_waits_for_its_number_in_the_new_arena(start, n
     trainer = start()
     trainer.call(open_arena, 5, name=name, slots=2)
     sub = follower(name)
-    seen = []
-
-    def enter():
-        with sub.read(version=6, timeout=for_ever) as section:
-            seen.append(section.version)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    until_waits(thread, "_wait_for")
+    reading = Call(read, sub, version=6, timeout=for_ever)
+    until_waits(reading, "_wait_for")
     trainer.kill()
     trainer = start()
     trainer.call(open_arena, 5, name=name, slots=2)
     until(lambda: sub.latest == 5)
-    assert not seen
+    assert reading.is_alive()
     trainer.call(publish, 6)
-    thread.join()
-    assert seen == [6]
+    assert reading.result() == (6, 6, 6)
 
 
 def test_waits_have_their_deadline_though_nobody_comes_back(start, name, follower):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections import Counter
 
 import pytest
@@ -259,9 +258,7 @@ def test_what_ends_is_not_kept():
 
         def short_threads(count):
             for _ in range(count):
-                thread = threading.Thread(target=use)
-                thread.start()
-                thread.join()
+                Call(use).result()
 
         def short_subscribers(count):
             for _ in range(count):

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from math import inf as for_ever
 
 import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.jobs.engine import attach, detach
 from support.processes import kill, until_waits
 from support.weights import stamped
@@ -36,13 +36,12 @@ def test_those_that_are_attached(pub, start):
 
 def test_it_waits_for_those_that_come(pub, start):
     workers = start(3)
-    waiting = threading.Thread(target=pub.wait_readers, args=([0, 1, 2],), kwargs={"timeout": for_ever})
-    waiting.start()
+    waiting = Call(pub.wait_readers, [0, 1, 2], timeout=for_ever)
     for index, worker in enumerate(workers):
         until_waits(waiting, "wait_for_readers")
         assert waiting.is_alive()
         worker.call(attach, pub.handle, worker=index)
-    waiting.join()
+    waiting.result()
     assert sorted(info.worker for info in pub.readers()) == [0, 1, 2]
 
 
@@ -55,10 +54,6 @@ def test_the_missing_are_named_at_the_deadline(pub, start):
     assert (error.value.missing, error.value.version) == ([0, 2], 1)
     with pytest.raises(TimeoutError, match=rf"worker 0 .*stopped: worker 0 \(pid {stopped.pid}\)"):
         pub.wait_readers([0, 1], timeout=0.1, procs=[stopped.process, worker.process])
-
-
-def sleeper():
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
 
 
 KINDS = {
@@ -77,45 +72,26 @@ def test_a_worker_killed_before_it_attached(pub, start, kind, when, mapping):
     procs = [KINDS[kind](alive), KINDS[kind](dying)]
     if mapping:
         procs = dict(enumerate(procs))
-    errors = []
-
-    def wait():
-        try:
-            pub.wait_readers([0, 1], timeout=for_ever, procs=procs)
-        except shmsync.WorkerDied as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
     if when == "before":
         dying.kill()
-        wait()
-    else:
-        waiting.start()
+    waiting = Call(pub.wait_readers, [0, 1], timeout=for_ever, procs=procs)
+    if when == "meanwhile":
         until_waits(waiting, "wait_for_readers")
         dying.kill()
-        waiting.join()
-    assert errors[0].missing == [1]
-    assert f"pid {dying.pid}" in str(errors[0])
-    assert "worker 1" in str(errors[0])
+    with pytest.raises(shmsync.WorkerDied, match="worker 1") as caught:
+        waiting.result()
+    assert caught.value.missing == [1]
+    assert f"pid {dying.pid}" in str(caught.value)
 
 
 def test_a_killed_popen_is_named_with_its_signal(pub):
-    process = sleeper()
-    errors = []
-
-    def wait():
-        try:
-            pub.wait_readers([4], timeout=for_ever, procs=[process])
-        except shmsync.WorkerDied as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(10**6)"])
+    waiting = Call(pub.wait_readers, [4], timeout=for_ever, procs=[process])
     until_waits(waiting, "wait_for_readers")
     kill(process.pid)
-    waiting.join()
-    assert errors[0].missing == [4]
-    assert "SIGKILL" in str(errors[0])
+    with pytest.raises(shmsync.WorkerDied, match="SIGKILL") as caught:
+        waiting.result()
+    assert caught.value.missing == [4]
     process.wait()
 
 
@@ -139,21 +115,12 @@ def test_the_death_of_the_late_and_of_the_attached(pub, start):
 
 
 def test_close_ends_the_wait(pub):
-    errors = []
-
-    def wait():
-        try:
-            pub.wait_readers([0], timeout=for_ever)
-        except shmsync.ClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    waiting = Call(pub.wait_readers, [0], timeout=for_ever)
     until_waits(waiting, "wait_for_readers")
     pub.publish()  # the wait holds no lock
     pub.close()
-    waiting.join()
-    assert len(errors) == 1
+    with pytest.raises(shmsync.ClosedError):
+        waiting.result()
 
 
 def test_bad_arguments(pub):
