@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -34,6 +35,44 @@ class Call(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+@contextlib.contextmanager
+def elsewhere(context):
+    """Another thread, which is given, is inside this context meanwhile."""
+    inside, over = threading.Event(), threading.Event()
+
+    def stay():
+        with context:
+            inside.set()
+            over.wait(PATIENCE)
+
+    call = Call(stay)
+    try:
+        assert inside.wait(PATIENCE)
+        yield call
+    finally:
+        over.set()
+        call.join(PATIENCE)
+    call.result()
+
+
+@contextlib.contextmanager
+def meanwhile(function):
+    """Another thread calls it again and again; an error of it is raised at the end."""
+    over = threading.Event()
+
+    def repeat():
+        while not over.is_set():
+            function()
+
+    call = Call(repeat)
+    try:
+        yield
+    finally:
+        over.set()
+        call.join(PATIENCE)
+    call.result()
 
 
 def in_forked_child(function):

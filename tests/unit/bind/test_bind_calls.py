@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import inspect
-import threading
 import warnings
 from collections import OrderedDict
 
@@ -16,6 +15,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 import shmsync
+from support.calls import Call
 from support.weights import step
 from support.zoo.zoo import Agent, Decoder, Policy
 
@@ -351,9 +351,7 @@ def test_a_generator_that_ends_in_another_thread_gives_its_section_back(bound, h
     box = [worker.stream(torch.randn(2, 4))]
     next(box[0])
     ends = {"close": lambda: box[0].close(), "drop": lambda: box.pop(), "clear": box.clear}[how]
-    thread = threading.Thread(target=lambda: (ends(), gc.collect()))
-    thread.start()
-    thread.join()
+    Call(lambda: (ends(), gc.collect())).result()
     for _ in range(3):
         pub.publish()
         list(worker.stream(torch.randn(2, 4)))
@@ -419,20 +417,14 @@ def test_two_modules_of_two_arenas_are_called_by_two_threads(publisher, subscrib
     for worker, order in zip(workers, (subs, subs[::-1]), strict=True):
         for sub in order:
             sub.bind(worker)
-    calls = [0, 0]
 
-    def call(index):
-        with torch.no_grad():
-            for _ in range(300):
-                workers[index](torch.ones(1, 4))
-                calls[index] += 1
+    @torch.no_grad()
+    def use(worker):
+        for _ in range(300):
+            worker(torch.ones(1, 4))
 
-    threads = [threading.Thread(target=call, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert calls == [300, 300]
+    for call in [Call(use, worker) for worker in workers]:
+        call.result()
 
 
 @torch.no_grad()

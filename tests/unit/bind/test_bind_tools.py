@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import threading
 from contextlib import nullcontext
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import shmsync
+from support.calls import meanwhile
 from support.processes import no_monitor
 from support.weights import step
 
@@ -214,26 +214,15 @@ def test_a_trace_made_before_is_right_inside_sections(publisher, subscriber, slo
 
 def test_other_threads_may_trace_and_compile_meanwhile(bound):
     _, worker, _, _ = bound(Net, 2)
-    failed, over = [], threading.Event()
 
-    def call():
-        while not over.is_set():
-            try:
-                worker.act(X)
-                list(worker.parameters())
-            except Exception as error:
-                failed.append(error)
+    def use():
+        worker.act(X)
+        list(worker.parameters())
 
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
+    with meanwhile(use):
         for _ in range(20):
             make_fx(lambda x: x.sin() + 1)(X)
         exported(Head())
-    finally:
-        over.set()
-        thread.join()
-    assert failed == []
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])

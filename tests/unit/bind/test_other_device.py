@@ -4,7 +4,6 @@ The decision is is_elsewhere(). Most tests give modules in CPU memory the same t
 """
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from shmsync.errors import ManifestMismatch
 from shmsync.memory import devices
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas import subscriptions
+from support.calls import meanwhile
 from support.conformance.nets import Stamped, ask
 from support.conformance.rigs import CallRig, CallScheme, PipeRig
 from support.devices.simulated import Simulated, installed
@@ -92,20 +92,10 @@ def test_module_gets_a_private_copy_per_version(elsewhere, rig, consistency, slo
 def test_forward_sees_whole_versions_while_the_trainer_writes(consistency, slots):
     with Publisher(Stamped(1), slots=slots) as pub, Subscriber(pub.handle, consistency=consistency) as sub:
         net = bind_copies(sub, Stamped(0))
-        seen, stop = [], threading.Event()
-
-        def forward():
-            while not stop.is_set():
-                seen.append(ask(net))
-
-        reader = threading.Thread(target=forward)
-        reader.start()
-        try:
+        seen = []
+        with meanwhile(lambda: seen.append(ask(net))):
             for value in range(2, 400):
                 pub.publish(Stamped(value), timeout=60)
-        finally:
-            stop.set()
-            reader.join()
         assert seen and all(isinstance(value, int) for value in seen)  # a pair would be two versions
         assert seen == sorted(seen)
         assert ask(net) == 399

@@ -25,6 +25,7 @@ from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.calls import Bindings
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
 from shmsync.memory.cuda.handle import SlabHandle, unpacked
+from support.calls import Call
 from support.devices.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, Code, Proxy, World, torch_event, torch_stream
 
 needs_bindings = pytest.mark.skipif(
@@ -130,21 +131,14 @@ def test_threads_that_open_and_let_go_always_find_the_memory():
     trainer, worker = gpu(world), gpu(world)
     mine = trainer.allocate(64)
     tensor(mine).fill_(5)
-    handle, errors = trainer.export(mine), []
+    handle = trainer.export(mine)
 
     def use():
-        try:
-            for _ in range(200):
-                assert tensor(worker.open(handle, 64)).tolist() == [5] * 64
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(200):
+            assert tensor(worker.open(handle, 64)).tolist() == [5] * 64
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    for call in [Call(use) for _ in range(4)]:
+        call.result()
     gc.collect()
     assert calls_of(worker).left() == {}
 

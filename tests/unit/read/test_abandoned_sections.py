@@ -10,23 +10,20 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call, elsewhere, meanwhile
 from support.processes import until
 from support.weights import put
 
 
 def ended_inside(sub):
     """A thread entered a section and ended in it. The section's object lives."""
-    kept = []
 
     def enter():
         section = sub.read()
         section.__enter__()
-        kept.append(section)
+        return section
 
-    thread = threading.Thread(target=enter, name="the-one-that-ended")
-    thread.start()
-    thread.join()
-    return kept
+    return [Call(enter).result()]
 
 
 def generator_closed_elsewhere(sub):
@@ -38,9 +35,7 @@ def generator_closed_elsewhere(sub):
 
     generator = numbers()
     next(generator)
-    thread = threading.Thread(target=closed_in_vain, args=(generator,))
-    thread.start()
-    thread.join()
+    Call(closed_in_vain, generator).result()
     del generator
 
 
@@ -68,20 +63,13 @@ def pinned(sub, pub):
     assert pub.readers() == []
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
+@pytest.mark.parametrize("another", [False, True], ids=["this thread", "another thread"])
 @pytest.mark.parametrize("abandon", WAYS, ids=lambda way: way.__name__)
-def test_close_gives_an_abandoned_section_up(pair, abandon, elsewhere):
+def test_close_gives_an_abandoned_section_up(pair, abandon, another):
     pub, sub = pair(timeout=5.0)
     kept = abandon(sub)
     with pinned(sub, pub):
-        if elsewhere:
-            errors = []
-            thread = threading.Thread(target=lambda: errors.append(closing(sub)))
-            thread.start()
-            thread.join()
-            assert errors == [None]
-        else:
-            sub.close()
+        Call(sub.close).result() if another else sub.close()
     with pytest.raises(shmsync.ClosedError):
         sub.read().__enter__()
     fresh = shmsync.Subscriber(pub.handle)
@@ -94,26 +82,7 @@ def test_close_gives_an_abandoned_section_up(pair, abandon, elsewhere):
 
 def pub_elsewhere(pub):
     """publish() in a thread that is in no section; its error is raised here."""
-    errors = []
-
-    def publish():
-        try:
-            pub.publish(timeout=0.05)
-        except shmsync.ShmSyncError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def closing(sub):
-    try:
-        sub.close()
-    except shmsync.ShmSyncError as error:
-        return error
+    Call(pub.publish, timeout=0.05).result()
 
 
 def test_a_section_of_a_thread_that_ended_keeps_nobody_waiting(pair):
@@ -129,23 +98,12 @@ def test_a_section_of_a_thread_that_ended_keeps_nobody_waiting(pair):
 def test_close_waits_for_a_live_thread_and_names_it(publisher, subscriber):
     pub = publisher({"t": torch.zeros(4)})
     sub = subscriber(pub, timeout=0.2)
-    inside, done = threading.Event(), threading.Event()
-
-    def hold():
-        with sub.read():
-            inside.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=hold, name="slow-reader")
-    thread.start()
-    inside.wait(60)
-    with pytest.raises(shmsync.WriterBusy, match="slow-reader"):
-        sub.close()
-    with pytest.raises(shmsync.WriterBusy, match="slow-reader"), sub.read():
-        pass
-    assert pub.readers()[0].pinned == 1  # nothing was changed
-    done.set()
-    thread.join()
+    with elsewhere(sub.read()) as slow:
+        with pytest.raises(shmsync.WriterBusy, match=slow.name):
+            sub.close()
+        with pytest.raises(shmsync.WriterBusy, match=slow.name), sub.read():
+            pass
+        assert pub.readers()[0].pinned == 1  # nothing was changed
     with sub.read() as section:  # it goes on
         assert section.version == 1
     sub.close()
@@ -178,49 +136,39 @@ def test_a_section_that_was_not_entered_cannot_be_left(pair):
 def test_threads_take_turns_fairly(pair):
     """A thread that waits gets its turn though another one enters again and again."""
     _, sub = pair(timeout=60.0)
-    stop, entered = threading.Event(), threading.Event()
+    entered = threading.Event()
 
-    def again_and_again():
-        while not stop.is_set():
-            with sub.read():
-                entered.set()
-
-    thread = threading.Thread(target=again_and_again)
-    thread.start()
-    entered.wait(60)
-    for _ in range(50):
+    def enter():
         with sub.read():
-            pass
-        with sub._reader._exclusive():
-            pass
-    stop.set()
-    thread.join()
+            entered.set()
+
+    with meanwhile(enter):
+        entered.wait(60)
+        for _ in range(50):
+            with sub.read():
+                pass
+            with sub._reader._exclusive():
+                pass
 
 
 def test_many_threads_share_one_subscriber(pair):
     """Each is alone in its section."""
     pub, sub = pair(timeout=60.0)
-    inside, most, failed = 0, 0, []
+    inside, most = 0, 0
 
     def work():
         nonlocal inside, most
-        try:
-            for _ in range(200):
-                with sub.read(), sub.read():
-                    inside += 1
-                    most = max(most, inside)
-                    inside -= 1
-                sub.refresh()
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(200):
+            with sub.read(), sub.read():
+                inside += 1
+                most = max(most, inside)
+                inside -= 1
+            sub.refresh()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    calls = [Call(work) for _ in range(8)]
+    while any(call.is_alive() for call in calls):
         pub.publish()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    for call in calls:
+        call.result()
     assert most == 1
     until(lambda: pub.readers()[0].pinned is None)

@@ -10,28 +10,15 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.processes import until_waits
 
 
-class Call(threading.Thread):
-    """A call in a thread of its own, and how it ended."""
-
-    def __init__(self, function, *args, **kwargs):
-        super().__init__(name=function.__name__, daemon=True)
-        self._call = lambda: function(*args, **kwargs)
-        self.error = None
-        self.start()
-
-    def run(self):
-        try:
-            self._call()
-        except BaseException as error:
-            self.error = error
-
-    def ended_with(self):
-        self.join(60)
-        assert not self.is_alive()
-        return type(self.error)
+def ends_closed(call):
+    """Check that it raises ClosedError, which is returned."""
+    with pytest.raises(shmsync.ClosedError) as caught:
+        call.result()
+    return caught.value
 
 
 def reads(sub):
@@ -50,7 +37,7 @@ def test_close_wakes_wait_version(pair, slots):
     call = Call(sub.wait_version, 9, timeout=for_ever)
     until_waits(call, "_wait_for")
     sub.close()
-    assert call.ended_with() is shmsync.ClosedError
+    ends_closed(call)
 
 
 def test_close_wakes_a_wait_for_a_version_inside_a_section(pair):
@@ -58,7 +45,7 @@ def test_close_wakes_a_wait_for_a_version_inside_a_section(pair):
     call = Call(waits_inside, sub)
     until_waits(call, "_wait_for")
     sub.close()
-    assert call.ended_with() is shmsync.ClosedError
+    ends_closed(call)
 
 
 def test_close_wakes_a_section_that_waits_for_its_version(pair):
@@ -66,7 +53,7 @@ def test_close_wakes_a_section_that_waits_for_its_version(pair):
     call = Call(lambda: sub.read(version=9, timeout=for_ever).__enter__())
     until_waits(call, "_wait_for")
     sub.close()
-    assert call.ended_with() is shmsync.ClosedError
+    ends_closed(call)
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
@@ -78,8 +65,8 @@ def test_close_wakes_a_reader_at_a_closed_gate(publisher, subscriber, consistenc
         until_waits(call, "_try_again")
         waits_for_the_lock = Call(reads, sub)
         sub.close()
-        assert call.ended_with() is shmsync.ClosedError
-        assert waits_for_the_lock.ended_with() is shmsync.ClosedError
+        ends_closed(call)
+        ends_closed(waits_for_the_lock)
         assert pub.readers() == []
 
 
@@ -90,8 +77,7 @@ def test_close_of_the_publisher_wakes_a_publish_that_waits_for_a_reader(publishe
         call = Call(pub.publish)
         until_waits(call, "begin")
         pub.close()
-        assert call.ended_with() is shmsync.ClosedError
-        assert "nothing" in str(call.error)
+        assert "nothing" in str(ends_closed(call))
         assert section.weights["t"].tolist() == [0] * 4
         assert sub.latest == 1
 
@@ -102,9 +88,8 @@ def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber):
     call = Call(pub.publish, wait="all")
     until_waits(call, "wait_for_acks")
     pub.close()
-    assert call.ended_with() is shmsync.ClosedError
-    assert call.error.version == 2
-    assert call.error.missing == [3]
+    error = ends_closed(call)
+    assert (error.version, error.missing) == (2, [3])
     assert sub.refresh()
     assert sub.version == 2
 
@@ -120,7 +105,7 @@ def test_close_of_the_publisher_wakes_an_update_that_waits_for_acks(publisher, s
     call = Call(update)
     until_waits(call, "wait_for_acks")
     pub.close()
-    assert call.ended_with() is shmsync.ClosedError
+    ends_closed(call)
 
 
 def test_a_publisher_is_not_closed_inside_its_own_update(publisher):
@@ -158,7 +143,7 @@ def test_a_third_thread_does_not_take_the_lock_that_a_wait_gave_up_for_close(pub
             pub.close()
         finally:
             over.set()
-        assert waiter.ended_with() is shmsync.ClosedError
+        ends_closed(waiter)
         busy.join(60)
     assert not entered
     with pytest.raises(shmsync.ArenaNotFound):
@@ -177,5 +162,5 @@ def test_a_close_that_is_too_late_has_ended_no_wait(publisher, subscriber, monke
             pub.close()
         assert not pub._writer.side.close_request._requests
         monkeypatch.undo()
-    assert waiter.ended_with() is type(None)
+    assert waiter.result() == 2
     assert pub.publish() == 3

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
+import itertools
 import pickle
-import threading
+import time
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 
@@ -16,6 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 import shmsync
+from support.calls import meanwhile
 from support.processes import PATIENCE
 from support.weights import expect_ones
 
@@ -210,24 +213,17 @@ def test_a_pickle_is_of_one_version(what, how, consistency, slots, publisher, su
     """While another thread publishes as fast as it can."""
     world = World("small", slots, publisher, subscriber, consistency)
     dump, load = PICKLES[how]
-    ended = threading.Event()
+    numbers = itertools.count(2.0)
 
     def train():
-        number = 1.0
-        while not ended.is_set():
-            number += 1
-            if what == "pub.weights":
-                ended.wait(0.001)  # the writer is busy half of the time, and pickles are refused then
-            try:
-                with torch.no_grad():
-                    world.pub.publish({name: torch.full_like(t, number) for name, t in source.items()})
-            except shmsync.WriterBusy:
-                continue
+        if what == "pub.weights":
+            time.sleep(0.001)  # the writer is busy half of the time, and pickles are refused then
+        number = next(numbers)
+        with contextlib.suppress(shmsync.WriterBusy), torch.no_grad():
+            world.pub.publish({name: torch.full_like(t, number) for name, t in source.items()})
 
     source = {name: t.detach().clone() for name, t in world.trainer.state_dict(keep_vars=True).items()}
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
+    with meanwhile(train):
         for _ in range(8):
             value = OBJECTS[what](world)
             try:
@@ -236,9 +232,6 @@ def test_a_pickle_is_of_one_version(what, how, consistency, slots, publisher, su
                 assert what == "pub.weights"
                 continue
             assert len({number for each in found for number in (each.min().item(), each.max().item())}) == 1
-    finally:
-        ended.set()
-        thread.join()
 
 
 def test_each_dump_is_of_the_version_of_its_time(publisher, subscriber):

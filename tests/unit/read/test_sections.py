@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import shmsync
+from support.calls import Call, elsewhere
+from support.jobs.engine import read
 from support.weights import put
 
 
@@ -30,30 +29,10 @@ def test_a_pinned_section_keeps_its_version_while_the_publisher_goes_on(pair, sl
     assert sub.version == pub.version
 
 
-@contextmanager
-def held_in_another_thread(sub):
-    """A read section of `sub`, open meanwhile in a thread of its own."""
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with sub.read():
-            held.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(30)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def test_no_free_slot_raises_and_writes_nothing(publisher, subscriber):
     pub = publisher({"t": torch.zeros(4)}, slots=2)
     sub = subscriber(pub, worker=4)
-    with held_in_another_thread(sub):
+    with elsewhere(sub.read()):
         put(pub, 1)
         with pytest.raises(shmsync.ReaderStalled) as error:
             pub.publish({"t": torch.ones(4)}, timeout=0.05)
@@ -67,7 +46,7 @@ def test_one_slot_publish_times_out_with_the_gate_open_again(publisher, subscrib
     pub = publisher({"t": torch.zeros(4)})
     sub = subscriber(pub)
     other = subscriber(pub)
-    with held_in_another_thread(sub):
+    with elsewhere(sub.read()):
         with pytest.raises(shmsync.ReaderStalled):
             pub.publish(timeout=0.05)
         with other.read() as section:
@@ -87,18 +66,10 @@ def test_a_reader_waits_at_the_gate_and_gives_up_at_its_deadline(pair):
 
 def test_a_waiting_reader_enters_when_the_gate_opens(pair):
     pub, sub = pair()
-    seen = []
-
-    def read():
-        with sub.read() as section:
-            seen.append((section.version, section.weights["t"].tolist()))
-
     with pub.update() as weights:
-        thread = threading.Thread(target=read)
-        thread.start()
+        reading = Call(read, sub)
         weights["t"].fill_(5)
-    thread.join()
-    assert seen in ([(2, [5.0] * 4)], [(1, [0.0] * 4)])
+    assert reading.result() in ((2, 5, 5), (1, 0, 0))
 
 
 def test_close_inside_a_section_is_refused(pair):
@@ -111,34 +82,12 @@ def test_a_section_is_left_where_it_was_entered(pair):
     _, sub = pair()
     section = sub.read()
     section.__enter__()
-    errors = []
-
-    def leave():
-        try:
-            section.__exit__(None, None, None)
-        except shmsync.ProtocolError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    thread.join()
+    with pytest.raises(shmsync.ProtocolError):
+        Call(section.__exit__, None, None, None).result()
     section.__exit__(None, None, None)
-    assert len(errors) == 1
 
 
 def test_another_thread_waits_for_the_section(pair):
     _, sub = pair(timeout=5.0)
-    errors = []
-
-    def read():
-        try:
-            with sub.read(timeout=0.05):
-                pass
-        except shmsync.WriterBusy as error:
-            errors.append(error)
-
-    with sub.read():
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert "one Subscriber per thread" in str(errors[0])
+    with sub.read(), pytest.raises(shmsync.WriterBusy, match="one Subscriber per thread"):
+        Call(read, sub, timeout=0.05).result()

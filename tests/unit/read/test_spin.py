@@ -8,45 +8,32 @@ import sys
 import threading
 
 import pytest
-import torch
 
 import shmsync
 from shmsync import _native
+from support.calls import Call
 from support.processes import until, until_waits
+from support.weights import put
 
 SLICE = 50_000_000  # ns
 
 
-def publish(pub, value):
-    return pub.publish({"t": torch.full((4,), float(value))})
+def wait(sub, version, **options):
+    """(what wait_version() found, how often this thread slept in it)."""
+    before = _native.sleeps()
+    return sub.wait_version(version, **options), _native.sleeps() - before
 
 
-class Waiter:
-    """A thread in wait_version()."""
+def until_inside(call):
+    """Until a call of wait(), which may never sleep, has begun."""
 
-    def __init__(self, sub, version, **options):
-        self.found = self.sleeps = self.error = None
-        self.thread = threading.Thread(target=self._wait, args=(sub, version), kwargs=options)
-        self.thread.start()
-
-    def _wait(self, sub, version, **options):
-        before = _native.sleeps()
-        try:
-            self.found = sub.wait_version(version, **options)
-        except shmsync.ShmSyncError as error:
-            self.error = error
-        self.sleeps = _native.sleeps() - before
-
-    def is_inside(self):
-        frame = sys._current_frames().get(self.thread.ident)
+    def inside():
+        frame = sys._current_frames().get(call.ident)
         while frame is not None and frame.f_code.co_name != "_wait_for":
             frame = frame.f_back
         return frame is not None
 
-    def end(self):
-        self.thread.join(60)
-        assert not self.thread.is_alive()
-        return self
+    until(inside)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -55,19 +42,20 @@ class Waiter:
 def test_a_version_that_comes_meanwhile_is_found_without_sleeping(pair, subscriber, slots, consistency, follow):
     pub, _ = pair(slots=slots)
     sub = subscriber(pub, consistency=consistency, follow=follow)
-    waiter = Waiter(sub, 2, timeout=60, spin=math.inf)
-    until(waiter.is_inside)
-    assert publish(pub, 2) == 2
-    assert (waiter.end().found, waiter.sleeps) == (2, 0)
+    waiting = Call(wait, sub, 2, timeout=60, spin=math.inf)
+    until_inside(waiting)
+    assert put(pub, 2) == 2
+    assert waiting.result() == (2, 0)
     assert sub.version == 1  # it applies nothing
 
 
 def test_without_it_the_reader_sleeps(pair):
     pub, sub = pair()
-    waiter = Waiter(sub, 2, timeout=60)
-    until_waits(waiter.thread, "wait_version")
-    publish(pub, 2)
-    assert waiter.end().found == 2 and waiter.sleeps > 0
+    waiting = Call(wait, sub, 2, timeout=60)
+    until_waits(waiting, "wait_version")
+    put(pub, 2)
+    found, sleeps = waiting.result()
+    assert found == 2 and sleeps > 0
 
 
 def test_it_ends_with_the_timeout_and_sleeps_when_it_is_over(pair):
@@ -86,8 +74,7 @@ def test_it_ends_with_the_timeout_and_sleeps_when_it_is_over(pair):
 def test_other_threads_have_the_interpreter_meanwhile(pair):
     _, sub = pair()
     go, ran = threading.Event(), []
-    other = threading.Thread(target=lambda: (go.wait(), ran.append(True)))
-    other.start()
+    other = Call(lambda: (go.wait(), ran.append(True)))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody takes the interpreter from this thread: it has to give it
     try:
@@ -98,7 +85,7 @@ def test_other_threads_have_the_interpreter_meanwhile(pair):
             assert not sub._reader._wait_version(2, SLICE, SLICE)
     finally:
         sys.setswitchinterval(before)
-    other.join()
+    other.result()
     assert ran
 
 
@@ -124,10 +111,11 @@ def test_a_signal_ends_it(pair):
 @pytest.mark.parametrize("end", ["pub", "sub"])
 def test_close_ends_it(pair, end):
     pub, sub = pair()
-    waiter = Waiter(sub, 2, timeout=60, spin=math.inf)
-    until(waiter.is_inside)
+    waiting = Call(wait, sub, 2, timeout=60, spin=math.inf)
+    until_inside(waiting)
     (pub if end == "pub" else sub).close()
-    assert isinstance(waiter.end().error, shmsync.ClosedError)
+    with pytest.raises(shmsync.ClosedError):
+        waiting.result()
 
 
 @pytest.mark.parametrize("spin", [-1, -0.001, math.nan, "1", True, None])

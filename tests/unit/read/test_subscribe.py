@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import numpy as np
 import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.weights import put
 
 
@@ -30,13 +30,10 @@ def test_read_version_gives_exactly_that_version_or_an_error(pair):
 
 def test_wait_version_returns_when_it_is_published(pair):
     pub, sub = pair()
-    got = []
-    thread = threading.Thread(target=lambda: got.append(sub.wait_version(3)))
-    thread.start()
+    waiting = Call(sub.wait_version, 3)
     put(pub, 1)
     put(pub, 2)
-    thread.join()
-    assert got == [3]
+    assert waiting.result() == 3
     assert sub.version == 1  # waiting applies nothing
     with pytest.raises(shmsync.PublishTimeout):
         sub.wait_version(4, timeout=0.02)

@@ -10,7 +10,6 @@ import pickle
 import signal
 import socket
 import struct
-import threading
 import time
 
 import pytest
@@ -20,6 +19,7 @@ from shmsync.schemes.link.connection import Channel
 from shmsync.schemes.link.exchange import LinkPoll
 from shmsync.schemes.link.messages import Tag
 from shmsync.schemes.link.sender_end import Link, SenderEnd
+from support.calls import Call
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -48,29 +48,32 @@ def read_all(channel, deadline=SOON):
     return found[0]
 
 
+def write_all(channel):
+    end = time.monotonic() + SOON
+    while channel.unsent:
+        assert time.monotonic() < end
+        channel.wait(end)
+
+
 @pytest.mark.parametrize("size", [0, 10, 16_384, 16_385, 300_000])
 def test_a_plain_connection_reads_what_a_channel_sends(pipe, size):
     ours, theirs = pipe
     channel = Channel.of(ours)
     message = os.urandom(size)
-    reader = threading.Thread(target=lambda: got.append(theirs.recv()))
-    got: list[bytes] = []
-    reader.start()
+    reading = Call(theirs.recv)
     channel.send(pickle.dumps(message))
     while channel.unsent:
         channel.flush()
-    reader.join()
-    assert got == [message]
+    assert reading.result() == message
 
 
 @pytest.mark.parametrize("size", [0, 10, 16_384, 16_385, 300_000])
 def test_a_channel_reads_what_a_plain_connection_sends(pipe, size):
     ours, theirs = pipe
     message = os.urandom(size)
-    writer = threading.Thread(target=theirs.send, args=(message,))
-    writer.start()
+    writing = Call(theirs.send, message)
     assert read_all(Channel.of(ours)) == message
-    writer.join()
+    writing.result()
 
 
 def test_frames_of_more_than_two_gigabytes_have_a_long_header(pipe):
@@ -104,14 +107,9 @@ def test_a_full_pipe_never_blocks_and_keeps_only_the_newest_weights(pipe):
         channel.frames.send(pickle.dumps(number), "policy", Tag("policy", number), awaited)
         assert awaited == {Tag("policy", 1): True, Tag("policy", number): True}
     channel.frames.send(pickle.dumps("other"), "value", Tag("value", 1), awaited)
-    got: list[object] = []
-    reader = threading.Thread(target=lambda: got.extend(theirs.recv() for _ in range(3)))
-    reader.start()
-    end = time.monotonic() + SOON
-    while channel.unsent:
-        assert time.monotonic() < end
-        channel.wait(end)
-    reader.join()
+    reading = Call(lambda: [theirs.recv() for _ in range(3)])
+    write_all(channel)
+    got = reading.result()
     assert [got[0] == b"1" * 3_000_000, *got[1:]] == [True, 5, "other"]
 
 
@@ -246,15 +244,9 @@ def test_what_does_not_leave_is_kept_and_the_end_is_told(pipe):
     while not channel.unsent:
         channel.send(b"x" * 50_000)
         sent += 1
-    got: list[bytes] = []
-    reader = threading.Thread(target=lambda: got.extend(theirs.recv_bytes() for _ in range(sent)))
-    reader.start()
-    end = time.monotonic() + SOON
-    while channel.unsent:
-        assert time.monotonic() < end
-        channel.wait(end)
-    reader.join()
-    assert got == [b"x" * 50_000] * sent
+    reading = Call(lambda: [theirs.recv_bytes() for _ in range(sent)])
+    write_all(channel)
+    assert reading.result() == [b"x" * 50_000] * sent
     assert not channel.ended
     theirs.close()
     channel.send(b"x")

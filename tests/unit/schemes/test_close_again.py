@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,28 +10,9 @@ import shmsync
 from shmsync.engine.publisher import writer_of
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.subscriptions import Subscriptions
+from support.calls import elsewhere
 
 WEIGHTS = {"t": torch.zeros(4)}
-
-
-@contextmanager
-def elsewhere(context):
-    """Another thread is inside this context meanwhile."""
-    inside, over = threading.Event(), threading.Event()
-
-    def stay():
-        with context:
-            inside.set()
-            over.wait(60)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    assert inside.wait(60)
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(60)
 
 
 def arenas():

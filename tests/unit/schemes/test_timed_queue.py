@@ -2,7 +2,6 @@ import contextlib
 import gc
 import queue
 import signal
-import threading
 import time
 import weakref
 from collections import Counter
@@ -10,16 +9,16 @@ from collections import Counter
 import pytest
 
 from shmsync.schemes.link.timed_queue import TimedQueue
+from support.calls import Call
 
 SHORT = [0.0, -1.0, 1e-9, 1e-6, 3e-6, 2e-5]
 
 
-def hung(call, *args):
+def hung(function, *args):
     """Has this call not come back after ten seconds? It goes on in a daemon thread then."""
-    thread = threading.Thread(target=call, args=args, daemon=True)
-    thread.start()
-    thread.join(10)
-    return thread.is_alive()
+    call = Call(function, *args)
+    call.join(10)
+    return call.is_alive()
 
 
 def put_take_and_wait(line, times, timeout):
@@ -57,17 +56,13 @@ def test_every_item_comes_once_and_in_order(consumers, timeout):
             if number % 100 == 0:
                 time.sleep(1e-4)
 
-    threads = [threading.Thread(target=consume, args=(mine,), daemon=True) for mine in got]
-    producers = [threading.Thread(target=produce, args=(name,), daemon=True) for name in "ab"]
-    for thread in [*threads, *producers]:
-        thread.start()
-    for thread in producers:
-        thread.join(60)
-    for _ in threads:
+    consuming = [Call(consume, mine) for mine in got]
+    for producing in [Call(produce, name) for name in "ab"]:
+        producing.result()
+    for _ in consuming:
         line.put(None)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    for call in consuming:
+        call.result()
     assert Counter(item for mine in got for item in mine) == Counter((n, i) for n in "ab" for i in range(each))
     for mine in got:
         for name in "ab":

@@ -15,6 +15,7 @@ from torch import nn
 import shmsync
 from shmsync import WeightStrategy
 from shmsync.memory.torch_modes import plainly
+from support.calls import Call, meanwhile
 
 
 class Interrupt(Exception):
@@ -138,20 +139,10 @@ def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publish
 def test_a_reader_thread_beside_the_trainer_gets_its_turn(publisher, subscriber):
     pub = publisher({"w": torch.zeros(64)})
     sub = subscriber(pub, timeout=60.0)
-    done, versions = threading.Event(), []
-
-    def train():
-        while not done.is_set():
-            pub.publish()
-
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    try:
+    versions = []
+    with meanwhile(pub.publish):
         while len(versions) < 100 or len(set(versions)) == 1:  # each of the two threads must get its turn
             versions.append(sub.snapshot().version)
-    finally:
-        done.set()
-        trainer.join()
     assert versions == sorted(versions)
 
 
@@ -159,19 +150,14 @@ def test_close_beside_a_publish_of_another_thread(publisher):
     for _ in range(20):
         pub = publisher({"w": torch.zeros(1 << 16)})
         started = threading.Event()
-        ended = []
 
-        def train(pub=pub, started=started, ended=ended):
-            try:
-                while True:
-                    pub.publish()
-                    started.set()
-                    time.sleep(0)  # lets close() come between two publishes
-            except (shmsync.ClosedError, shmsync.WriterBusy) as error:
-                ended.append(error)
+        def train(pub=pub, started=started):
+            while True:
+                pub.publish()
+                started.set()
+                time.sleep(0)  # lets close() come between two publishes
 
-        trainer = threading.Thread(target=train)
-        trainer.start()
+        training = Call(train)
         started.wait()
         while True:
             try:
@@ -179,28 +165,14 @@ def test_close_beside_a_publish_of_another_thread(publisher):
                 break
             except shmsync.WriterBusy:
                 time.sleep(1e-4)
-        trainer.join()
-        assert isinstance(ended[0], shmsync.ClosedError)
+        with pytest.raises(shmsync.ClosedError):
+            training.result()
 
 
 def test_readers_may_be_asked_for_in_another_thread(publisher, subscriber):
     pub = publisher({"w": torch.zeros(4)})
     subscriber(pub)
-    done = threading.Event()
-    failed = []
-
-    def watch():
-        while not done.is_set():
-            try:
-                pub.readers()
-            except Exception as error:
-                failed.append(error)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for _ in range(300):
-        pub._writer.side.peers.alive(pub._writer.side._me)
-        pub._writer.side.peers.keep_only(set())
-    done.set()
-    watcher.join()
-    assert failed == []
+    with meanwhile(pub.readers):
+        for _ in range(300):
+            pub._writer.side.peers.alive(pub._writer.side._me)
+            pub._writer.side.peers.keep_only(set())
