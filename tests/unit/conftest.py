@@ -67,6 +67,19 @@ def bound(publisher, subscriber):
 
 
 @pytest.fixture
+def adopted(publisher, subscriber):
+    """adopted(module, optimizers) -> a publisher that has adopted the module, and a subscriber."""
+
+    def make(module, optimizers=None, **options):
+        pub = publisher(module, **options)
+        sub = subscriber(pub)
+        pub.adopt(module, optimizers)
+        return pub, sub
+
+    return make
+
+
+@pytest.fixture
 def pair(publisher, subscriber):
     """pair(...) -> a publisher of one tensor "t", and its subscriber."""
 

@@ -53,10 +53,9 @@ def test_adopt_needs_one_slot(publisher):
         pub.adopt(nn.Linear(2, 2))
 
 
-def test_a_failing_close_still_ends_the_arena(publisher, monkeypatch):
+def test_a_failing_close_still_ends_the_arena(adopted, monkeypatch):
     module = nn.Linear(2, 2)
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
 
     def no_memory(writer):
         raise RuntimeError("no memory")
@@ -87,12 +86,10 @@ def test_the_optimizer_of_another_module_is_refused(publisher):
     pub.adopt(module)
 
 
-def test_adopted_parameters_that_were_taken_out_go_in_again(publisher, subscriber):
+def test_adopted_parameters_that_were_taken_out_go_in_again(adopted):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module, optimizer)
+    pub, sub = adopted(module, optimizer)
     module.half().float()
     module.weight.grad = torch.ones(2, 2)
     optimizer.step()
@@ -105,22 +102,19 @@ def test_adopted_parameters_that_were_taken_out_go_in_again(publisher, subscribe
         pass
 
 
-def test_buffers_of_an_adopted_module_belong_to_the_version_they_were_made_in(publisher, subscriber):
+def test_buffers_of_an_adopted_module_belong_to_the_version_they_were_made_in(adopted):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     with pub.update(), torch.no_grad():
         module(torch.randn(8, 3))
     assert torch.equal(sub.snapshot().weights["1", "running_mean"], module[1].running_mean)
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_scheduler_made_after_adopting_sees_the_steps(publisher):
+def test_a_scheduler_made_after_adopting_sees_the_steps(adopted):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for _ in range(2):
         module.weight.grad = torch.ones(2, 2)
@@ -129,11 +123,9 @@ def test_a_scheduler_made_after_adopting_sees_the_steps(publisher):
     assert (pub.version, scheduler.get_last_lr()) == (3, [0.25])
 
 
-def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(publisher, subscriber):
+def test_a_refused_look_at_an_adopted_module_is_not_taken_for_a_good_one(adopted):
     module = nn.Linear(4, 3)
-    pub = publisher(module)
-    pub.adopt(module)
-    sub = subscriber(pub)
+    pub, sub = adopted(module)
     bias = module.bias.data
     module.weight.data = torch.full((3, 4), 7.0)  # not in the slab any more: it has to go in with the next version
     module.bias.data = torch.zeros(5)
@@ -155,11 +147,9 @@ def doubled(module):
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("part", ["", "0"])
-def test_loading_is_a_version_or_joins_the_update_of_its_thread(publisher, subscriber, part, assign):
+def test_loading_is_a_version_or_joins_the_update_of_its_thread(adopted, part, assign):
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     target = module.get_submodule(part)
     for version, joins in ((2, False), (3, True), (4, False)):
         with pub.update() if joins else contextlib.nullcontext():
@@ -173,11 +163,9 @@ def test_loading_is_a_version_or_joins_the_update_of_its_thread(publisher, subsc
 
 
 @pytest.mark.parametrize("wrong", ["a shape", "a missing key", "a key too many"])
-def test_a_load_that_raises_changes_nothing(publisher, subscriber, wrong):
+def test_a_load_that_raises_changes_nothing(adopted, wrong):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = doubled(module)
     if wrong == "a missing key":
@@ -192,10 +180,9 @@ def test_a_load_that_raises_changes_nothing(publisher, subscriber, wrong):
     assert pub.version == 2 and torch.equal(sub.snapshot().weights["0", "weight"], module[0].weight)
 
 
-def test_a_copy_of_an_adopted_module_loads_by_its_own(publisher):
+def test_a_copy_of_an_adopted_module_loads_by_its_own(adopted):
     module = nn.Sequential(nn.Linear(2, 2))
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         twin.load_state_dict(doubled(module))
         assert pub.version == 1 and not torch.equal(twin[0].weight, module[0].weight)
@@ -211,10 +198,9 @@ def test_an_embedding_that_writes_in_its_forward_is_refused(publisher, make):
     assert module[0].weight.data_ptr() == address and pub.version == 1
 
 
-def test_what_an_interrupted_close_leaves_can_be_written(publisher, monkeypatch):
+def test_what_an_interrupted_close_leaves_can_be_written(adopted, monkeypatch):
     module = nn.Linear(2, 2)
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     restore, calls = pub._writer.side.adopted._restore, []
 
     def interrupted():

@@ -70,13 +70,11 @@ class Twins:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("known", [True, False], ids=["given to adopt()", "not given"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_as_it_would_without(publisher, subscriber, kind, known, set_to_none, memory_format):
+def test_training_goes_on_as_it_would_without(adopted, kind, known, set_to_none, memory_format):
     optimizer, options = OPTIMIZERS[kind]
     twins = Twins(lambda: convolution(memory_format), optimizer, lr=0.001, **options)
     twins.learn(set_to_none=set_to_none)
-    pub = publisher(twins.module)
-    sub = subscriber(pub)
-    pub.adopt(twins.module, twins.optimizer if known else None)
+    pub, sub = adopted(twins.module, twins.optimizer if known else None)
     for _ in range(5):
         if known:
             twins.learn(set_to_none=set_to_none)
@@ -95,11 +93,9 @@ def test_training_goes_on_as_it_would_without(publisher, subscriber, kind, known
     assert_equal(twins.module, twins.other)
 
 
-def test_weights_that_come_in_another_order_take_the_state_with_them(publisher, subscriber):
+def test_weights_that_come_in_another_order_take_the_state_with_them(adopted):
     twins = Twins(convolution, torch.optim.Adam, lr=0.001, fused=True)
-    pub = publisher(twins.module)
-    sub = subscriber(pub)
-    pub.adopt(twins.module, twins.optimizer)
+    pub, sub = adopted(twins.module, twins.optimizer)
     twins.learn()
     for each in (twins.module, twins.other):
         each.to(memory_format=torch.channels_last)
@@ -130,24 +126,22 @@ def test_state_that_is_part_of_larger_memory_and_would_have_to_be_laid_out_anew_
     assert pub.version == 1
 
 
-def test_sparse_gradients_that_are_there_already_are_kept(publisher):
+def test_sparse_gradients_that_are_there_already_are_kept(adopted):
     module = nn.Embedding(4, 2, sparse=True)
     module.weight.data = torch.zeros(2, 4).t()
     optimizer = torch.optim.SparseAdam(module.parameters(), lr=1.0)
     module(torch.tensor([1])).sum().backward()
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     optimizer.step()
     assert pub.version == 2
     torch.testing.assert_close(pub.weights["weight"], torch.tensor([[0.0, 0], [-1, -1], [0, 0], [0, 0]]))
 
 
-def test_state_that_is_the_parameters_own_memory_stays_so(publisher):
+def test_state_that_is_the_parameters_own_memory_stays_so(adopted, publisher):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     optimizer.state[module.weight]["slow"] = module.weight.data
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     module.weight.grad = torch.ones(2, 2)
     optimizer.step()
     assert torch.equal(optimizer.state[module.weight]["slow"], module.weight)
@@ -173,12 +167,10 @@ class Sharing(nn.Module):
         self.plain = self.weight.data
 
 
-def test_what_shares_a_parameters_memory_goes_where_it_goes(publisher, subscriber):
+def test_what_shares_a_parameters_memory_goes_where_it_goes(adopted):
     module = Sharing()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module, optimizer)
+    pub, sub = adopted(module, optimizer)
     for value in (-1, -2):
         module.weight.grad = torch.ones(3, 3)
         optimizer.step()
@@ -193,10 +185,9 @@ def test_what_shares_a_parameters_memory_goes_where_it_goes(publisher, subscribe
         assert (tensor == 7).all()
 
 
-def test_what_shares_memory_and_is_left_out_of_the_arena_goes_with_it_too(publisher):
+def test_what_shares_memory_and_is_left_out_of_the_arena_goes_with_it_too(adopted):
     module = Sharing()
-    pub = publisher(module, exclude=["shown", "head.*"])
-    pub.adopt(module)
+    pub, _ = adopted(module, exclude=["shown", "head.*"])
     with pub.update() as weights:
         weights["weight"].fill_(5)
     for tensor in (module.shown, module.head.weight, module.plain):
@@ -212,12 +203,11 @@ def test_memory_that_is_shared_in_part_is_refused(publisher, view):
     assert module.plain.data_ptr() == module.weight.data_ptr()
 
 
-def test_parameters_side_by_side_in_one_storage_are_no_trouble(publisher):
+def test_parameters_side_by_side_in_one_storage_are_no_trouble(adopted):
     module = nn.Linear(2, 2)
     flat = torch.arange(6.0)
     module.weight.data, module.bias.data = flat[:4].view(2, 2), flat[4:]
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     assert pub.weights["weight"].tolist() == [[0, 1], [2, 3]] and pub.weights["bias"].tolist() == [4, 5]
 
 
@@ -234,11 +224,9 @@ def test_one_module_has_one_arena(publisher, subscriber):
         publisher({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}).adopt(worker)
 
 
-def test_gradient_scaling_joins_the_step(publisher, subscriber):
+def test_gradient_scaling_joins_the_step(adopted):
     twins = Twins(convolution, torch.optim.SGD, lr=0.01)
-    pub = publisher(twins.module)
-    sub = subscriber(pub)
-    pub.adopt(twins.module, twins.optimizer)
+    pub, sub = adopted(twins.module, twins.optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     for version in (2, 3):
         twins.learn(step=lambda: (scaler.scale(torch.ones(1)), scaler.step(twins.optimizer), scaler.update()))

@@ -77,11 +77,10 @@ def test_two_modules_with_one_optimizer_step_in_both_arenas(publisher, subscribe
     optimizer.step()
 
 
-def test_several_optimizers_of_one_module(publisher):
+def test_several_optimizers_of_one_module(adopted):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = (torch.optim.SGD(layer.parameters(), lr=1.0) for layer in module)
-    pub = publisher(module)
-    pub.adopt(module, [first, second])
+    pub, _ = adopted(module, [first, second])
     for number, optimizer in enumerate([first, second, first], 2):
         optimizer.step()
         assert pub.version == number
@@ -116,12 +115,11 @@ def test_a_publisher_that_nobody_closed_leaves_no_hook():
     assert len(hooks) == before
 
 
-def test_averages_of_the_weights(publisher):
+def test_averages_of_the_weights(adopted):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     average = swa_utils.AveragedModel(module, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    adopted(module, optimizer)
     handle = optimizer.register_step_post_hook(lambda *_: average.update_parameters(module))
     expected = None
     for _ in range(3):
@@ -133,11 +131,10 @@ def test_averages_of_the_weights(publisher):
     handle.remove()
 
 
-def test_a_closure_runs_inside_the_section(publisher):
+def test_a_closure_runs_inside_the_section(adopted):
     module = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1)
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     x = torch.ones(4, 2)
 
     def loss():
@@ -151,11 +148,10 @@ def test_a_closure_runs_inside_the_section(publisher):
     assert torch.equal(pub.weights["weight"], module.weight)
 
 
-def test_a_copy_of_an_optimizer_is_nobodys(publisher):
+def test_a_copy_of_an_optimizer_is_nobodys(adopted):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     twin_module, twin = copy.deepcopy((module, optimizer))
     for parameter in twin_module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -166,12 +162,10 @@ def test_a_copy_of_an_optimizer_is_nobodys(publisher):
 # ---- parameters that were replaced
 
 
-def test_an_optimizer_that_would_step_what_is_gone_is_refused(publisher, subscriber):
+def test_an_optimizer_that_would_step_what_is_gone_is_refused(adopted):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module, optimizer)
+    pub, sub = adopted(module, optimizer)
     module.load_state_dict({key: torch.ones_like(t) for key, t in module.state_dict().items()}, assign=True)
     for _ in range(2):
         with pytest.raises(shmsync.ProtocolError, match="0.weight, 0.bias, 1.weight, 1.bias of the adopt"):
@@ -189,11 +183,10 @@ def test_an_optimizer_that_would_step_what_is_gone_is_refused(publisher, subscri
     assert pub.version == 4 and (sub.snapshot().weights["0", "weight"] == 0).all()
 
 
-def test_an_optimizer_that_was_given_the_new_parameter_goes_on(publisher):
+def test_an_optimizer_that_was_given_the_new_parameter_goes_on(adopted):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    pub.adopt(module, optimizer)
+    pub, _ = adopted(module, optimizer)
     module.weight = nn.Parameter(torch.ones(2, 2))
     optimizer.param_groups[0]["params"][0] = module.weight
     module.weight.grad = torch.ones(2, 2)
@@ -202,11 +195,10 @@ def test_an_optimizer_that_was_given_the_new_parameter_goes_on(publisher):
 
 
 @pytest.mark.parametrize("when", ["before update()", "inside update()"])
-def test_an_optimizer_that_adopt_does_not_know_is_warned(publisher, when):
+def test_an_optimizer_that_adopt_does_not_know_is_warned(adopted, when):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     if when == "inside update()":
         with pub.update():
             module.weight = nn.Parameter(torch.ones(2, 2))
@@ -250,15 +242,13 @@ def with_gradients(module):
     return module
 
 
-def test_a_step_that_is_compiled_after_adopt_is_a_version(publisher, subscriber, compiled):
+def test_a_step_that_is_compiled_after_adopt_is_a_version(adopted, compiled):
     compile, graphs = compiled
     module, other = with_gradients(nn.Linear(2, 2)), with_gradients(nn.Linear(2, 2))
     other.load_state_dict(module.state_dict())
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0, foreach=True)
     others = torch.optim.SGD(other.parameters(), lr=1.0)
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module, optimizer)
+    pub, sub = adopted(module, optimizer)
     step = compile(optimizer.step)
     for version in range(2, 6):
         if version % 2:
@@ -277,15 +267,13 @@ def test_a_step_that_is_compiled_after_adopt_is_a_version(publisher, subscriber,
 
 
 @pytest.mark.parametrize("how", ["taken", "compiled"])
-def test_a_step_that_was_taken_before_adopt_is_refused_outside_update(publisher, subscriber, compiled, how):
+def test_a_step_that_was_taken_before_adopt_is_refused_outside_update(adopted, compiled, how):
     compile, graphs = compiled
     module = with_gradients(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0, foreach=True)
     step = compile(optimizer.step) if how == "compiled" else optimizer.step
     step()
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module, optimizer)
+    pub, sub = adopted(module, optimizer)
     before = module.weight.detach().clone()
     with pytest.raises(shmsync.ProtocolError, match=r"SGD\.step was taken or compiled before adopt\(\)"):
         step()

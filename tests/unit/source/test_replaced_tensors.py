@@ -171,11 +171,9 @@ def test_workers_see_what_the_module_has_now(publisher, subscriber, how, replace
 
 
 @pytest.mark.parametrize("replace", WAYS, ids=lambda way: way.__name__)
-def test_what_is_replaced_inside_update_belongs_to_that_version(publisher, subscriber, replace):
+def test_what_is_replaced_inside_update_belongs_to_that_version(adopted, replace):
     module = Policy()
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     with pub.update():
         replace(module)
         add_in_place(module)
@@ -244,10 +242,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(publisher, subscrib
     held.close()
 
 
-def test_what_does_not_fit_inside_update_poisons_the_version(publisher):
+def test_what_does_not_fit_inside_update_poisons_the_version(adopted):
     module = Policy()
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     with pytest.raises(shmsync.ManifestMismatch, match=r"mean is \(3,\) in the arena but \(1,\)"), pub.update():
         module.mean = torch.ones(1)
     module.mean = torch.ones(3)
@@ -256,10 +253,9 @@ def test_what_does_not_fit_inside_update_poisons_the_version(publisher):
     assert pub.publish() == 2
 
 
-def test_leaves_that_become_one_tensor_are_refused_by_an_adopting_arena(publisher):
+def test_leaves_that_become_one_tensor_are_refused_by_an_adopting_arena(adopted):
     module = Policy()
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     tied(module)
     with (
         pytest.raises(shmsync.ManifestMismatch, match="lin.bias and norm.bias are separate in the arena"),
@@ -282,11 +278,9 @@ def test_leaves_that_were_one_tensor_and_are_two_are_refused(publisher):
         pass
 
 
-def test_two_parameters_that_change_places_keep_their_values(publisher, subscriber):
+def test_two_parameters_that_change_places_keep_their_values(adopted):
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     first, second = (layer.weight.detach().clone() for layer in module)
     module[0].weight, module[1].weight = module[1].weight, module[0].weight
     with pub.update():
@@ -295,10 +289,9 @@ def test_two_parameters_that_change_places_keep_their_values(publisher, subscrib
     assert_current(sub, module)
 
 
-def test_a_parameter_that_was_taken_out_of_an_adopted_module_keeps_its_values(publisher):
+def test_a_parameter_that_was_taken_out_of_an_adopted_module_keeps_its_values(adopted):
     module = Policy()
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     old = module.lin.bias
     bias = old.detach().clone()
     module.lin.bias = nn.Parameter(torch.full((3,), 5.0))
@@ -335,11 +328,9 @@ def row(module):
 
 @pytest.mark.parametrize("take", [swapped_out, backup, row])
 @pytest.mark.parametrize("how", ["publish", "update", "step"])
-def test_a_place_that_a_tensor_outside_the_module_shows_is_not_overwritten(publisher, subscriber, how, take):
+def test_a_place_that_a_tensor_outside_the_module_shows_is_not_overwritten(adopted, how, take):
     module = Policy()
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
 
     def call():
         if how == "publish":
@@ -362,10 +353,9 @@ def test_a_place_that_a_tensor_outside_the_module_shows_is_not_overwritten(publi
     assert (module.lin.weight == 5).all()
 
 
-def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(publisher):
+def test_a_mapping_published_over_replaced_parameters_is_what_they_are_then(adopted):
     module = Policy()
-    pub = publisher(module)
-    pub.adopt(module)
+    pub, _ = adopted(module)
     new_parameter(module)
     pub.publish({"lin.weight": torch.full((3, 3), 4.0)})
     assert (module.lin.weight == 4).all()
@@ -388,11 +378,9 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["two places", "one place"])
-def test_a_buffer_with_two_names_is_seen_under_both(publisher, subscriber, same):
+def test_a_buffer_with_two_names_is_seen_under_both(adopted, same):
     module = Twice(same)
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
 
     def updated():
         with pub.update():
@@ -418,12 +406,10 @@ def test_a_buffer_with_two_names_is_seen_under_both(publisher, subscriber, same)
         updated()
 
 
-def test_a_buffer_that_is_not_in_rows_is_gathered(publisher, subscriber):
+def test_a_buffer_that_is_not_in_rows_is_gathered(adopted):
     module = nn.Linear(2, 2)
     module.register_buffer("table", torch.arange(6.0).view(2, 3).t())
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     for _ in range(2):
         module.table.mul_(2)
         with pub.update():
@@ -435,11 +421,9 @@ def test_a_buffer_that_is_not_in_rows_is_gathered(publisher, subscriber):
     assert_current(sub, module)
 
 
-def test_a_scripted_module_is_followed_without_dicts_to_watch(publisher, subscriber):
+def test_a_scripted_module_is_followed_without_dicts_to_watch(adopted):
     module = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    pub = publisher(module)
-    sub = subscriber(pub)
-    pub.adopt(module)
+    pub, sub = adopted(module)
     for value in (3.0, 4.0):
         getattr(module, "0").weight = nn.Parameter(torch.full((2, 2), value))
         module(torch.randn(4, 2))
