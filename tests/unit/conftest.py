@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shmsync
+from shmsync import _native
 
 
 class Arenas:
@@ -64,6 +66,23 @@ def bound(publisher, subscriber):
         return trainer, worker, pub, sub
 
     return make
+
+
+@pytest.fixture(params=["with torch's exchange table", "without"])
+def table(request):
+    """Both ways to find out about a tensor; the second one is for a torch before 2.10, which has no such table."""
+    if request.param == "without":
+        assert not _native.set_exchange_table(object)
+    yield
+    assert _native.set_exchange_table(torch.Tensor)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A group of processes of torch.distributed: this one alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import shmsync
 from shmsync.engine.arena_writer import ArenaWriter
 from shmsync.engine.bind import install
 from shmsync.engine.bind.module_check import ModuleCheck
-from support.weights import Counting, bytes_of, stamped, stamps
+from support.weights import Counting, bytes_of, fill, stamped, stamps
 
 # What a new subscriber gets when the publisher was killed: any publisher that is made then, another test's too, removes
 # what was left of the arena.
@@ -76,9 +76,7 @@ def open_counting(state, version=1, **kwargs):
 
 
 def count(state):
-    with torch.no_grad():
-        for tensor in (*state.net.parameters(), *state.net.buffers()):
-            tensor.fill_(state.pub.version + 1)
+    fill(state.net, state.pub.version + 1)
     state.pub.publish()
 
 

@@ -14,16 +14,12 @@ import shmsync
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from shmsync.schemes.remote.packed_weights import Packer
 from support.odd_tensors import DATA_CANNOT_BE, ODD
+from support.weights import fill
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """DTensors need a group of processes: this one alone."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),  # DTensors need a group
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 
 
 class Holder(nn.Module):
@@ -279,9 +275,7 @@ def test_scripted_children_are_published_and_followed(publisher):
     pub = publisher(module)
     assert set(pub.weights.flatten_keys(".").keys()) == {*module.state_dict()}
     for value in (3.0, 4.0):
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.fill_(value)
+        fill(module, value)
         pub.publish()
         assert all((leaf == value).all() for leaf in pub.weights.values(True, True))
 

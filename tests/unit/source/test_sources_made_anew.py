@@ -9,13 +9,15 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 
 import shmsync
 from shmsync.engine.copy import plan_cache as plans
 from support.odd_tensors import ODD
+from support.weights import fill
+
+pytestmark = pytest.mark.usefixtures("one_rank")  # DTensors need a group
 
 FORMS = {
     "state_dict": lambda module: module.state_dict(),
@@ -35,14 +37,6 @@ OPTIONS = {
     "excluded": {"exclude": ["0.*"]},
     "any device": {"device": "cpu"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """DTensors need a group of processes: this one alone."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
@@ -66,22 +60,15 @@ def net():
     return module
 
 
-def change(module, number):
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(number)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_plan_is_found_again_and_every_value_arrives(publisher, made, form, options):
     module = net()
     pub = publisher(module, **OPTIONS[options])
     for number in range(2, 9):
-        change(module, number)
         if number == 5:
             module[3].bias = nn.Parameter(torch.zeros(3))  # elsewhere in memory
-            change(module, number)
+        fill(module, number)
         pub.publish(FORMS[form](module))
         for key, value in module.state_dict().items():
             shown = pub.weights.get(tuple(key.split(".")), None)

@@ -7,7 +7,6 @@ import multiprocessing
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
@@ -17,15 +16,12 @@ import shmsync
 from shmsync.engine.source.wrappers import unwrapped
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
 from shmsync.schemes.remote.packed_weights import Packer, unpack
+from support.weights import fill
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.usefixtures("one_rank"),  # DDP needs a group
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 class Net(nn.Module):
@@ -36,9 +32,7 @@ class Net(nn.Module):
         self.module = nn.Linear(2, 2)
         self._orig_mod = nn.BatchNorm1d(2)
         self.told = value
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(value)
+        fill(self, value)
 
     def forward(self, x):
         return self._orig_mod(self.module(x))
@@ -102,9 +96,7 @@ def test_a_publisher_has_the_keys_of_the_module_inside(publisher, wrapper):
     module = WRAPPERS[wrapper](Net(1.0))
     pub = publisher(module)
     assert numbers(pub.weights) == expected(1.0)
-    with torch.no_grad():
-        for tensor in (*inner(module).parameters(), *inner(module).buffers()):
-            tensor.fill_(2.0)
+    fill(inner(module), 2.0)
     pub.publish()
     assert numbers(pub.weights) == expected(2.0)
     pub.publish(Net(3.0))
@@ -181,9 +173,7 @@ def test_schemes_over_pipes(scheme, trainer, worker, strategy):
     try:
         source = WRAPPERS[trainer](Net(6.0))
         for value in (6.0, 7.0):
-            with torch.no_grad():
-                for tensor in (*inner(source).parameters(), *inner(source).buffers()):
-                    tensor.fill_(value)
+            fill(inner(source), value)
             sending.get_sender().send_async(source)
             while not receiver.receive(1.0):
                 pass
@@ -310,13 +300,6 @@ class Head(nn.Module):
         super().__init__()
         self.module = nn.Linear(2, 2)
         fill(self, value)
-
-
-def fill(module, value):
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(value)
-    return module
 
 
 def part_compiled(module):
