@@ -98,6 +98,23 @@ def in_forked_child(function):
     return os.waitstatus_to_exitcode(status), pickle.loads(text) if text else None
 
 
+def calls_of(work):
+    """[(event, code), ...]: the "call" of each function of Python in this thread, and "c_call" by code for one of C."""
+    found = []
+
+    def note(frame, event, argument):
+        if event in ("call", "c_call"):
+            found.append((event, frame.f_code))
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
 def outcome(function, *args, **kwargs):
     """The name of what it raises, or "returned"."""
     try:

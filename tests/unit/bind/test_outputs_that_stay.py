@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 import shmsync
+from support.calls import calls_of
 
 OURS = str(Path(shmsync.__file__).parent)
 Pair = namedtuple("Pair", ["first", "second"])
@@ -41,18 +41,8 @@ class Returns(nn.Module):
 
 def own_calls(function):
     """The Python functions of this package that it calls."""
-    found = []
-
-    def called(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            found.append(frame.f_code.co_name)
-
-    sys.setprofile(called)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return found
+    called = [code for event, code in calls_of(function) if event == "call"]
+    return [code.co_name for code in called if code.co_filename.startswith(OURS)]
 
 
 def tensors(out):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import weakref
 
 import pytest
@@ -13,37 +12,11 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync import _native
+from support.calls import calls_of
 from support.processes import until
 
 SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
 INNER = ("b", "c")  # in a TensorDict of their own, where they are nested
-
-
-@pytest.fixture(params=["with torch's exchange table", "without"])
-def table(request):
-    """Both ways to find out about a tensor; the second one is for a torch before 2.10."""
-    if request.param == "without":
-        assert not _native.set_exchange_table(object)
-    yield
-    assert _native.set_exchange_table(torch.Tensor)
-
-
-def calls(work):
-    """Calls of functions of Python and of C."""
-    count = 0
-
-    def counted(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(counted)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def many(leaves, nested):
@@ -61,7 +34,7 @@ def test_an_out_that_is_used_again_takes_no_call_for_a_leaf(publisher, subscribe
         sub = subscriber(pub)
         out = sub.snapshot().weights
         sub.snapshot(out)
-        counts.append(calls(lambda sub=sub, out=out: sub.snapshot(out)))
+        counts.append(len(calls_of(lambda sub=sub, out=out: sub.snapshot(out))))
         pub.publish(many(leaves, nested))
         assert sub.snapshot(out).version == 2
         assert (out == sub.weights).all()
@@ -267,7 +240,7 @@ def test_several_are_used_in_turns(publisher, subscriber):
     outs = [sub.snapshot().weights for _ in range(2)]
     for out in outs * 2:
         sub.snapshot(out)
-    first, second = (calls(lambda out=out: sub.snapshot(out)) for out in outs)
+    first, second = (len(calls_of(lambda out=out: sub.snapshot(out))) for out in outs)
     assert first == second < 100
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import threading
 from collections import Counter
 
@@ -15,6 +14,7 @@ from torch import nn
 import shmsync
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.plain_copy import PlainCopy
+from support.calls import calls_of
 from support.processes import until
 
 SENDS = 12  # the first few make what is kept
@@ -24,22 +24,9 @@ def model(layers=3):
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
 
 
-class Counted:
-    """The calls of functions of Python, by their code, in the thread that it is the profiler of."""
-
-    def __init__(self):
-        self.found = Counter()
-
-    def __call__(self, frame, event, argument):
-        if event == "call" and frame.f_code.co_name != "<genexpr>":
-            self.found[frame.f_code] += 1
-
-    def __enter__(self):
-        sys.setprofile(self)
-        return self
-
-    def __exit__(self, *error):
-        sys.setprofile(None)
+def counted(work):
+    """How often it calls each function of Python, by their code."""
+    return Counter(code for event, code in calls_of(work) if event == "call" and code.co_name != "<genexpr>")
 
 
 class Worker(threading.Thread):
@@ -58,10 +45,10 @@ class Worker(threading.Thread):
         self.ready.set()
         try:
             while not self._over:
-                with Counted() as counted:
-                    news = receiver.receive(0.05)
-                if news:
-                    self.counts.append(counted.found.total())
+                news = []
+                found = counted(lambda news=news: news.append(receiver.receive(0.05)))
+                if news[0]:
+                    self.counts.append(found.total())
         except shmsync.WriterDied:
             pass
         finally:
@@ -100,9 +87,7 @@ def sending():
 
 
 def sent(sender, module):
-    with Counted() as counted:
-        sender.send(module)
-    return counted.found
+    return counted(lambda: sender.send(module))
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 55), (4, 85)])

@@ -12,18 +12,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import shmsync
-from shmsync import _native
 
 SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
-
-
-@pytest.fixture(params=["with torch's exchange table", "without"])
-def table(request):
-    """Both ways to find out about a tensor; the second one is for a torch before 2.10, which has no such table."""
-    if request.param == "without":
-        assert not _native.set_exchange_table(object)
-    yield
-    assert _native.set_exchange_table(torch.Tensor)
 
 
 class Holder:

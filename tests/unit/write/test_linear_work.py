@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 
 import pytest
 import torch
@@ -12,24 +11,13 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.source import sources
+from support.calls import calls_of
 
 
 def calls(work):
     """Calls of functions of Python and of C, resumed generators among them, that this work takes."""
-    count = 0
-
-    def counted(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
     gc.collect()
-    before = sys.getprofile()
-    sys.setprofile(counted)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return count
+    return len(calls_of(work))
 
 
 def model(leaves, tied):
