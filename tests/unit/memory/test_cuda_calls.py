@@ -39,8 +39,20 @@ def gpu(world=None, index=0, **options):
     return Gpu(index, calls, calls.side)
 
 
+def two_processes():
+    """The GPU of a world, as a trainer has it, and a worker."""
+    world = World()
+    return gpu(world), gpu(world)
+
+
 def calls_of(device):
     return device._calls
+
+
+def left(device):
+    """What a process still has of CUDA when its garbage is gone."""
+    gc.collect()
+    return calls_of(device).left()
 
 
 def tensor(storage):
@@ -60,8 +72,7 @@ def test_an_allocation_is_whole_blocks_and_shows_the_size_that_was_asked_for():
 
 
 def test_two_processes_share_the_memory_and_nothing_else():
-    world = World()
-    trainer, worker = gpu(world), gpu(world)
+    trainer, worker = two_processes()
     with calls_of(trainer).side.on(0):
         calls_of(trainer).relax()
         calls_of(trainer).cudaMalloc(700)  # of another library; in a block that a small slab would share
@@ -83,16 +94,13 @@ def test_a_process_opens_what_it_has_itself_without_cuda():
     assert again.data_ptr() == mine.data_ptr()
     assert "cudaIpcOpenMemHandle" not in calls_of(device).names()
     del mine
-    gc.collect()
-    assert calls_of(device).left() == {"memory": 1}  # the other one keeps it
+    assert left(device) == {"memory": 1}  # the other one keeps it
     del again
-    gc.collect()
-    assert calls_of(device).left() == {}
+    assert left(device) == {}
 
 
 def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
-    world = World()
-    trainer, worker = gpu(world), gpu(world)
+    trainer, worker = two_processes()
     mine = trainer.allocate(100)
     handle = trainer.export(mine)
     one, two = worker.open(handle, 100), worker.open(handle, 100)
@@ -101,11 +109,9 @@ def test_memory_is_mapped_once_in_a_process_and_unmapped_with_the_last_tensor():
     worker.free(one)
     worker.free(two)
     del one, two
-    gc.collect()
-    assert calls_of(worker).left() == {"mappings": 1}
+    assert left(worker) == {"mappings": 1}
     del view
-    gc.collect()
-    assert calls_of(worker).left() == {}
+    assert left(worker) == {}
     assert not worker._blocks._open
     assert worker.open(handle, 100).nbytes() == 100  # and anew
 
@@ -127,8 +133,7 @@ def test_memory_whose_last_user_is_collected_in_the_middle_of_the_next_opening_i
 
 
 def test_threads_that_open_and_let_go_always_find_the_memory():
-    world = World()
-    trainer, worker = gpu(world), gpu(world)
+    trainer, worker = two_processes()
     mine = trainer.allocate(64)
     tensor(mine).fill_(5)
     handle = trainer.export(mine)
@@ -139,8 +144,7 @@ def test_threads_that_open_and_let_go_always_find_the_memory():
 
     for call in [Call(use) for _ in range(4)]:
         call.result()
-    gc.collect()
-    assert calls_of(worker).left() == {}
+    assert left(worker) == {}
 
 
 def test_too_much_memory_is_refused_before_anything_is_allocated():
@@ -167,12 +171,10 @@ def test_pinned_memory_goes_with_its_tensor():
     staging = device.staging(1000)
     view = staging[5:]
     del staging
-    gc.collect()
-    assert calls_of(device).left() == {"host": 1}
+    assert left(device) == {"host": 1}
     view.fill_(1)
     del view
-    gc.collect()
-    assert calls_of(device).left() == {}
+    assert left(device) == {}
 
 
 def test_a_torch_that_copies_instead_of_sharing_is_noticed():
@@ -180,8 +182,7 @@ def test_a_torch_that_copies_instead_of_sharing_is_noticed():
     calls_of(device).side.copies = True
     with pytest.raises(DeviceFailed, match="instead of using it"):
         device.allocate(100)
-    gc.collect()
-    assert calls_of(device).left() == {}
+    assert left(device) == {}
 
 
 def changed(handle, **fields):
@@ -200,18 +201,15 @@ def changed(handle, **fields):
     ],
 )
 def test_a_handle_that_is_not_right_is_refused(damage, error, words):
-    world = World()
-    trainer, worker = gpu(world), gpu(world)
+    trainer, worker = two_processes()
     mine = trainer.allocate(100)
     with pytest.raises(error, match=words):
         worker.open(damage(trainer.export(mine)), 100)
-    gc.collect()
-    assert calls_of(worker).left() == {}
+    assert left(worker) == {}
 
 
 def test_the_memory_of_a_publisher_that_has_gone_is_not_found():
-    world = World()
-    trainer, worker = gpu(world), gpu(world)
+    trainer, worker = two_processes()
     mine = trainer.allocate(100)
     handle = trainer.export(mine)
     del mine
@@ -264,7 +262,6 @@ def test_streams_and_events_of_torch_are_taken():
     device = gpu()
     mine, theirs = device.stream(), device.stream()
     assert device.as_stream(torch_stream(theirs.handle)) == theirs
-    calls_of(device)
     with device._event(theirs) as event:
         given = device.as_stream(torch_event(event))
         device.follow(mine, given)
@@ -294,8 +291,7 @@ def test_a_stream_is_destroyed_when_nobody_has_it():
     stream = device.stream()
     assert calls_of(device).left() == {"streams": 1}
     del stream
-    gc.collect()
-    assert calls_of(device).left() == {}
+    assert left(device) == {}
 
 
 def fails(calls, name, code):
@@ -343,8 +339,7 @@ def test_giving_back_leaves_the_thread_in_the_capture_mode_that_it_had():
     device.free(storage)
     calls_of(device).modes.relaxed = False
     del stream, storage, staging
-    gc.collect()
-    assert calls_of(device).left() == {}
+    assert left(device) == {}
     assert not calls_of(device).modes.relaxed
 
 
