@@ -130,10 +130,9 @@ def test_trainer_that_execs_is_dead_to_its_readers(start, name, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_trainer_that_execs_inside_update(start, name, slots):
-    trainer = start()
-    handle = trainer.call(open_arena, 2, name=name, slots=slots)
-    with shmsync.Subscriber(handle) as sub:
+def test_trainer_that_execs_inside_update(open_trainer, name, slots):
+    trainer = open_trainer(2, slots=slots)
+    with shmsync.Subscriber(trainer.handle) as sub:
         trainer.call(begin_update, 3)
         leave_by_exec(trainer)
         if slots == 1:
@@ -242,9 +241,8 @@ def test_an_image_that_cannot_be_read_may_be_any():
     assert _native.image_from([1, 6, 7]) == 0
 
 
-def test_list_does_not_show_a_trainer_that_execs_as_alive(start, name):
-    trainer = start()
-    trainer.call(open_arena, 1, name=name)
+def test_list_does_not_show_a_trainer_that_execs_as_alive(open_trainer, name):
+    trainer = open_trainer(1)
     peers = Peers()
     assert observed.look(name, peers).owner is observed.Condition.ALIVE
     leave_by_exec(trainer)

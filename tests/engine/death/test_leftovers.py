@@ -22,10 +22,9 @@ NOBODY = 4_194_303 << 42  # an owner word whose pid no process has
 
 
 @pytest.fixture
-def dead(start, name):
+def dead(open_trainer, name):
     """The segment of a publisher that was killed, at a name that only its own test knows."""
-    writer = start()
-    writer.call(open_arena, name=name)
+    writer = open_trainer()
     aside = segment_path(name).with_name(f"aside.{name}")
     shutil.copyfile(segment_path(name), aside)
     writer.kill()
@@ -136,11 +135,10 @@ def test_another_versions_is_swept_when_nobody_has_its_pid(dead, name):
     assert swept(dead, name)
 
 
-def test_another_versions_is_kept_while_somebody_has_its_pid(start, name, capsys):
+def test_another_versions_is_kept_while_somebody_has_its_pid(open_trainer, name, capsys):
     """Whatever its words mean: its publisher may live."""
-    trainer = start()
-    handle = trainer.call(open_arena, 3, name=name)
-    with shmsync.Subscriber(handle) as sub:
+    trainer = open_trainer(3)
+    with shmsync.Subscriber(trainer.handle) as sub:
         write(segment_path(name), ABI, (_native.ABI - 1).to_bytes(4, "little"))
         write(segment_path(name), OWNER, (trainer.pid << 42 | 12345).to_bytes(8, "little"))
         leftovers.sweep_some(float("inf"))
@@ -161,13 +159,12 @@ def test_what_is_being_made_is_left_alone_until_its_creator_dies(start, name):
     assert not segment_path(name).exists()
 
 
-def test_a_living_arena_is_left_alone(start, name):
-    trainer = start()
-    handle = trainer.call(open_arena, 2, name=name)
+def test_a_living_arena_is_left_alone(open_trainer, name):
+    trainer = open_trainer(2)
     trainer.stop()
     leftovers.sweep_some(float("inf"))
     trainer.resume()
-    with shmsync.Subscriber(handle) as sub, shmsync.Publisher(stamped(1)):
+    with shmsync.Subscriber(trainer.handle) as sub, shmsync.Publisher(stamped(1)):
         leftovers.sweep_some(float("inf"))
         assert read(sub) == (2, 2, 2)
         assert segment_path(name).exists()

@@ -8,7 +8,7 @@ import pytest
 import shmsync
 from shmsync import cli
 from shmsync.engine.publish_all import Publication, publish_all
-from support.jobs.engine import apply_until, attach, enter, leave, look, open_arena, publish, read
+from support.jobs.engine import apply_until, attach, enter, leave, look, publish, read
 from support.weights import stamped
 
 
@@ -52,9 +52,9 @@ def test_stopped_worker_is_named_when_it_does_not_apply(start):
         assert reader.result() == 4
 
 
-def test_stopped_publisher_is_alive(start, name):
-    writer = start()
-    with shmsync.Subscriber(writer.call(open_arena, name=name)) as sub:
+def test_stopped_publisher_is_alive(open_trainer, name):
+    writer = open_trainer()
+    with shmsync.Subscriber(writer.handle) as sub:
         writer.stop()
         with pytest.raises(shmsync.PublishTimeout):
             sub.wait_version(2, timeout=0.2)

@@ -27,12 +27,11 @@ from support.weights import stamped, stamps
 
 
 @pytest.mark.parametrize("moment", ["idle", "inside update"])
-def test_readers_keep_the_last_version_of_a_killed_writer(start, name, moment):
-    writer = start()
-    handle = writer.call(open_arena, 2, name=name, slots=2)
+def test_readers_keep_the_last_version_of_a_killed_writer(open_trainer, moment):
+    writer = open_trainer(2, slots=2)
     with (
-        shmsync.Subscriber(handle) as sub,
-        shmsync.Subscriber(handle, consistency="optimistic") as optimistic,
+        shmsync.Subscriber(writer.handle) as sub,
+        shmsync.Subscriber(writer.handle, consistency="optimistic") as optimistic,
     ):
         writer.call(publish, 3)
         if moment == "inside update":
@@ -49,7 +48,7 @@ def test_readers_keep_the_last_version_of_a_killed_writer(start, name, moment):
                 reader.read(version=4, timeout=for_ever).__enter__()
         assert read(sub) == (3, 3, 3)
         with pytest.raises(GONE):
-            shmsync.Subscriber(handle)
+            shmsync.Subscriber(writer.handle)
 
 
 def test_death_of_the_writer_wakes_a_waiting_reader(start, name):
@@ -62,9 +61,9 @@ def test_death_of_the_writer_wakes_a_waiting_reader(start, name):
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_intact_weights_of_a_killed_writer_are_served_in_place(start, name, consistency):
-    writer = start()
-    with shmsync.Subscriber(writer.call(open_arena, 3, name=name), consistency=consistency) as sub:
+def test_intact_weights_of_a_killed_writer_are_served_in_place(open_trainer, consistency):
+    writer = open_trainer(3)
+    with shmsync.Subscriber(writer.handle, consistency=consistency) as sub:
         writer.call(publish, 4)
         writer.kill()
         assert read(sub) == (4, 4, 4)
@@ -72,10 +71,9 @@ def test_intact_weights_of_a_killed_writer_are_served_in_place(start, name, cons
             sub.wait_version(5, timeout=for_ever)
 
 
-def test_intact_weights_are_served_when_the_writer_died_waiting_for_pins(start, name):
-    writer = start()
-    handle = writer.call(open_arena, 3, name=name)
-    with shmsync.Subscriber(handle) as holder, shmsync.Subscriber(handle) as late:
+def test_intact_weights_are_served_when_the_writer_died_waiting_for_pins(open_trainer):
+    writer = open_trainer(3)
+    with shmsync.Subscriber(writer.handle) as holder, shmsync.Subscriber(writer.handle) as late:
         with holder.read() as section:
             writer.start(publish, 4, timeout=for_ever)
             until(lambda: outcome(read, late, timeout=0) == "WriterBusy")
@@ -87,9 +85,9 @@ def test_intact_weights_are_served_when_the_writer_died_waiting_for_pins(start, 
             late.wait_version(4, timeout=for_ever)
 
 
-def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gate(start, name):
-    writer = start()
-    with shmsync.Subscriber(writer.call(open_arena, 3, name=name)) as sub:
+def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gate(open_trainer, name):
+    writer = open_trainer(3)
+    with shmsync.Subscriber(writer.handle) as sub:
         writer.call(publish, 4)
         with open(segment_path(name), "r+b", buffering=0) as file:
             writer.kill()
@@ -100,10 +98,9 @@ def test_intact_weights_are_served_when_the_writer_died_before_it_opened_the_gat
 
 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
-def test_weights_half_written_by_a_killed_writer_are_never_served(start, name, consistency):
-    writer = start()
-    handle = writer.call(open_arena, 3, name=name)
-    with shmsync.Subscriber(handle, consistency=consistency) as sub:
+def test_weights_half_written_by_a_killed_writer_are_never_served(open_trainer, consistency):
+    writer = open_trainer(3)
+    with shmsync.Subscriber(writer.handle, consistency=consistency) as sub:
         writer.call(begin_update, 4)
         writer.kill()
         for call in (lambda: read(sub, timeout=for_ever), lambda: sub.run(print), sub.snapshot):
@@ -114,12 +111,12 @@ def test_weights_half_written_by_a_killed_writer_are_never_served(start, name, c
         with pytest.raises(shmsync.WriterDied):
             sub.wait_version(4, timeout=for_ever)
     with pytest.raises(GONE):
-        shmsync.Subscriber(handle)
+        shmsync.Subscriber(writer.handle)
 
 
-def test_section_that_was_open_when_the_writer_died_half_way_is_torn(start, name):
-    writer = start()
-    with shmsync.Subscriber(writer.call(open_arena, 3, name=name), consistency="optimistic") as sub:
+def test_section_that_was_open_when_the_writer_died_half_way_is_torn(open_trainer):
+    writer = open_trainer(3)
+    with shmsync.Subscriber(writer.handle, consistency="optimistic") as sub:
         with sub.read() as section:
             writer.call(begin_update, 4)
             writer.kill()
@@ -146,9 +143,8 @@ def test_killed_publisher_leaves_no_memory(start, name, capsys):
     assert not segment_path(name).exists()
 
 
-def test_next_publisher_of_the_name_sweeps_a_dead_one(start, name):
-    writer = start()
-    writer.call(open_arena, name=name)
+def test_next_publisher_of_the_name_sweeps_a_dead_one(open_trainer, name):
+    writer = open_trainer()
     with pytest.raises(shmsync.ArenaExists, match=str(writer.pid)):
         shmsync.Publisher(stamped(1), name=name)
     before = segment_path(name).stat().st_ino
@@ -162,17 +158,16 @@ def test_next_publisher_of_the_name_sweeps_a_dead_one(start, name):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_restarted_publisher_is_another_session(start, name, slots):
-    writer = start()
-    handle = writer.call(open_arena, 3, name=name, slots=slots)
-    with shmsync.Subscriber(handle) as sub:
+def test_restarted_publisher_is_another_session(open_trainer, name, slots):
+    writer = open_trainer(3, slots=slots)
+    with shmsync.Subscriber(writer.handle) as sub:
         writer.kill()
         with shmsync.Publisher(stamped(9), name=name, slots=slots) as pub:
             for v in range(2, 6):
                 pub.publish(stamped(v))
-            assert pub.handle != handle
+            assert pub.handle != writer.handle
             with pytest.raises(shmsync.ArenaNotFound):
-                shmsync.Subscriber(handle)
+                shmsync.Subscriber(writer.handle)
             # The old subscriber stays with the weights that it has.
             assert sub.refresh() is False
             assert read(sub) == (3, 3, 3)

@@ -218,16 +218,15 @@ print("well")
 
 @needs_root
 @pytest.mark.parametrize("life", ["alive", "dead"])
-def test_another_user_is_refused_and_harms_nothing(start, name, life):
-    trainer = start()
-    handle = trainer.call(open_arena, name=name)
+def test_another_user_is_refused_and_harms_nothing(open_trainer, name, life):
+    trainer = open_trainer()
     held = None
     if life == "dead":
         held = os.open(segment_path(name), os.O_RDWR)
         fcntl.flock(held, fcntl.LOCK_EX)  # so that no other publisher of this user removes it meanwhile
         trainer.kill()
     done = subprocess.run(
-        [sys.executable, "-c", STRANGERS_WAYS, name, handle.session.hex()],
+        [sys.executable, "-c", STRANGERS_WAYS, name, trainer.handle.session.hex()],
         capture_output=True, text=True, check=False, cwd="/", env={**os.environ, "HOME": "/tmp"},
     )  # fmt: skip
     if held is not None:
@@ -239,11 +238,10 @@ def test_another_user_is_refused_and_harms_nothing(start, name, life):
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o666, 0o777], ids=oct)
-def test_root_does_not_act_on_what_another_user_says(start, name, mode):
+def test_root_does_not_act_on_what_another_user_says(open_trainer, name, mode):
     """It may look at it, and remove it when its publisher is dead."""
     path = segment_path(name)
-    trainer = start()
-    trainer.call(open_arena, name=name)
+    trainer = open_trainer()
     os.chown(path, STRANGER, -1)
     path.chmod(mode)
     with pytest.raises(shmsync.ArenaNotFound, match=f"uid {STRANGER}"):

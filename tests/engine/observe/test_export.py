@@ -68,10 +68,9 @@ def test_weights_in_any_layout_are_rows_in_the_file(tmp_path, export):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_it_is_one_version_while_the_trainer_publishes(start, name, tmp_path, export, slots):
+def test_it_is_one_version_while_the_trainer_publishes(open_trainer, name, tmp_path, export, slots):
     """Each leaf of these weights is filled with the number of its version."""
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=slots, words=1 << 18)
+    trainer = open_trainer(1, slots=slots, words=1 << 18)
     trainer.start(publish_stamps_for_ever)
     for _ in range(10):
         status, said, _ = export(name, tmp_path / "w.safetensors", "--force")
@@ -118,10 +117,9 @@ def test_a_stopped_trainer_and_stopped_readers_are_no_hindrance(start, name, tmp
     assert f"version 4 of {name}" in said
 
 
-def test_what_cannot_be_exported_says_why_and_leaves_nothing(start, name, tmp_path, export):
+def test_what_cannot_be_exported_says_why_and_leaves_nothing(open_trainer, name, tmp_path, export):
     assert "there is no arena" in export(name, tmp_path / "w")[2]
-    trainer = start()
-    trainer.call(open_arena, 2, name=name)
+    trainer = open_trainer(2)
     trainer.call(begin_update, 3)
     status, _, said = export(name, tmp_path / "w", "--timeout", "0.1")
     assert status == 1

@@ -6,7 +6,7 @@ import pytest
 
 import shmsync
 from shmsync.memory.control import leftovers
-from support.jobs.engine import attach, enter, open_arena
+from support.jobs.engine import attach, enter
 from support.processes import segment_path, until
 from support.weights import stamped
 
@@ -43,9 +43,8 @@ def test_a_publish_that_finds_no_slot(start, log):
         assert len(log("WARNING", f"arena '{pub.name}'", "version 2 was not written", "worker 3")) == 1
 
 
-def test_what_a_dead_publisher_left(start, log, name):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_what_a_dead_publisher_left(open_trainer, log, name):
+    trainer = open_trainer()
     copy = segment_path(name).read_bytes()
     trainer.kill()
     while not log("INFO", f"arena '{name}'", "was removed"):  # unless another test's publisher was quicker

@@ -76,9 +76,8 @@ def cell(text, name, column):
     return re.split(r"  +", row)[re.split(r"  +", head).index(column)].strip()
 
 
-def test_the_owner_is_alive_stopped_or_dead(start, name, told, said):
-    trainer = start()
-    trainer.call(open_arena, 3, name=name, slots=2)
+def test_the_owner_is_alive_stopped_or_dead(open_trainer, name, told, said):
+    trainer = open_trainer(3, slots=2)
     shown = told(name)
     assert (shown["owner"], shown["pid"], shown["version"], len(shown["slots"])) == ("alive", trainer.pid, 3, 2)
     assert shown["command"]
@@ -114,9 +113,8 @@ def test_one_that_is_not_ready_says_why(start, name, told, said):
     until(shown_as_dead)
 
 
-def test_versions_per_second_are_counted(start, told, name):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_versions_per_second_are_counted(open_trainer, told, name):
+    trainer = open_trainer()
     assert told(name)["versions_per_s"] is None
     assert told(name, "0.05")["versions_per_s"] == 0
     trainer.start(publish_for_ever)
@@ -168,9 +166,8 @@ def test_weights_slots_and_ties(said):
     assert "version 2, current" in later and "version 1\n" in later
 
 
-def test_a_write_under_way_is_shown(start, name, told, said):
-    trainer = start()
-    trainer.call(open_arena, 2, name=name)
+def test_a_write_under_way_is_shown(open_trainer, name, told, said):
+    trainer = open_trainer(2)
     trainer.call(begin_update, 3)
     shown = told(name)
     assert (shown["version"], shown["gated"], shown["state"]) == (2, True, "open")
@@ -206,9 +203,8 @@ def test_nobody_notices_that_they_are_looked_at(start, name, said):
     ],
     ids=["no arena", "another version", "damaged"],
 )
-def test_what_cannot_be_read_says_why(start, name, told, said, offset, data, words):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_what_cannot_be_read_says_why(open_trainer, name, told, said, offset, data, words):
+    open_trainer()
     with open(segment_path(name), "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), data, offset)
     assert words in told(name)["why"]
@@ -216,9 +212,8 @@ def test_what_cannot_be_read_says_why(start, name, told, said, offset, data, wor
     assert name in said("inspect", name)
 
 
-def test_a_segment_that_is_cut_off_ends_no_command(start, name, told):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_a_segment_that_is_cut_off_ends_no_command(open_trainer, name, told):
+    open_trainer()
     size = segment_path(name).stat().st_size
     with open(segment_path(name)) as segment:
         fcntl.flock(segment, fcntl.LOCK_SH)  # else another test's publisher removes it, as one that nobody made ready
@@ -232,9 +227,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_others(said, name):
         assert re.search(f"no arena '{name}'.*there are: .*{pub.name}", said("inspect", name, status=1))
 
 
-def test_gc_says_first_what_it_would_remove(start, name, said):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_gc_says_first_what_it_would_remove(open_trainer, name, said):
+    trainer = open_trainer()
     assert f"would keep {name}: process {trainer.pid} is alive" in said("gc", "--dry-run")
     with left_dead(trainer, name):
         assert f"would remove {name}" in said("gc", "--dry-run")
@@ -252,9 +246,8 @@ def test_the_memory_carries_the_name_of_its_arena(start):
     assert longest not in Path(f"/proc/{trainer.pid}/maps").read_text()
 
 
-def test_a_stream_that_knows_ascii_only(start, name):
-    trainer = start()
-    trainer.call(open_arena, name=name)
+def test_a_stream_that_knows_ascii_only(open_trainer, name):
+    open_trainer()
     done = run("inspect", name, "--interval", "0", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "`-- " in done.stdout

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shmsync
-from support.jobs.engine import attach, look, open_arena, read, refresh, wait_version
+from support.jobs.engine import attach, look, read, refresh, wait_version
 from support.weights import Net, stamped, stamps
 
 
@@ -42,10 +42,9 @@ def test_last_version_of_a_closed_arena_stays_readable(start, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_views_never_dangle(start, name, slots):
-    writer = start()
-    handle = writer.call(open_arena, 3, name=name, slots=slots)
-    sub = shmsync.Subscriber(handle)
+def test_views_never_dangle(open_trainer, slots):
+    writer = open_trainer(3, slots=slots)
+    sub = shmsync.Subscriber(writer.handle)
     module_view, whole = sub.weights["layer", "weight"], sub.weights
     sub.close()
     del sub

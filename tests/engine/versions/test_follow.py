@@ -46,22 +46,20 @@ END = {
 @pytest.mark.parametrize("by", ["name", "handle"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("end", END)
-def test_a_follower_moves_to_the_arena_of_a_new_trainer(start, name, follower, end, slots, by):
-    trainer = start()
-    handle = trainer.call(open_arena, 5, name=name, slots=slots)
-    sub = follower(name if by == "name" else handle, worker=3)
+def test_a_follower_moves_to_the_arena_of_a_new_trainer(open_trainer, name, follower, end, slots, by):
+    trainer = open_trainer(5, slots=slots)
+    sub = follower(name if by == "name" else trainer.handle, worker=3)
     stale = sub.weights
-    assert (read(sub), sub.publisher_alive, sub.session) == ((5, 5, 5), True, handle.session)
+    assert (read(sub), sub.publisher_alive, sub.session) == ((5, 5, 5), True, trainer.handle.session)
     END[end](trainer)
     until(lambda: not sub.publisher_alive)
     assert read(sub) == (5, 5, 5)  # nobody is back yet
     assert not sub.refresh()
     assert (sub.version, sub.lag) == (5, 0)
-    trainer = start()
-    fresh = trainer.call(open_arena, 2, name=name, slots=3 - slots)  # the number of slots may be another one
+    trainer = open_trainer(2, slots=3 - slots)  # the number of slots may be another one
     until(sub.refresh)
     assert (sub.version, sub.latest, sub.lag) == (2, 2, 0)
-    assert (read(sub), sub.publisher_alive, sub.session) == ((2, 2, 2), True, fresh.session)
+    assert (read(sub), sub.publisher_alive, sub.session) == ((2, 2, 2), True, trainer.handle.session)
     assert sub.stats().restarts == 1
     assert (stale["large"] == 5).all()  # what was taken before stays readable
     trainer.start(publish, 3, wait=[3])
@@ -99,31 +97,27 @@ def call_until_moved(module, x, sub):
     until(lambda: sub.stats().restarts > restarts or module(x) is None)
 
 
-def test_a_trainer_killed_in_the_middle_of_a_write(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 4, name=name)
+def test_a_trainer_killed_in_the_middle_of_a_write(open_trainer, name, follower):
+    trainer = open_trainer(4)
     sub = follower(name)
     trainer.call(begin_update, 5)
     trainer.kill()
     with pytest.raises(shmsync.Poisoned), sub.read():
         pass
-    trainer = start()
-    trainer.call(open_arena, 2, name=name)
+    trainer = open_trainer(2)
     assert read(sub) == (2, 2, 2)
     assert sub.refresh() is False
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_wait_version_waits_for_a_trainer_that_comes_back(start, name, follower, slots):
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=slots)
+def test_wait_version_waits_for_a_trainer_that_comes_back(open_trainer, name, follower, slots):
+    trainer = open_trainer(5, slots=slots)
     sub = follower(name)
     waiting = Call(sub.wait_version, 6, timeout=for_ever)
     until_waits(waiting, "_wait_for")
     trainer.kill()
     until(lambda: not sub.publisher_alive)
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=slots)
+    trainer = open_trainer(1, slots=slots)
     assert waiting.result() == 1  # it has moved on to the new arena, whose every version is newer than 5
     assert (sub.latest, sub.version) == (1, 0)  # and applied nothing
     assert (sub.weights["large"] == 5).all()
@@ -132,17 +126,15 @@ def test_wait_version_waits_for_a_trainer_that_comes_back(start, name, follower,
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_the_next_version_is_waited_for_across_restarts(start, name, follower, slots):
+def test_the_next_version_is_waited_for_across_restarts(open_trainer, name, follower, slots):
     """What a loop of wait_version(sub.version + 1) and refresh() sees, though the numbers begin again."""
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=slots)
+    trainer = open_trainer(5, slots=slots)
     sub = follower(name)
     sub.refresh()
     seen = []
     for value in (2, 3):
         trainer.kill()
-        trainer = start()
-        trainer.call(open_arena, value, name=name, slots=slots)
+        trainer = open_trainer(value, slots=slots)
         seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
         trainer.call(publish, value + 1)
         seen.append((sub.wait_version(sub.version + 1, timeout=for_ever), sub.refresh(), read(sub)))
@@ -150,44 +142,39 @@ def test_the_next_version_is_waited_for_across_restarts(start, name, follower, s
     assert [(moved, values[0]) for _, moved, values in seen] == [(True, 2), (True, 3), (True, 3), (True, 4)]
 
 
-def test_a_wait_counts_in_the_session_of_its_thread(start, name, follower):
+def test_a_wait_counts_in_the_session_of_its_thread(open_trainer, name, follower):
     """Another thread has followed the restart: what this thread has seen is older than all of the new session."""
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=2)
+    trainer = open_trainer(5, slots=2)
     sub = follower(name)
     assert read(sub) == (5, 5, 5)
     old = sub.session
     trainer.kill()
-    trainer = start()
-    fresh = trainer.call(open_arena, 2, name=name, slots=2)
+    trainer = open_trainer(2, slots=2)
     Call(until, sub.refresh).result()
     assert (sub.version, sub.session, sub.latest) == (5, old, 2)
     assert sub.wait_version(sub.version + 1, timeout=for_ever) == 2
-    assert sub.session == fresh.session  # so that the next wait counts in this one
+    assert sub.session == trainer.handle.session  # so that the next wait counts in this one
     trainer.call(publish, 3)
     assert sub.wait_version(3, timeout=for_ever) == 3
     with pytest.raises(shmsync.PublishTimeout):
         sub.wait_version(4, timeout=0)
 
 
-def test_a_section_of_one_version_waits_for_its_number_in_the_new_arena(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=2)
+def test_a_section_of_one_version_waits_for_its_number_in_the_new_arena(open_trainer, name, follower):
+    trainer = open_trainer(5, slots=2)
     sub = follower(name)
     reading = Call(read, sub, version=6, timeout=for_ever)
     until_waits(reading, "_wait_for")
     trainer.kill()
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=2)
+    trainer = open_trainer(5, slots=2)
     until(lambda: sub.latest == 5)
     assert reading.is_alive()
     trainer.call(publish, 6)
     assert reading.result() == (6, 6, 6)
 
 
-def test_waits_have_their_deadline_though_nobody_comes_back(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=2)
+def test_waits_have_their_deadline_though_nobody_comes_back(open_trainer, name, follower):
+    trainer = open_trainer(1, slots=2)
     sub = follower(name)
     trainer.kill()
     with pytest.raises(shmsync.WriterDied, match="not published again in time"):
@@ -197,14 +184,12 @@ def test_waits_have_their_deadline_though_nobody_comes_back(start, name, followe
     assert sub.wait_version(1) == 1
 
 
-def test_a_section_keeps_the_arena_it_has_entered(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=2)
+def test_a_section_keeps_the_arena_it_has_entered(open_trainer, name, follower):
+    trainer = open_trainer(5, slots=2)
     sub = follower(name)
     with sub.read() as section:
         trainer.kill()
-        trainer = start()
-        trainer.call(open_arena, 2, name=name, slots=2)
+        trainer = open_trainer(2, slots=2)
         until(lambda: not sub.publisher_alive)
         assert not sub.refresh()
         with pytest.raises(shmsync.WriterDied):
@@ -214,9 +199,8 @@ def test_a_section_keeps_the_arena_it_has_entered(start, name, follower):
     assert read(sub) == (2, 2, 2)
 
 
-def test_another_layout_is_named_and_the_old_weights_stay(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 5, name=name)
+def test_another_layout_is_named_and_the_old_weights_stay(open_trainer, start, name, follower):
+    trainer = open_trainer(5)
     sub = follower(name)
     trainer.kill()
     trainer = start()
@@ -241,9 +225,8 @@ def warned(sub):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_without_follow_nothing_moves(start, name, slots):
-    trainer = start()
-    trainer.call(open_arena, 5, name=name, slots=slots)
+def test_without_follow_nothing_moves(open_trainer, start, name, slots):
+    trainer = open_trainer(5, slots=slots)
     with shmsync.Subscriber(name) as sub:
         assert sub.publisher_alive
         os.kill(trainer.pid, signal.SIGSTOP)
@@ -261,10 +244,9 @@ def test_without_follow_nothing_moves(start, name, slots):
         sub.publisher_alive  # noqa: B018
 
 
-def test_followers_leave_nothing_behind(start, name, follower):
+def test_followers_leave_nothing_behind(open_trainer, name, follower):
     """Neither rows nor mappings nor descriptors grow with the number of restarts."""
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=2)
+    trainer = open_trainer(1, slots=2)
     sub = follower(name)
 
     def held():
@@ -281,16 +263,14 @@ def test_followers_leave_nothing_behind(start, name, follower):
         assert trainer.call(count_readers) == 1
 
 
-def test_closing_and_attaching_other_workers_beside_a_follower(start, name, follower):
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=2)
+def test_closing_and_attaching_other_workers_beside_a_follower(open_trainer, start, name, follower):
+    trainer = open_trainer(1, slots=2)
     workers = start(2)
     for index, worker in enumerate(workers):
         worker.call(attach, name, worker=index, follow=True)
     sub = follower(name, worker=7)
     trainer.kill()
-    trainer = start()
-    trainer.call(open_arena, 1, name=name, slots=2)
+    trainer = open_trainer(1, slots=2)
     trainer.start(publish, 2, wait=[0, 1, 7], timeout=for_ever)
     for worker in workers:
         worker.start(follow_until, 2)

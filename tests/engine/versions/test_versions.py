@@ -9,7 +9,7 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, close_publisher, collect_versions, open_arena, publish
+from support.jobs.engine import attach, close_publisher, collect_versions, publish
 from support.processes import until_waits
 from support.weights import stamped
 
@@ -55,9 +55,8 @@ def test_missed_versions_are_skipped_and_a_second_loop_begins_at_the_newest(star
         assert list(sub.versions()) == [7]
 
 
-def test_a_dead_publisher_is_an_error_unless_it_is_followed(start, name):
-    trainer = start()
-    trainer.call(open_arena, 7, name=name, slots=2)
+def test_a_dead_publisher_is_an_error_unless_it_is_followed(open_trainer, name):
+    trainer = open_trainer(7, slots=2)
     with shmsync.Subscriber(name) as sub, shmsync.Subscriber(name, follow=True) as follower:
         versions, followed = sub.versions(timeout=for_ever), follower.versions(timeout=for_ever)
         assert next(versions) == next(followed) == 7
@@ -66,8 +65,7 @@ def test_a_dead_publisher_is_an_error_unless_it_is_followed(start, name):
         trainer.kill()
         with pytest.raises(shmsync.WriterDied):
             next(versions)
-        again = start()
-        again.call(open_arena, 2, name=name, slots=2)  # its versions begin again
+        again = open_trainer(2, slots=2)  # its versions begin again
         first = waiter.result()
         assert first in (1, 2)
         again.call(publish, 3)
@@ -98,11 +96,10 @@ def test_a_loop_inside_a_section_is_refused():
         assert next(sub.versions()) == 2
 
 
-def test_a_name_is_waited_for(start, name):
+def test_a_name_is_waited_for(open_trainer, start, name):
     worker = start()
     worker.start(attach, name, timeout=for_ever)
-    trainer = start()
-    trainer.call(open_arena, 3, name=name)
+    open_trainer(3)
     assert worker.result() == 3
 
 
