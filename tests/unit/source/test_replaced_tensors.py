@@ -188,6 +188,10 @@ def leaf_less(module):
     module.mean = None
 
 
+def submodule_more(module):
+    module.more = nn.Linear(3, 3)
+
+
 def buffer_more(module):
     module.later = torch.ones(3)
 
@@ -221,8 +225,8 @@ def tied(module):
 
 
 MISFITS = [
-    leaf_more, leaf_less, buffer_more, other_shape, other_shape_in_place, other_dtype, parameter_of_another_dtype,
-    parametrized, lazy,
+    leaf_more, leaf_less, submodule_more, buffer_more, other_shape, other_shape_in_place, other_dtype,
+    parameter_of_another_dtype, parametrized, lazy,
 ]  # fmt: skip
 
 
