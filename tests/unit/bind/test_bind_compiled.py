@@ -70,11 +70,3 @@ def test_a_module_on_the_meta_device_gets_its_weights_from_the_arena(publisher, 
     assert torch.equal(worker(x), trainer(x))
     assert worker[0].weight is worker[2].weight is weight
     assert weight.data_ptr() == sub.weights["0", "weight"].data_ptr()
-
-
-@torch.no_grad()
-def test_a_bound_module_under_vmap(publisher, subscriber):
-    trainer, worker = nn.Linear(2, 2), nn.Linear(2, 2)
-    subscriber(publisher(trainer)).bind(worker)
-    x = torch.randn(5, 2)
-    assert torch.allclose(torch.vmap(worker)(x), trainer(x))

@@ -96,18 +96,6 @@ def test_tied_parameters_share_one_place_and_stay_tied(publisher, subscriber):
     assert torch.equal(copy["a"].weight, module["a"].weight)
 
 
-def test_dtype_casts_floating_leaves_only(publisher, subscriber):
-    module = nn.BatchNorm1d(3)
-    pub = publisher(module, dtype=torch.bfloat16)
-    with torch.no_grad():
-        module.weight.fill_(1.0 + 2**-12)
-    pub.publish()
-    sub = subscriber(pub)
-    assert sub.weights["weight"].dtype == torch.bfloat16
-    assert torch.equal(sub.weights["weight"], module.weight.detach().bfloat16())
-    assert sub.weights["num_batches_tracked"].dtype == torch.int64
-
-
 def test_include_and_exclude_choose_leaves_by_dotted_key(publisher, subscriber):
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     sub = subscriber(publisher(module, include="0.*", exclude=["*.bias"]))
