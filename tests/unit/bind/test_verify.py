@@ -141,11 +141,8 @@ def refused(sub, *leaves, match=None, modules=()):
     return str(caught.value)
 
 
-def test_a_submodule_that_was_replaced(delivered):
-    _, worker, _, sub = delivered()
+def replaced_submodule(worker):
     worker.head = nn.Linear(8, 2)
-    text = refused(sub, "head.weight", "head.bias", match="Agent.head.weight has other values, in memory of its own")
-    assert "Agent.head.bias" in text
 
 
 def replaced_data(worker):
@@ -160,26 +157,39 @@ def swapped(worker):
     worker.head._parameters["weight"] = nn.Parameter(torch.randn(2, 8))
 
 
-@pytest.mark.parametrize("how", [replaced_data, replaced_parameter, swapped])
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_parameter_that_was_replaced(delivered, how, slots):
-    _, worker, _, sub = delivered(slots)
-    how(worker)
-    refused(sub, "head.weight", match="Agent.head.weight")
-
-
-def test_a_parameter_that_load_state_dict_has_assigned(delivered):
-    _, worker, _, sub = delivered()
+def assigned_by_load_state_dict(worker):
     part = nn.Linear(8, 2)
     part.load_state_dict({key: torch.randn_like(value) for key, value in part.state_dict().items()}, assign=True)
     worker._modules["head"]._parameters.update(part._parameters)
-    refused(sub, "head.weight", "head.bias")
 
 
-def test_a_dropped_tensor(delivered):
-    _, worker, _, sub = delivered()
+def dropped(worker):
     del worker.head.bias
-    refused(sub, "head.bias", match="Agent.head.bias is not there")
+
+
+def untied(worker):
+    worker.out.weight = nn.Parameter(torch.randn(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "leaves", "says"),
+    [
+        (replaced_submodule, ["head.weight", "head.bias"], "has other values, in memory of its own"),
+        (replaced_data, ["head.weight"], "has other values"),
+        (replaced_parameter, ["head.weight"], "has other values"),
+        (swapped, ["head.weight"], "has other values"),
+        (assigned_by_load_state_dict, ["head.weight", "head.bias"], "has other values"),
+        (dropped, ["head.bias"], "is not there"),
+        (untied, ["out.weight"], "has other values"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_a_module_holds_instead_is_named(delivered, change, leaves, says, slots):
+    _, worker, _, sub = delivered(slots)
+    change(worker)
+    text = refused(sub, *leaves)
+    assert all(f"Agent.{leaf} {says}" in text for leaf in leaves)
 
 
 def test_leaves_that_nobody_sends_are_shown(delivered):
@@ -226,12 +236,6 @@ def test_a_buffer_that_went_its_own_way(delivered):
     refused(sub, *names, match="Agent.body.1.running_mean has other values, in memory of its own")
     changed(trainer, pub)  # which puts it back
     assert sub.verify().version == 2
-
-
-def test_tied_weights_that_were_untied(delivered):
-    _, worker, _, sub = delivered()
-    worker.out.weight = nn.Parameter(torch.randn(8, 8))
-    refused(sub, "out.weight", match="Agent.out.weight has other values")
 
 
 @pytest.mark.parametrize("slots", [1, 2])
