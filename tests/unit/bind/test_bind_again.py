@@ -100,11 +100,8 @@ def test_tied_parameters_cannot_show_two_places(publisher, subscriber):
 
 @torch.no_grad()
 @pytest.mark.parametrize("slots", [1, 2])
-def test_parameters_that_left_the_arena_come_back_with_the_next_version(publisher, subscriber, slots):
-    trainer, worker = nn.Linear(2, 2), nn.Linear(2, 2)
-    pub = publisher(trainer, slots=slots)
-    sub = subscriber(pub)
-    sub.bind(worker)
+def test_parameters_that_left_the_arena_come_back_with_the_next_version(bound, slots):
+    trainer, worker, pub, _ = bound(lambda: nn.Linear(2, 2), slots)
     for parameter in worker.parameters():
         parameter.data = parameter.data.clone()
     step(trainer)

@@ -418,7 +418,7 @@ def test_a_module_is_not_bound_elsewhere_in_the_middle_of_its_call(publisher, su
         second.bind(worker)
 
 
-def test_a_module_with_a_tensordict_of_parameters_is_bound(publisher, subscriber):
+def test_a_module_with_a_tensordict_of_parameters_is_bound(bound):
     class Ensemble(nn.Module):
         def __init__(self):
             super().__init__()
@@ -427,10 +427,7 @@ def test_a_module_with_a_tensordict_of_parameters_is_bound(publisher, subscriber
         def forward(self, x):
             return x * self.params["w"].sum() + self.params["n", "b"].sum()
 
-    trainer, worker = Ensemble(), Ensemble()
-    pub = publisher(trainer, slots=2)
-    sub = subscriber(pub)
-    sub.bind(worker)
+    trainer, worker, pub, sub = bound(Ensemble, 2)
     sub.bind(worker)
     with torch.no_grad():
         for _ in range(3):

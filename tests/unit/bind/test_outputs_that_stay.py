@@ -56,10 +56,8 @@ def tensors(out):
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_a_call_runs_no_python_of_ours(form, publisher, subscriber):
-    trainer, worker = Returns(FORMS[form]), Returns(FORMS[form])
-    sub = subscriber(publisher(trainer))
-    sub.bind(worker)
+def test_a_call_runs_no_python_of_ours(form, bound):
+    trainer, worker, _, _ = bound(lambda: Returns(FORMS[form]))
     x = torch.randn(3)
     worker(x)
     assert own_calls(lambda: worker(x)) == []
@@ -69,11 +67,9 @@ def test_a_call_runs_no_python_of_ours(form, publisher, subscriber):
 
 @pytest.mark.parametrize("form", [*FORMS, "named tuple"])
 @torch.no_grad()
-def test_what_lies_in_the_slab_is_cloned(form, publisher, subscriber):
+def test_what_lies_in_the_slab_is_cloned(form, bound):
     make = FORMS.get(form, lambda x: Pair(x, 1))
-    trainer, worker = Returns(make, shows=True), Returns(make, shows=True)
-    pub = publisher(trainer)
-    subscriber(pub).bind(worker)
+    trainer, worker, pub, _ = bound(lambda: Returns(make, shows=True))
     found = tensors(worker(torch.randn(3)))
     before = trainer.linear.weight.clone()
     trainer.linear.weight.add_(1.0)
@@ -84,10 +80,8 @@ def test_what_lies_in_the_slab_is_cloned(form, publisher, subscriber):
 
 
 @torch.no_grad()
-def test_a_tensordict_that_was_given_is_the_one_that_comes_back(publisher, subscriber):
-    trainer = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
-    worker = TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"])
-    subscriber(publisher(trainer)).bind(worker)
+def test_a_tensordict_that_was_given_is_the_one_that_comes_back(bound):
+    trainer, worker, _, _ = bound(lambda: TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"]))
     given = TensorDict({"x": torch.randn(3), "inner": TensorDict({"z": torch.zeros(1)}, batch_size=[])}, batch_size=[])
     expected = trainer(given.clone())["y"]
     worker(given)
@@ -100,10 +94,8 @@ def deep(x, levels=20):
 
 
 @torch.no_grad()
-def test_however_deep_it_lies(publisher, subscriber):
-    trainer, worker = Returns(deep, shows=True), Returns(deep, shows=True)
-    pub = publisher(trainer)
-    subscriber(pub).bind(worker)
+def test_however_deep_it_lies(bound):
+    trainer, worker, pub, _ = bound(lambda: Returns(deep, shows=True))
     found = tensors(worker(torch.randn(3)))[0]
     before = found.clone()
     trainer.linear.weight.add_(1.0)
