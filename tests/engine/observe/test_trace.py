@@ -26,6 +26,11 @@ from support.jobs import engine
 from support.processes import until, until_waits
 
 
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "trace.json"
+
+
 def events(file):
     """What the file has, which needs no end to be read."""
     found = json.loads(file.read_text() + "]")
@@ -57,8 +62,7 @@ def versions(file, name, pid=None):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_publishes_sections_acks_and_waits_of_all_processes(start, tmp_path, slots):
-    file = tmp_path / "trace.json"
+def test_publishes_sections_acks_and_waits_of_all_processes(start, file, slots):
     with shmsync.Publisher(engine.stamped(1), slots=slots, timeout=20.0) as pub:
         readers = start(2)
         for index, each in enumerate(readers):
@@ -111,8 +115,7 @@ def leave_later(readers):
         each.call(engine.leave)
 
 
-def test_times_of_all_processes_are_of_one_clock(start, tmp_path):
-    file = tmp_path / "trace.json"
+def test_times_of_all_processes_are_of_one_clock(start, file):
     with shmsync.Publisher(engine.stamped(1), slots=2) as pub, pub.trace(file):
         reader = start()
         reader.call(engine.attach, pub.handle, worker=3)
@@ -125,8 +128,7 @@ def test_times_of_all_processes_are_of_one_clock(start, tmp_path):
             assert published[version] < acks[version] < published[version + 1]
 
 
-def test_a_killed_worker_leaves_whole_lines(start, tmp_path):
-    file = tmp_path / "trace.json"
+def test_a_killed_worker_leaves_whole_lines(start, file):
     with shmsync.Publisher(engine.stamped(1), slots=2, timeout=20.0) as pub, pub.trace(file):
         for _ in range(3):
             victim = start()
@@ -139,8 +141,7 @@ def test_a_killed_worker_leaves_whole_lines(start, tmp_path):
         assert pub.publish(engine.stamped(2)) == 2
 
 
-def test_many_killed_workers_leave_whole_lines(tmp_path):
-    file = tmp_path / "trace.json"
+def test_many_killed_workers_leave_whole_lines(file):
     chance = random.Random(1)
     with shmsync.Publisher(engine.stamped(1), slots=2) as pub, pub.trace(file):
         for _ in range(60):
@@ -181,15 +182,13 @@ def test_a_trace_begins_and_ends_beside_a_thread_that_publishes(tmp_path):
         assert not descriptors_of(tmp_path / "0.json")
 
 
-def test_a_trace_that_ends_during_a_publish_needs_no_interpreter_on_the_devices_thread(start, tmp_path):
+def test_a_trace_that_ends_during_a_publish_needs_no_interpreter_on_the_devices_thread(start, file):
     """The device's thread drops the trace; with a reference of Python's it waited for the GIL, with the lock held."""
-    file = tmp_path / "trace.json"
     assert start().call(end_trace_during_publish, file) == (True, True)
     assert of(file, "publish") and not descriptors_of(file)
 
 
-def test_arenas_that_are_published_together_have_tracks_of_their_own(tmp_path):
-    file = tmp_path / "trace.json"
+def test_arenas_that_are_published_together_have_tracks_of_their_own(file):
     with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
         with one.trace(file), other.trace(file):
             together = [Publication(each._writer, {"t": torch.ones(8)}) for each in (one, other)]
@@ -201,8 +200,7 @@ def test_arenas_that_are_published_together_have_tracks_of_their_own(tmp_path):
         assert named == {tracks[pub.name]: f"writer of {pub.name}" for pub in (one, other)}
 
 
-def test_a_file_that_somebody_has_locked_is_waited_for_until_the_deadline(tmp_path):
-    file = tmp_path / "trace.json"
+def test_a_file_that_somebody_has_locked_is_waited_for_until_the_deadline(file):
     with shmsync.Publisher({"t": torch.zeros(8)}, timeout=0.2) as pub, open(file, "w") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
         with pytest.raises(BlockingIOError, match=r"locked.*trace\.json"):
@@ -213,8 +211,7 @@ def test_a_file_that_somebody_has_locked_is_waited_for_until_the_deadline(tmp_pa
         assert versions(file, "publish") == [2]
 
 
-def test_a_trace_that_ends_in_the_middle_of_a_line_is_not_gone_on_with(tmp_path):
-    file = tmp_path / "trace.json"
+def test_a_trace_that_ends_in_the_middle_of_a_line_is_not_gone_on_with(file):
     with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
         with pub.trace(file):
             pub.publish()
@@ -225,9 +222,8 @@ def test_a_trace_that_ends_in_the_middle_of_a_line_is_not_gone_on_with(tmp_path)
         assert file.read_bytes() == half
 
 
-def test_a_verify_that_finds_the_gate_closed_shows_no_section(tmp_path):
+def test_a_verify_that_finds_the_gate_closed_shows_no_section(file):
     pytest.importorskip("xxhash")
-    file = tmp_path / "trace.json"
     with (
         shmsync.Publisher({"t": torch.zeros(8)}, checksum=True) as pub,
         shmsync.Subscriber(pub.handle, timeout=0.05) as sub,
@@ -241,9 +237,8 @@ def test_a_verify_that_finds_the_gate_closed_shows_no_section(tmp_path):
         assert sub.verify().version == 2
 
 
-def test_a_wait_at_the_gate_ends_where_its_section_begins(tmp_path):
+def test_a_wait_at_the_gate_ends_where_its_section_begins(file):
     """To the nanosecond: what overlaps is dropped by viewers."""
-    file = tmp_path / "trace.json"
     with (
         shmsync.Publisher({"t": torch.zeros(8)}) as pub,
         shmsync.Subscriber(pub.handle, timeout=20.0) as sub,
@@ -263,8 +258,7 @@ def test_a_wait_at_the_gate_ends_where_its_section_begins(tmp_path):
         assert round(1000 * (gate["ts"] + gate["dur"])) == round(1000 * section["ts"])
 
 
-def test_a_publish_that_fails_is_seen(tmp_path):
-    file = tmp_path / "trace.json"
+def test_a_publish_that_fails_is_seen(file):
     with shmsync.Publisher({"t": torch.zeros(8)}, slots=2) as pub, pub.trace(file):
         with pytest.raises(KeyError), pub.update():
             raise KeyError
@@ -273,8 +267,7 @@ def test_a_publish_that_fails_is_seen(tmp_path):
         assert versions(file, "publish") == [2]
 
 
-def test_the_environment_traces_every_publisher_from_its_first_version_on(monkeypatch, tmp_path):
-    file = tmp_path / "trace.json"
+def test_the_environment_traces_every_publisher_from_its_first_version_on(monkeypatch, file, tmp_path):
     monkeypatch.setenv("SHMSYNC_TRACE", str(file))
     with shmsync.Publisher({"t": torch.zeros(8)}) as one, shmsync.Publisher({"t": torch.zeros(8)}) as other:
         one.publish()
@@ -353,9 +346,8 @@ def descriptors_of(path):
     return found
 
 
-def test_a_reader_that_cannot_join_in_says_so_and_reads_on(caplog, tmp_path):
+def test_a_reader_that_cannot_join_in_says_so_and_reads_on(caplog, file):
     with shmsync.Publisher({"t": torch.zeros(8)}) as pub, shmsync.Subscriber(pub.handle) as sub:
-        file = tmp_path / "trace.json"
         with pub.trace(file):
             file.chmod(0o600)
             file.write_bytes(b"another file " * 10)  # by whoever has the same idea of its name
@@ -364,8 +356,7 @@ def test_a_reader_that_cannot_join_in_says_so_and_reads_on(caplog, tmp_path):
         assert "missing in the trace" in caplog.text and "no trace of shmsync" in caplog.text
 
 
-def test_a_subscriber_that_follows_is_traced_by_the_next_trainer_too(tmp_path):
-    file = tmp_path / "trace.json"
+def test_a_subscriber_that_follows_is_traced_by_the_next_trainer_too(file):
     pub = shmsync.Publisher({"t": torch.zeros(8)}, name="traced-twice")
     with shmsync.Subscriber("traced-twice", follow=True, worker=1) as sub:
         with pub.trace(file), sub.read():
@@ -379,9 +370,8 @@ def test_a_subscriber_that_follows_is_traced_by_the_next_trainer_too(tmp_path):
             assert len(of(file, "section")) == before + 1
 
 
-def test_verify_and_trace_are_asked_for_side_by_side(start, tmp_path):
+def test_verify_and_trace_are_asked_for_side_by_side(start, file):
     pytest.importorskip("xxhash")
-    file = tmp_path / "trace.json"
     with shmsync.Publisher(engine.stamped(1), checksum=True, timeout=20.0) as pub:
         reader = start()
         reader.call(engine.attach, pub.handle, worker=0)
@@ -449,10 +439,9 @@ class Interrupt(Exception):
 
 
 @pytest.mark.parametrize("step", ["trace", "stop"])
-def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(tmp_path, step):
+def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(file, step):
     """`step`: in which it lands."""
     names = {"trace": {"trace", "__init__", "_opened", "begin", "write_to"}, "stop": {"stop", "ended", "write_to"}}
-    file = tmp_path / "trace.json"
     for line in itertools.count():
         with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
             tracing = None if step == "trace" else pub.trace(file)

@@ -37,10 +37,7 @@ def follower():
         sub.close()
 
 
-END = {
-    "killed": lambda trainer: trainer.kill(),
-    "closed": lambda trainer: trainer.call(close_publisher),
-}
+END = {"killed": lambda trainer: trainer.kill(), "closed": lambda trainer: trainer.call(close_publisher)}
 
 
 @pytest.mark.parametrize("by", ["name", "handle"])

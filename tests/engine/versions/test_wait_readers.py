@@ -56,10 +56,7 @@ def test_the_missing_are_named_at_the_deadline(pub, start):
         pub.wait_readers([0, 1], timeout=0.1, procs=[stopped.process, worker.process])
 
 
-KINDS = {
-    "Process": lambda worker: worker.process,
-    "pid": lambda worker: worker.pid,
-}
+KINDS = {"Process": lambda worker: worker.process, "pid": lambda worker: worker.pid}
 
 
 @pytest.mark.parametrize("mapping", [False, True], ids=["list", "mapping"])

@@ -74,12 +74,7 @@ def test_a_mismatch_lists_every_problem(publisher):
     pub = publisher(nn.Linear(2, 3))
     with pytest.raises(shmsync.ManifestMismatch) as error:
         pub.publish(nn.Sequential(nn.Linear(2, 3)))
-    for said in (
-        "0.weight is not in the arena",
-        "0.bias is not in the arena",
-        "weight is missing",
-        "bias is missing",
-    ):
+    for said in ("0.weight is not in the arena", "0.bias is not in the arena", "weight is missing", "bias is missing"):
         assert said in str(error.value)
 
 
@@ -104,14 +99,7 @@ def test_names(publisher):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"slots": 0},
-        {"slots": 128},
-        {"max_readers": 0},
-        {"device": "mps"},
-        {"dtype": torch.int8},
-        {"timeout": -1},
-    ],
+    [{"slots": 0}, {"slots": 128}, {"max_readers": 0}, {"device": "mps"}, {"dtype": torch.int8}, {"timeout": -1}],
     ids=str,
 )
 def test_arguments_out_of_range_are_refused(options):
