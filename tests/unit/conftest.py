@@ -55,13 +55,23 @@ def subscriber(arenas: Arenas) -> Callable[..., shmsync.Subscriber]:
 
 
 @pytest.fixture
-def bound(publisher, subscriber):
+def both(publisher, subscriber):
+    """both(weights, ...) -> a publisher of these weights, and a subscriber."""
+
+    def make(weights, consistency="pinned", **options):
+        pub = publisher(weights, **options)
+        return pub, subscriber(pub, consistency=consistency)
+
+    return make
+
+
+@pytest.fixture
+def bound(both):
     """bound(factory, ...) -> a trainer's module, a worker's that is bound to its weights, and both ends."""
 
     def make(factory, slots=1, consistency="pinned", **options):
         trainer, worker = factory(), factory()
-        pub = publisher(trainer, slots=slots)
-        sub = subscriber(pub, consistency=consistency)
+        pub, sub = both(trainer, consistency, slots=slots)
         sub.bind(worker, **options)
         return trainer, worker, pub, sub
 
@@ -86,12 +96,11 @@ def one_rank():
 
 
 @pytest.fixture
-def adopted(publisher, subscriber):
+def adopted(both):
     """adopted(module, optimizers) -> a publisher that has adopted the module, and a subscriber."""
 
     def make(module, optimizers=None, **options):
-        pub = publisher(module, **options)
-        sub = subscriber(pub)
+        pub, sub = both(module, **options)
         pub.adopt(module, optimizers)
         return pub, sub
 
@@ -99,11 +108,10 @@ def adopted(publisher, subscriber):
 
 
 @pytest.fixture
-def pair(publisher, subscriber):
+def pair(both):
     """pair(...) -> a publisher of one tensor "t", and its subscriber."""
 
     def make(slots=1, consistency="pinned", **options):
-        pub = publisher({"t": torch.zeros(4)}, slots=slots, **options)
-        return pub, subscriber(pub, consistency=consistency)
+        return both({"t": torch.zeros(4)}, consistency, slots=slots, **options)
 
     return make

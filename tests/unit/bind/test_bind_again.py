@@ -34,11 +34,10 @@ def test_modules_that_write_their_weights_are_refused(publisher, subscriber):
 
 @torch.no_grad()
 @pytest.mark.parametrize("guard", [True, False])
-def test_a_binding_outlives_the_container_that_was_passed(publisher, subscriber, guard):
+def test_a_binding_outlives_the_container_that_was_passed(both, guard):
     pi, v = nn.Linear(2, 2), nn.Linear(2, 2)
     trainer = nn.ModuleDict({"pi": nn.Linear(2, 2), "v": nn.Linear(2, 2)})
-    pub = publisher(trainer, slots=2)
-    sub = subscriber(pub)
+    pub, sub = both(trainer, slots=2)
     sub.bind(nn.ModuleDict({"pi": pi, "v": v}), guard=guard)
     gc.collect()
     for _ in range(4):

@@ -32,10 +32,9 @@ def test_dynamo_compiles_the_forward_below_the_guard(bound):
 
 
 @torch.no_grad()
-def test_a_compiled_module_can_be_bound(publisher, subscriber):
+def test_a_compiled_module_can_be_bound(both):
     trainer, worker = nn.Linear(4, 4), nn.Linear(4, 4)
-    pub = publisher(trainer, slots=2)
-    sub = subscriber(pub)
+    pub, sub = both(trainer, slots=2)
     torch._dynamo.reset()
     compiled = sub.bind(torch.compile(worker, backend="eager", fullgraph=True))
     x = torch.randn(3, 4)

@@ -221,11 +221,10 @@ def test_a_tensor_of_inference_mode_that_cannot_be_exchanged_is_refused(publishe
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize("made", [False, True])
-def test_a_trainer_in_inference_mode_publishes(publisher, subscriber, made, published, slots):
+def test_a_trainer_in_inference_mode_publishes(both, made, published, slots):
     with torch.inference_mode(made):
         trainer = Net()
-    pub = publisher(trainer, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(trainer, slots=slots)
     with torch.inference_mode(), torch.no_grad():
         step(trainer)
     with torch.inference_mode(published):

@@ -199,10 +199,9 @@ def test_tools_work_when_nothing_of_the_module_is_bound_any_more(tool):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_trace_made_before_is_right_inside_sections(publisher, subscriber, slots):
+def test_a_trace_made_before_is_right_inside_sections(both, slots):
     trainer, worker = Net(), Net()
-    pub = publisher(trainer, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(trainer, slots=slots)
     traced = torch.jit.trace(worker, X)
     sub.bind(worker)
     for _ in range(3):

@@ -274,9 +274,8 @@ def test_gives_the_same_bytes(arenas, operation, way):
     assert leaves(operation(arenas, WAYS[way])) == expected
 
 
-def test_a_module_bound_in_inference_mode_can_be_trained_later(publisher, subscriber):
-    pub = publisher(nn.Linear(3, 2), slots=2)
-    sub = subscriber(pub)
+def test_a_module_bound_in_inference_mode_can_be_trained_later(both):
+    pub, sub = both(nn.Linear(3, 2), slots=2)
     net = nn.Linear(3, 2)
     with torch.inference_mode():
         sub.bind(net)

@@ -70,10 +70,9 @@ SOURCES = {
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
 @pytest.mark.parametrize("buffers", ["copy", "view"])
-def test_what_was_delivered_is_proved(publisher, subscriber, source, slots, consistency, buffers):
+def test_what_was_delivered_is_proved(both, source, slots, consistency, buffers):
     trainer, worker = Agent(), Agent().eval()
-    pub = publisher(SOURCES[source](trainer), slots=slots, checksum=True)
-    sub = subscriber(pub, consistency=consistency)
+    pub, sub = both(SOURCES[source](trainer), slots=slots, checksum=True, consistency=consistency)
     sub.bind(worker, buffers=buffers)
     for _ in range(4):
         proof = sub.verify()
@@ -270,9 +269,8 @@ def test_a_follower_is_on_the_new_session(publisher, subscriber):
     assert sub.session == pub.handle.session
 
 
-def test_without_checksums(publisher, subscriber):
-    pub = publisher(Agent())
-    sub = subscriber(pub)
+def test_without_checksums(both):
+    pub, sub = both(Agent())
     for verify in (sub.verify, pub.verify):
         with pytest.raises(shmsync.ProtocolError, match=r"has no checksums .* checksum=True"):
             verify()

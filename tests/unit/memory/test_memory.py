@@ -71,15 +71,14 @@ def test_the_slab_is_one_real_shared_storage_with_one_descriptor(publisher, subs
     assert len(memfds) == 1
 
 
-def test_a_torch_without_those_internals_gets_a_plain_mapping(publisher, subscriber, monkeypatch, caplog):
+def test_a_torch_without_those_internals_gets_a_plain_mapping(both, monkeypatch, caplog):
     def refuse(*_):
         raise RuntimeError("not in this torch")
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_fd_cpu", refuse)
     monkeypatch.setattr(memfd, "_fallback_logged", False)
     with caplog.at_level(logging.WARNING, logger="shmsync"):
-        pub = publisher({"t": torch.ones(4)})
-        sub = subscriber(pub)
+        pub, sub = both({"t": torch.ones(4)})
     assert len(caplog.records) == 1
     assert sub.weights["t"].tolist() == [1] * 4
     pub.publish({"t": torch.zeros(4)})

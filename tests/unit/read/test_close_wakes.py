@@ -70,9 +70,8 @@ def test_close_wakes_a_reader_at_a_closed_gate(publisher, subscriber, consistenc
         assert pub.readers() == []
 
 
-def test_close_of_the_publisher_wakes_a_publish_that_waits_for_a_reader(publisher, subscriber):
-    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever)
-    sub = subscriber(pub)
+def test_close_of_the_publisher_wakes_a_publish_that_waits_for_a_reader(both):
+    pub, sub = both({"t": torch.zeros(4)}, timeout=for_ever)
     with sub.read() as section:
         call = Call(pub.publish)
         until_waits(call, "begin")

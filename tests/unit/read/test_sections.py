@@ -42,9 +42,8 @@ def test_no_free_slot_raises_and_writes_nothing(publisher, subscriber):
     assert put(pub, 2) == 3
 
 
-def test_one_slot_publish_times_out_with_the_gate_open_again(publisher, subscriber):
-    pub = publisher({"t": torch.zeros(4)})
-    sub = subscriber(pub)
+def test_one_slot_publish_times_out_with_the_gate_open_again(both, subscriber):
+    pub, sub = both({"t": torch.zeros(4)})
     other = subscriber(pub)
     with elsewhere(sub.read()):
         with pytest.raises(shmsync.ReaderStalled):

@@ -27,11 +27,10 @@ def many(leaves, nested):
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("nested", [False, True])
-def test_an_out_that_is_used_again_takes_no_call_for_a_leaf(publisher, subscriber, nested, slots):
+def test_an_out_that_is_used_again_takes_no_call_for_a_leaf(both, nested, slots):
     counts = []
     for leaves in (50, 400):
-        pub = publisher(many(leaves, nested), slots=slots)
-        sub = subscriber(pub)
+        pub, sub = both(many(leaves, nested), slots=slots)
         out = sub.snapshot().weights
         sub.snapshot(out)
         counts.append(len(calls_of(lambda sub=sub, out=out: sub.snapshot(out))))
@@ -164,12 +163,11 @@ def values_of(out):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("slots", "consistency"), [(1, "pinned"), (2, "optimistic")])
 @pytest.mark.parametrize("how", ["tensors", "parameters", "inference"])
-def test_a_change_is_noticed_as_if_it_came_for_the_first_time(
-    publisher, subscriber, table, how, slots, consistency, seed
-):
+def test_a_change_is_noticed_as_if_it_came_for_the_first_time(both, table, how, slots, consistency, seed):
     draw = random.Random(seed)
-    pub = publisher(layout({name: torch.rand(shape) for name, shape in SHAPES.items()}), slots=slots)
-    sub = subscriber(pub, consistency=consistency)
+    pub, sub = both(
+        layout({name: torch.rand(shape) for name, shape in SHAPES.items()}), slots=slots, consistency=consistency
+    )
     out = made(how)
     assert said_by(sub, out) == "done"
     assert said_by(sub, out) == "done"
@@ -200,9 +198,8 @@ def test_a_change_is_noticed_as_if_it_came_for_the_first_time(
 
 
 @pytest.mark.parametrize("change", [*IN_PLACE, *REPLACED, *WHOLE])
-def test_each_change_is_noticed(publisher, subscriber, table, change):
-    pub = publisher(layout({name: torch.rand(shape) for name, shape in SHAPES.items()}))
-    sub = subscriber(pub)
+def test_each_change_is_noticed(both, table, change):
+    pub, sub = both(layout({name: torch.rand(shape) for name, shape in SHAPES.items()}))
     for name in ("w", "b"):
         SHARED.zero_()
         out, twin = made("tensors"), made("tensors")
@@ -234,9 +231,8 @@ def test_autograd_sees_each_write(publisher, subscriber):
         assert out["t"]._version > before
 
 
-def test_several_are_used_in_turns(publisher, subscriber):
-    pub = publisher(many(100, nested=False))
-    sub = subscriber(pub)
+def test_several_are_used_in_turns(both):
+    _, sub = both(many(100, nested=False))
     outs = [sub.snapshot().weights for _ in range(2)]
     for out in outs * 2:
         sub.snapshot(out)

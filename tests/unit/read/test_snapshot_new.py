@@ -51,10 +51,9 @@ def counter(tensor):
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
-def test_every_leaf_arrives_as_a_tensor_of_its_own(publisher, subscriber, slots, consistency):
+def test_every_leaf_arrives_as_a_tensor_of_its_own(both, slots, consistency):
     given = weights()
-    pub = publisher(given, slots=slots)
-    sub = subscriber(pub, consistency=consistency)
+    pub, sub = both(given, slots=slots, consistency=consistency)
     shown = pub.weights
     for _ in range(3):
         taken = sub.snapshot().weights
@@ -98,10 +97,9 @@ def test_whatever_mode_is_on_they_can_be_trained(publisher, subscriber, mode):
 
 
 @pytest.mark.parametrize("leaves", [1, 50])
-def test_each_byte_is_copied_once_and_in_one_call(publisher, subscriber, copies, leaves):
+def test_each_byte_is_copied_once_and_in_one_call(both, copies, leaves):
     given = {f"leaf.{number}": torch.rand(100 + number) for number in range(leaves)}
-    pub = publisher(given | {"tied": given["leaf.0"]})
-    sub = subscriber(pub)
+    pub, sub = both(given | {"tied": given["leaf.0"]})
     taken = sub.snapshot().weights
     # A tied leaf's second name has its own.
     assert copies == [[leaf.nbytes for leaf in pub._writer.arena.manifest.leaves]]

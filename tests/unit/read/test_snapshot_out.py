@@ -124,9 +124,8 @@ def test_a_snapshot_into_an_update_of_another_arena(publisher, subscriber):
     assert relay.weights["t"].tolist() == [1] * 4
 
 
-def test_the_slab_of_the_same_arena_is_refused(publisher, subscriber):
-    pub = publisher({"t": torch.ones(4)}, slots=2)
-    sub = subscriber(pub)
+def test_the_slab_of_the_same_arena_is_refused(both):
+    pub, sub = both({"t": torch.ones(4)}, slots=2)
     with pub.update() as weights, pytest.raises(ValueError, match="lies in the arena itself"):
         sub.snapshot(weights)
     assert isinstance(sub.snapshot(), shmsync.Snapshot)

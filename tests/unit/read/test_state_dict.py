@@ -41,10 +41,9 @@ def size(thing):
 
 @pytest.mark.parametrize("source", FROM)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_it_is_that_of_the_published_module(publisher, subscriber, source, slots):
+def test_it_is_that_of_the_published_module(both, source, slots):
     trainer = Net()
-    pub = publisher(trainer, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(trainer, slots=slots)
     state, own = FROM[source](pub, sub), trainer.state_dict()
     assert list(state) == list(own)
     for key, value in own.items():
@@ -65,11 +64,10 @@ def test_it_is_that_of_the_published_module(publisher, subscriber, source, slots
     assert torch.equal(pub.state_dict()["head.bias"], trainer.head.bias)
 
 
-def test_files_are_as_large_as_the_weights(publisher, subscriber):
+def test_files_are_as_large_as_the_weights(both, publisher, subscriber):
     big = nn.ModuleDict({"a": nn.Linear(300, 300, bias=False), "b": nn.Linear(300, 300, bias=False)})
     big["b"].weight = big["a"].weight
-    pub = publisher(big)
-    sub = subscriber(pub)
+    pub, sub = both(big)
     bytes_of_weights = big["a"].weight.nbytes
     assert size(pub.state_dict()) < 1.1 * bytes_of_weights  # tied leaves stand there once
     assert size(sub.state_dict()) < 1.1 * bytes_of_weights
@@ -105,9 +103,8 @@ def sources(pub, sub):
     yield from (pub.weights, sub.weights, sub.snapshot().weights)
 
 
-def test_a_leaf_by_its_dotted_key_is_the_leaf(publisher, subscriber):
-    pub = publisher(Net())
-    sub = subscriber(pub)
+def test_a_leaf_by_its_dotted_key_is_the_leaf(both):
+    pub, sub = both(Net())
     for weights in sources(pub, sub):
         assert isinstance(weights, TensorDict)
         assert weights["layers.0.bias"] is weights["layers", "0", "bias"] is weights["layers"]["0"]["bias"]
@@ -126,9 +123,8 @@ def test_a_leaf_by_its_dotted_key_is_the_leaf(publisher, subscriber):
         assert torch.equal(private["layers", "0", "bias"], pub.weights["layers.0.bias"])
 
 
-def test_update_takes_dotted_keys(publisher, subscriber):
-    pub = publisher(Net())
-    sub = subscriber(pub)
+def test_update_takes_dotted_keys(both):
+    pub, sub = both(Net())
     with pub.update() as weights:
         assert weights["layers.0.bias"] is weights["layers", "0", "bias"]
         weights["layers.0.bias"].fill_(2)
@@ -142,9 +138,8 @@ def test_update_takes_dotted_keys(publisher, subscriber):
 
 
 @pytest.mark.parametrize("key", ["layers.0.bais", ("layers", "0", "bais"), "nothing", ("layers", "7.bias")])
-def test_a_key_that_is_not_there_poisons_nothing(publisher, subscriber, key):
-    pub = publisher(Net())
-    sub = subscriber(pub)
+def test_a_key_that_is_not_there_poisons_nothing(both, key):
+    pub, sub = both(Net())
     with pytest.raises(KeyError, match="bais|nothing|7"), pub.update() as weights:
         weights[key]
     with sub.read(timeout=0) as section:

@@ -118,9 +118,8 @@ def test_errors_keep_their_fields_across_processes():
     assert (type(error), str(error), error.version, error.missing) == (shmsync.AckTimeout, "late", 3, [1])
 
 
-def test_a_snapshot_into_the_arena_itself_is_refused(publisher, subscriber):
-    pub = publisher({"w": torch.zeros(4)})
-    sub = subscriber(pub)
+def test_a_snapshot_into_the_arena_itself_is_refused(both):
+    pub, sub = both({"w": torch.zeros(4)})
     for out in (pub.weights, sub.weights):
         with pytest.raises(ValueError, match="lies in the arena itself"):
             sub.snapshot(out)

@@ -25,9 +25,8 @@ def arrays(value):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_arrays_are_published_as_their_values(publisher, subscriber, slots):
-    pub = publisher(arrays(1), slots=slots)
-    sub = subscriber(pub)
+def test_arrays_are_published_as_their_values(both, slots):
+    pub, sub = both(arrays(1), slots=slots)
     for version, value in ((2, 5), (3, 7)):
         given = arrays(value)
         assert pub.publish(given) == version
@@ -43,10 +42,9 @@ def test_arrays_are_published_as_their_values(publisher, subscriber, slots):
         assert section.weights["scalar"].item() == 7
 
 
-def test_the_constructors_arrays_are_read_again(publisher, subscriber):
+def test_the_constructors_arrays_are_read_again(both):
     source = {"a": np.ones(3), "b": {"c": np.ones(2, dtype=np.float32)}}
-    pub = publisher(source)
-    sub = subscriber(pub)
+    pub, sub = both(source)
     source["a"][:] = 4
     source["b"]["c"] += 1
     pub.publish()

@@ -278,11 +278,10 @@ def test_converted_bytes_are_right_and_counted_once(publisher, slots, size):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_conversion_that_fails_is_undone(publisher, subscriber, slots, monkeypatch):
+def test_a_conversion_that_fails_is_undone(both, slots, monkeypatch):
     """As any failure in the middle of a write: slots=1 is poisoned until a full publish(), else the version stays."""
     source = {"a": torch.ones(STAGED_BYTES), "b": torch.ones(4)}
-    pub = publisher(source, slots=slots, dtype=BF16)
-    sub = subscriber(pub)
+    pub, sub = both(source, slots=slots, dtype=BF16)
     source["a"] += 1
     pub.publish()
     views = pub._writer.arena.views(0 if slots == 1 else pub._writer.side.writer.current_slot ^ 1, writable=True)

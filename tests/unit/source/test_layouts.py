@@ -97,11 +97,10 @@ def assert_shows(found, weights, like=None):
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_any_layout_is_kept_whatever_is_published(publisher, subscriber, seed, slots):
+def test_any_layout_is_kept_whatever_is_published(both, seed, slots):
     rng = random.Random(seed)
     first = drawn(rng)
-    pub = publisher(first, slots=slots, checksum=True)
-    sub = subscriber(pub)
+    pub, sub = both(first, slots=slots, checksum=True)
     assert_shows(sub.weights, first, first)
     for _ in range(2):  # a plan is made, and found again
         for source in (alike(first), changed(rng, first)):
@@ -283,13 +282,10 @@ def assert_equal(worker, trainer):
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic", "live"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("net", NETS)
-def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(
-    publisher, subscriber, net, slots, consistency, same_layout
-):
+def test_a_bound_module_computes_to_the_bit_what_the_trainers_does(both, net, slots, consistency, same_layout):
     torch.manual_seed(0)
     trainer, worker = NETS[net](), NETS[net](same_layout)
-    pub = publisher(trainer, slots=slots)
-    sub = subscriber(pub, consistency=consistency)
+    pub, sub = both(trainer, slots=slots, consistency=consistency)
     sub.bind(worker)
     assert_equal(worker, trainer)
     own = worker.state_dict()
@@ -333,11 +329,10 @@ def test_adopted_parameters_keep_their_layout(publisher, subscriber, net):
         assert_equal(worker, alone)
 
 
-def test_the_layout_is_that_of_the_first_weights(publisher, subscriber):
+def test_the_layout_is_that_of_the_first_weights(both):
     """Values follow a trainer that lays its module out in another way later; the arena's layout stays."""
     trainer, worker = planes(2, torch.channels_last)(False), planes(2, torch.channels_last)(True)
-    pub = publisher(trainer)
-    sub = subscriber(pub)
+    pub, sub = both(trainer)
     sub.bind(worker)
     trainer.to(memory_format=torch.channels_last)
     learn(trainer)

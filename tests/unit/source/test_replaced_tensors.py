@@ -462,10 +462,9 @@ def update_not_in_place(td):
 
 @pytest.mark.parametrize("itself", [False, True])
 @pytest.mark.parametrize("replace", [replace_leaf, replace_inner, select_in_place, update_not_in_place])
-def test_a_tensordict_is_what_it_holds_now(publisher, subscriber, replace, itself):
+def test_a_tensordict_is_what_it_holds_now(both, replace, itself):
     td = TensorDict({"a": TensorDict({"w": torch.zeros(2)}), "b": torch.zeros(2)})
-    pub = publisher(td)
-    sub = subscriber(pub)
+    pub, sub = both(td)
     pub.publish(td if itself else None)
     replace(td)
     pub.publish(td if itself else None)
@@ -473,10 +472,9 @@ def test_a_tensordict_is_what_it_holds_now(publisher, subscriber, replace, itsel
 
 
 @pytest.mark.parametrize("how", ["source", "itself", "adopted"])
-def test_tensordict_params_are_what_they_hold_now(publisher, subscriber, how):
+def test_tensordict_params_are_what_they_hold_now(both, how):
     params = TensorDictParams(TensorDict({"w": torch.zeros(2, 2), "b": torch.zeros(2)}))
-    pub = publisher(params)
-    sub = subscriber(pub)
+    pub, sub = both(params)
     if how == "adopted":
         pub.adopt(params)
 
@@ -498,10 +496,9 @@ def test_tensordict_params_are_what_they_hold_now(publisher, subscriber, how):
     sent()
 
 
-def test_a_mapping_is_what_it_holds_now(publisher, subscriber):
+def test_a_mapping_is_what_it_holds_now(both):
     mapping = {"a": {"w": torch.zeros(2)}, "b": torch.zeros(2)}
-    pub = publisher(mapping)
-    sub = subscriber(pub)
+    pub, sub = both(mapping)
     mapping["a"]["w"] = torch.full((2,), 3.0)
     pub.publish()
     assert (shown(sub)["a.w"] == 3).all()

@@ -12,10 +12,9 @@ from torch import nn
 import shmsync
 
 
-def test_tied_leaves_with_different_values_are_refused(publisher, subscriber):
+def test_tied_leaves_with_different_values_are_refused(both):
     shared = torch.zeros(3)
-    pub = publisher({"a": shared, "b": shared})
-    sub = subscriber(pub)
+    pub, sub = both({"a": shared, "b": shared})
     with pytest.raises(shmsync.ManifestMismatch, match="a and b are one tensor in the arena"):
         pub.publish({"a": torch.ones(3), "b": torch.full((3,), 7.0)})
     assert pub.version == 1
@@ -36,10 +35,9 @@ def test_a_scripted_module_can_be_published(publisher, subscriber):
     assert (subscriber(pub).weights["weight"] == 4).all()
 
 
-def test_every_change_to_a_tensordict_is_seen(publisher, subscriber):
+def test_every_change_to_a_tensordict_is_seen(both):
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    pub = publisher(module)
-    sub = subscriber(pub)
+    pub, sub = both(module)
 
     def published(source):
         pub.publish(source)

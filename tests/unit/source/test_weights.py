@@ -83,11 +83,10 @@ def test_dotted_keys_of_mappings_nest_and_those_of_tensordicts_stay(publisher, s
     assert sub.weights["n", "m"].tolist() == [0, 0]
 
 
-def test_tied_parameters_share_one_place_and_stay_tied(publisher, subscriber):
+def test_tied_parameters_share_one_place_and_stay_tied(both):
     module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     module["b"].weight = module["a"].weight
-    pub = publisher(module)
-    sub = subscriber(pub)
+    _, sub = both(module)
     assert sub.weights["a", "weight"].data_ptr() == sub.weights["b", "weight"].data_ptr()
     copy = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
     copy["b"].weight = copy["a"].weight

@@ -105,10 +105,9 @@ def test_a_publisher_has_the_keys_of_the_module_inside(publisher, wrapper):
 
 @pytest.mark.parametrize("worker", BOTH)
 @pytest.mark.parametrize("trainer", WRAPPERS)
-def test_publisher_and_bound_module(publisher, subscriber, trainer, worker):
+def test_publisher_and_bound_module(both, trainer, worker):
     module = WRAPPERS[worker](Net(0.0))
-    pub = publisher(WRAPPERS[trainer](Net(1.0)))
-    sub = subscriber(pub)
+    _, sub = both(WRAPPERS[trainer](Net(1.0)))
     sub.bind(module)
     assert values_of(inner(module)) == expected(1.0)
 
@@ -205,12 +204,11 @@ def test_a_wrapper_is_told_by_its_type():
     assert unwrapped(tdm) is tdm
 
 
-def test_fsdp_is_refused_with_what_to_pass_instead(publisher, subscriber):
+def test_fsdp_is_refused_with_what_to_pass_instead(both):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     module = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True)
-    pub = publisher(nn.Linear(2, 2))
-    sub = subscriber(pub)
+    pub, sub = both(nn.Linear(2, 2))
     nested = nn.Sequential(module)
     for call in (
         lambda: shmsync.Publisher(module),
@@ -325,12 +323,11 @@ def values_in(module):
 @pytest.mark.parametrize("worker", AROUND)
 @pytest.mark.parametrize("trainer", AROUND)
 @pytest.mark.parametrize("kind", [Policy, Net, Head])
-def test_an_arena_of_any_form_serves_modules_in_any_wrapper(publisher, subscriber, kind, trainer, worker, form):
+def test_an_arena_of_any_form_serves_modules_in_any_wrapper(both, kind, trainer, worker, form):
     source, target = AROUND[trainer](kind(1.0)), AROUND[worker](kind(0.0))
     if form == "tensordict":
         source = source.cpu()
-    pub = publisher(AS[form](source))
-    sub = subscriber(pub)
+    pub, sub = both(AS[form](source))
     sub.bind(target, guard=False)
     assert values_in(target) == {1.0}
     for number, again in enumerate((form, "module", "state_dict"), start=2):

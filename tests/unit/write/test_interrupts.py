@@ -54,10 +54,9 @@ def interrupted(action, rounds):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_an_interrupted_writer_can_go_on(publisher, subscriber, slots):
+def test_an_interrupted_writer_can_go_on(both, slots):
     source = {"w": torch.zeros(64)}
-    pub = publisher(source, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(source, slots=slots)
 
     def update():
         with pub.update() as weights:
@@ -93,9 +92,8 @@ def test_an_interrupt_leaves_no_mode_of_torch_switched_on():
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_an_interrupted_reader_holds_nobody_up(publisher, subscriber, slots):
-    pub = publisher({"w": torch.zeros(64)}, slots=slots, timeout=5.0)
-    sub = subscriber(pub)
+def test_an_interrupted_reader_holds_nobody_up(both, slots):
+    pub, sub = both({"w": torch.zeros(64)}, slots=slots, timeout=5.0)
     module = sub.bind(nn.ParameterDict({"w": nn.Parameter(torch.ones(64), requires_grad=False)}), guard=False)
 
     def use():
@@ -117,9 +115,8 @@ def test_an_interrupted_reader_holds_nobody_up(publisher, subscriber, slots):
                 assert (module["w"] == value).all()
 
 
-def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(publisher, subscriber, monkeypatch):
-    pub = publisher({"w": torch.zeros(4)}, slots=2)
-    sub = subscriber(pub)
+def test_a_handler_may_not_use_the_subscriber_in_the_middle_of_its_entry(both, monkeypatch):
+    pub, sub = both({"w": torch.zeros(4)}, slots=2)
     move = type(sub._reader)._move
     seen = []
 

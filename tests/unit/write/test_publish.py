@@ -14,10 +14,9 @@ def weights_of(sub):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_versions_count_up_and_readers_see_them(publisher, subscriber, slots):
+def test_versions_count_up_and_readers_see_them(both, slots):
     source = {"t": torch.zeros(4)}
-    pub = publisher(source, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(source, slots=slots)
     assert pub.version == sub.version == 1
     for version in range(2, 9):
         source["t"].fill_(version)
@@ -30,9 +29,8 @@ def test_versions_count_up_and_readers_see_them(publisher, subscriber, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_partial_publish_writes_only_its_leaves(publisher, subscriber, slots):
-    pub = publisher({"a": torch.zeros(3), "b": torch.zeros(1000)}, slots=slots)
-    sub = subscriber(pub)
+def test_a_partial_publish_writes_only_its_leaves(both, slots):
+    pub, sub = both({"a": torch.zeros(3), "b": torch.zeros(1000)}, slots=slots)
     before = pub.stats().bytes_copied
     pub.publish({"a": torch.ones(3)})
     if slots == 1:
@@ -57,10 +55,9 @@ BAD = {
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_one_wrong_leaf_of_300_changes_nothing(publisher, subscriber, slots, kind):
+def test_one_wrong_leaf_of_300_changes_nothing(both, slots, kind):
     good = {str(i): torch.full((2,), float(i)) for i in range(300)}
-    pub = publisher(good, slots=slots)
-    sub = subscriber(pub)
+    pub, sub = both(good, slots=slots)
     before = weights_of(sub)
     bad = BAD[kind]({key: value + 1 for key, value in good.items()})
     with pytest.raises(shmsync.ManifestMismatch, match=r"1 difference.*nothing was written"):

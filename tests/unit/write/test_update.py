@@ -13,9 +13,8 @@ from support.calls import Call, calls_of
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_update_publishes_on_leaving(publisher, subscriber, slots):
-    pub = publisher({"t": torch.zeros(4), "kept": torch.ones(2)}, slots=slots)
-    sub = subscriber(pub)
+def test_update_publishes_on_leaving(both, slots):
+    pub, sub = both({"t": torch.zeros(4), "kept": torch.ones(2)}, slots=slots)
     for version in range(2, 7):
         with pub.update() as weights:
             assert weights["t"].tolist() == [version - 2] * 4
@@ -42,10 +41,9 @@ def test_replacing_a_key_in_update_is_refused_rather_than_lost(publisher):
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_a_failed_update_poisons_one_slot_until_a_whole_publish(publisher, subscriber, partial):
+def test_a_failed_update_poisons_one_slot_until_a_whole_publish(both, partial):
     source = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    pub = publisher(source)
-    sub = subscriber(pub)
+    pub, sub = both(source)
     with pytest.raises(ZeroDivisionError), pub.update() as weights:
         weights["a"].fill_(1)
         raise ZeroDivisionError
@@ -62,9 +60,8 @@ def test_a_failed_update_poisons_one_slot_until_a_whole_publish(publisher, subsc
         assert section.weights["a"].tolist() == [0, 0]
 
 
-def test_a_failed_update_with_more_slots_is_abandoned(publisher, subscriber):
-    pub = publisher({"t": torch.zeros(2)}, slots=2)
-    sub = subscriber(pub)
+def test_a_failed_update_with_more_slots_is_abandoned(both):
+    pub, sub = both({"t": torch.zeros(2)}, slots=2)
     with pytest.raises(ZeroDivisionError), pub.update() as weights:
         weights["t"].fill_(1)
         raise ZeroDivisionError
@@ -199,9 +196,8 @@ SOMETHING = {
 
 @pytest.mark.parametrize("earlier", ["first", "later"])
 @pytest.mark.parametrize("use", [*NOTHING, *SOMETHING])
-def test_only_a_body_that_may_have_written_poisons(publisher, subscriber, use, earlier):
-    pub = publisher({"t": torch.zeros(4), "layer.bias": torch.zeros(4)})
-    sub = subscriber(pub)
+def test_only_a_body_that_may_have_written_poisons(both, use, earlier):
+    pub, sub = both({"t": torch.zeros(4), "layer.bias": torch.zeros(4)})
     if earlier == "later":
         with pub.update() as weights:
             weights["t"].fill_(1)
