@@ -11,7 +11,7 @@ import pytest
 from support.choice import first
 
 START = """
-import multiprocessing, threading, math
+import contextlib, math, multiprocessing, threading
 import torch
 import shmsync
 from support.processes import until_waits
@@ -21,9 +21,27 @@ def daemon(call, where):
     thread.start()
     until_waits(thread, where)
 
+def busy(step):
+    begun = threading.Event()
+    def run():
+        while True:
+            step()
+            begun.set()
+    threading.Thread(target=run, daemon=True).start()
+    begun.wait()
+
 def enter(sub, **kwargs):
     with sub.read(**kwargs):
         pass
+
+def open_section(sub):
+    section = sub.read()
+    section.__enter__()
+    return section
+
+def both(slots=1, **options):
+    pub = shmsync.Publisher({"t": torch.zeros(4)}, slots=slots)
+    return pub, shmsync.Subscriber(pub.handle, **options)
 
 for_ever = math.inf
 """
@@ -31,8 +49,7 @@ for_ever = math.inf
 # Each ends with a daemon thread in a wait; then the process exits.
 WAITS = {
     "publish waits for acks": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)}, slots=2)
-        sub = shmsync.Subscriber(pub.handle, worker=0)
+        pub, sub = both(slots=2, worker=0)
         daemon(lambda: pub.publish(wait="all", timeout=for_ever), "wait_for_acks")
     """,
     "publish waits for a worker that is not there": """
@@ -47,84 +64,57 @@ WAITS = {
         daemon(update, "wait_for_acks")
     """,
     "publish waits for a section": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
-        section = sub.read()
-        section.__enter__()
+        pub, sub = both()
+        section = open_section(sub)
         daemon(lambda: pub.publish(timeout=for_ever), "begin")
     """,
     "update waits for a section": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)}, timeout=for_ever)
-        sub = shmsync.Subscriber(pub.handle)
-        section = sub.read()
-        section.__enter__()
-        daemon(lambda: pub.update().__enter__(), "begin")
+        pub, sub = both()
+        section = open_section(sub)
+        daemon(lambda: pub.update(timeout=for_ever).__enter__(), "begin")
     """,
     "a reader waits at a closed gate": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
+        pub, sub = both()
         update = pub.update()
         update.__enter__()
         daemon(lambda: enter(sub, timeout=for_ever), "_try_again")
     """,
     "an optimistic reader waits at a closed gate": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle, consistency="optimistic")
+        pub, sub = both(consistency="optimistic")
         update = pub.update()
         update.__enter__()
         daemon(lambda: sub.run(print), "run")
     """,
     "wait_version": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
+        pub, sub = both()
         daemon(lambda: sub.wait_version(9, timeout=for_ever), "_wait_for")
     """,
     "wait_version in a section": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)}, slots=2)
-        sub = shmsync.Subscriber(pub.handle)
+        pub, sub = both(slots=2)
         daemon(lambda: enter(sub, version=9, timeout=for_ever), "_wait_for")
     """,
     "a reader waits for another thread's section": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
-        section = sub.read()
-        section.__enter__()
+        pub, sub = both()
+        section = open_section(sub)
         daemon(lambda: enter(sub, timeout=for_ever), "enter")
     """,
     "sections without pause": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
-        begun = threading.Event()
-        def read():
-            while True:
-                enter(sub)
-                begun.set()
-        threading.Thread(target=read, daemon=True).start()
-        begun.wait()
+        pub, sub = both()
+        busy(lambda: enter(sub))
     """,
     "waits without pause": """
-        pub = shmsync.Publisher({"t": torch.zeros(4)}, slots=2)
-        sub = shmsync.Subscriber(pub.handle)
-        begun = threading.Event()
+        pub, sub = both(slots=2)
         def wait():
-            while True:
-                try:
-                    begun.set()
-                    sub.wait_version(9, timeout=0.001)
-                except shmsync.PublishTimeout:
-                    pass
-        threading.Thread(target=wait, daemon=True).start()
-        begun.wait()
+            with contextlib.suppress(shmsync.PublishTimeout):
+                sub.wait_version(9, timeout=0.001)
+        busy(wait)
     """,
     "publishes without pause": """
         pub = shmsync.Publisher({"t": torch.zeros(4)}, slots=2)
-        begun = threading.Event()
         def publish():
-            while True:
-                with pub.update():
-                    begun.set()
-        threading.Thread(target=publish, daemon=True).start()
-        begun.wait()
+            with pub.update():
+                pass
+        busy(publish)
     """,
     "a scheme's receive": """
         ours, theirs = multiprocessing.Pipe()
@@ -156,12 +146,7 @@ COLLECTORS = {
     """,
     "batches without pause": """
             child.resume()
-            begun = threading.Event()
-            def collect():
-                for batch in batches:
-                    begun.set()
-            threading.Thread(target=collect, daemon=True).start()
-            begun.wait()
+            busy(lambda: next(batches))
     """,
 }
 
@@ -186,8 +171,7 @@ atexit.register(lambda: thread.join())
         first
         + START
         + textwrap.dedent("""
-        pub = shmsync.Publisher({"t": torch.zeros(4)})
-        sub = shmsync.Subscriber(pub.handle)
+        pub, sub = both()
         thread = threading.Thread(target=lambda: sub.wait_version(9, timeout=for_ever), daemon=True)
         thread.start()
         until_waits(thread, "_wait_for")

@@ -34,6 +34,14 @@ def pub(request):
         yield made
 
 
+@pytest.fixture
+def worker(pub, start):
+    """Worker 0, whose module is bound to the weights."""
+    made = start()
+    made.call(bound, pub.handle, 0)
+    return made
+
+
 WAYS = {each.__name__: each for each in (sections_for_ever, refreshes_for_ever, calls_for_ever, waits_for_ever)}
 
 
@@ -70,9 +78,7 @@ def test_a_worker_that_holds_something_else_is_named(pub, start, fault, leaf):
         worker.interrupt(refresh)
 
 
-def test_a_worker_whose_module_was_changed_before_the_next_version_is_named(pub, start):
-    worker = start()
-    worker.call(bound, pub.handle, 3)
+def test_a_worker_whose_module_was_changed_before_the_next_version_is_named(pub, worker):
     worker.call(replace_head)
     pub.publish()
     asking = Call(pub.verify)
@@ -81,7 +87,7 @@ def test_a_worker_whose_module_was_changed_before_the_next_version_is_named(pub,
         worker.call(refresh)
     with pytest.raises(shmsync.NotDelivered, match="was changed and cannot show it") as caught:
         asking.result()
-    assert caught.value.missing == [3]
+    assert caught.value.missing == [0]
 
 
 def test_the_late_the_stopped_and_the_absent_are_named(pub, start):
@@ -118,9 +124,7 @@ def test_the_dead_are_named_and_those_who_leave_are_not_waited_for(pub, start):
     good.interrupt(refresh)
 
 
-def test_inside_a_section_nobody_answers_and_the_next_one_does(pub, start):
-    worker = start()
-    worker.call(bound, pub.handle, 0)
+def test_inside_a_section_nobody_answers_and_the_next_one_does(pub, worker):
     worker.call(enter)
     with pytest.raises(shmsync.AckTimeout):
         pub.verify(timeout=0.1)
@@ -131,9 +135,7 @@ def test_inside_a_section_nobody_answers_and_the_next_one_does(pub, start):
     assert asking.result().workers == (0,)
 
 
-def test_an_early_answer_counts_for_nothing_later(pub, start):
-    worker = start()
-    worker.call(bound, pub.handle, 0)
+def test_an_early_answer_counts_for_nothing_later(pub, worker):
     worker.start(sections_for_ever)
     assert pub.verify().workers == (0,)
     worker.interrupt(scribble)
@@ -141,9 +143,7 @@ def test_an_early_answer_counts_for_nothing_later(pub, start):
         pub.verify(timeout=0.1)
 
 
-def test_two_threads_ask_one_after_the_other(pub, start):
-    worker = start()
-    worker.call(bound, pub.handle, 0)
+def test_two_threads_ask_one_after_the_other(pub, worker):
     worker.start(sections_for_ever)
     asking = [Call(pub.verify) for _ in range(4)]
     assert [each.result().workers for each in asking] == [(0,)] * 4
@@ -166,9 +166,7 @@ def test_nobody_is_a_proof_about_nobody(pub):
     assert pub.verify() == (1, 9, (), ())
 
 
-def test_a_worker_that_computes_with_a_deep_copy(pub, start):
-    worker = start()
-    worker.call(bound, pub.handle, 0)
+def test_a_worker_that_computes_with_a_deep_copy(pub, worker):
     worker.call(held_copy)
     assert worker.call(verify_copy).version == 1
     with pub.update() as weights:
