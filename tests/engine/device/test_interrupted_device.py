@@ -5,7 +5,6 @@ Else the slot would be held for as long as the worker lives, or a private copy b
 
 from __future__ import annotations
 
-import sys
 from itertools import count
 
 import pytest
@@ -14,39 +13,9 @@ from torch import nn
 
 import shmsync
 from support.devices.simulated import everywhere
+from support.faults.interrupts import Interrupt, interrupt_at
 
 STEPS = "_reads_end", "_copies_read", "end", "follow", "call", "give", "record"  # in which it is interrupted
-
-
-class Interrupt(Exception):
-    pass
-
-
-class AtLine:
-    """Raises at one line of those steps, counted from 0, and then no more."""
-
-    def __init__(self, line):
-        self.left = line
-        self.raised = False
-
-    def __enter__(self):
-        self.before = sys.gettrace()
-        sys.settrace(self.call)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(self.before)
-
-    def call(self, frame, event, argument):
-        return self.look if frame.f_code.co_name in STEPS else None
-
-    def look(self, frame, event, argument):
-        if event == "line" and not self.raised:
-            if self.left == 0:
-                self.raised = True
-                raise Interrupt
-            self.left -= 1
-        return self.look
 
 
 @pytest.fixture
@@ -84,13 +53,13 @@ def test_interrupted_at_every_line_of_the_end_of_a_section(device, way, consiste
         ways[way]()
         for line in count():
             version = pub.publish({"w": torch.full((8,), float(line))}, wait=[])
-            with AtLine(line) as at:
+            with interrupt_at(line, lambda code: code.co_name in STEPS) as raised:
                 try:
                     ways[way]()
                 except Interrupt:
-                    assert at.raised
+                    assert raised
                 else:
-                    assert not at.raised, "the interrupt was lost"
+                    assert not raised, "the interrupt was lost"
             for _ in range(slots):  # each slot can be written, and what was interrupted can be done
                 version = pub.publish(wait=[], timeout=20.0)
             ways[way]()
@@ -99,7 +68,7 @@ def test_interrupted_at_every_line_of_the_end_of_a_section(device, way, consiste
                 assert set(module["w"].tolist()) == {0.0}
             assert pub.readers()[0].pinned is None
             pub.publish({"w": torch.zeros(8)}, wait=[])
-            if not at.raised:
+            if not raised:
                 break
         assert line > (10 if way != "refresh" or consistency == "pinned" else 0)
 

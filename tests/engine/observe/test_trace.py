@@ -6,12 +6,10 @@ import contextlib
 import fcntl
 import itertools
 import json
-import linecache
 import logging
 import os
 import random
 import signal
-import sys
 import threading
 import time
 
@@ -22,6 +20,7 @@ import shmsync
 from shmsync.engine.publish_all import Publication, publish_all
 from support.calls import Call
 from support.devices.on_simulated import end_trace_during_publish
+from support.faults.interrupts import Interrupt, interrupt_at
 from support.jobs import engine
 from support.processes import until, until_waits
 
@@ -434,18 +433,23 @@ def test_refresh_says_that_it_moved_though_it_was_asked_something():
         assert asking.result().workers == (0,)
 
 
-class Interrupt(Exception):
-    pass
+# Handlers of signals are called behind calls. So none is called where a `with` is left, before __exit__() is, nor at a
+# bare `try`, nor before the first call of a `finally`, nor at the end of a function.
+NO_HANDLER = ("with ", "try:", "os.close(", "return ")
 
 
 @pytest.mark.parametrize("step", ["trace", "stop"])
 def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(file, step):
     """`step`: in which it lands."""
     names = {"trace": {"trace", "__init__", "_opened", "begin", "write_to"}, "stop": {"stop", "ended", "write_to"}}
+
+    def wanted(code):
+        return os.path.basename(code.co_filename) in ("tracing.py", "writing.py") and code.co_name in names[step]
+
     for line in itertools.count():
         with shmsync.Publisher({"t": torch.zeros(8)}) as pub:
             tracing = None if step == "trace" else pub.trace(file)
-            with at_line(line, names[step]) as raised, contextlib.suppress(Interrupt):
+            with interrupt_at(line, wanted, NO_HANDLER) as raised, contextlib.suppress(Interrupt):
                 if tracing is None:
                     pub.trace(file)
                 else:
@@ -460,32 +464,3 @@ def test_an_interrupt_at_any_line_leaves_a_publisher_that_can_be_traced(file, st
         if not raised:
             break
     assert line > 5
-
-
-@contextlib.contextmanager
-def at_line(number, names):
-    """Raise Interrupt at the line of this number, of those that functions of these names in tracing and writing do."""
-    raised = []
-
-    def look(frame, event, argument):
-        nonlocal number
-        # Handlers of signals are called behind calls. So none is called where a `with` is left, before __exit__() is,
-        # nor at a bare `try`, nor before the first call of a `finally`, nor at the end of a function.
-        statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and not raised and not statement.startswith(("with ", "try:", "os.close(", "return ")):
-            if number == 0:
-                raised.append(frame.f_lineno)
-                raise Interrupt
-            number -= 1
-        return look
-
-    def call(frame, event, argument):
-        ours = os.path.basename(frame.f_code.co_filename) in ("tracing.py", "writing.py")
-        return look if ours and frame.f_code.co_name in names else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield raised
-    finally:
-        sys.settrace(before)

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 
 import pytest
 import torch
 
 import shmsync
 from support.calls import Call
+from support.faults.interrupts import Interrupt, interrupt_at
 
-WRITER = tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves"))
-
-
-class Interrupt(Exception):
-    pass
-
-
-@contextlib.contextmanager
-def interrupted_at(line):
-    """An exception after so many lines of the writer, as a signal handler may raise it."""
-    left = line
-
-    def trace(frame, event, argument):
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(WRITER):
-            return None
-        left -= event == "line"
-        if left == 0:
-            left = -1
-            raise Interrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    except Interrupt:
-        pass
-    finally:
-        sys.settrace(None)
+def of_the_writer(code):
+    return code.co_filename.endswith(tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves")))
 
 
 class Reference:
@@ -121,7 +94,7 @@ def test_every_leaf_is_right_after_any_sequence_of_writes(publisher, subscriber,
     def failed_publish():
         given = arena.some()
         version = pub.version
-        with interrupted_at(arena.chance.randint(1, 50)):
+        with contextlib.suppress(Interrupt), interrupt_at(arena.chance.randint(0, 49), of_the_writer):
             pub.publish(given)
         if slots == 1 and pub._writer.side.writer.poisoned:
             pub.publish(arena.values)
