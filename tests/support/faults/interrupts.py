@@ -1,14 +1,26 @@
-"""An interrupt at one line of the code under test, as the handler of a signal may raise it."""
+"""Interrupts of the code under test, as handlers of signals raise them: at one line of it, or at any moment."""
 
 from __future__ import annotations
 
 import contextlib
 import linecache
+import signal
 import sys
 
 
 class Interrupt(Exception):
     pass
+
+
+@contextlib.contextmanager
+def on_alarm(handler):
+    """This handles the alarms that the body sets by setitimer()."""
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 import shmsync
 from shmsync import _native
 from support.calls import Call
+from support.faults.interrupts import Interrupt, on_alarm
 from support.processes import until, until_waits
 from support.weights import put
 
@@ -90,21 +91,14 @@ def test_other_threads_have_the_interpreter_meanwhile(pair):
 
 
 def test_a_signal_ends_it(pair):
-    class Interrupt(Exception):
-        pass
-
     def handler(number, frame):
         raise Interrupt
 
     _, sub = pair()
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
+    with on_alarm(handler):
         signal.setitimer(signal.ITIMER_REAL, 0.02)
         with pytest.raises(Interrupt):
             sub.wait_version(2, timeout=math.inf, spin=math.inf)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert sub.wait_version(1) == 1
 
 

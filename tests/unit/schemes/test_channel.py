@@ -20,6 +20,7 @@ from shmsync.schemes.link.exchange import LinkPoll
 from shmsync.schemes.link.messages import Tag
 from shmsync.schemes.link.sender_end import Link, SenderEnd
 from support.calls import Call
+from support.faults.interrupts import on_alarm
 
 SOON = 5.0  # seconds; far more than anything here takes
 
@@ -169,17 +170,13 @@ def test_an_interrupt_anywhere_loses_no_message_and_sends_none_twice(pipe):
         sender.flush()
         end.pump()
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
+    with on_alarm(interrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
         while sent < len(payloads) or sender.unsent:
             with contextlib.suppress(KeyboardInterrupt):
                 armed = True
                 step()
                 armed = False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
     step()
     got = [number for number, _ in receiver.take_pending()]
     assert interrupts > 10 and sender.idle and receiver.idle

@@ -10,6 +10,7 @@ import pytest
 
 from shmsync.schemes.link.timed_queue import TimedQueue
 from support.calls import Call
+from support.faults.interrupts import on_alarm
 
 SHORT = [0.0, -1.0, 1e-9, 1e-6, 3e-6, 2e-5]
 
@@ -83,23 +84,17 @@ def test_a_wait_is_woken_by_a_finaliser_and_by_a_handler_of_a_signal():
     del thing
     gc.collect()
     assert line.get(60) == "finaliser"
-    before = signal.signal(signal.SIGALRM, lambda *_: line.put("handler"))
-    try:
+    with on_alarm(lambda *_: line.put("handler")):
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         assert line.get(60) == "handler"
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_interrupted_wait_loses_no_item():
     line = TimedQueue()
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
+    with on_alarm(signal.default_int_handler):
         for _ in range(20):
             with pytest.raises(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.002)
                 line.get(60)
             line.put("kept")
             assert line.get(0.0) == "kept"
-    finally:
-        signal.signal(signal.SIGALRM, before)

@@ -16,10 +16,7 @@ import shmsync
 from shmsync import WeightStrategy
 from shmsync.memory.torch_modes import plainly
 from support.calls import Call, meanwhile
-
-
-class Interrupt(Exception):
-    pass
+from support.faults.interrupts import Interrupt, on_alarm
 
 
 @contextlib.contextmanager
@@ -33,10 +30,9 @@ def interrupted(action, rounds):
             armed = False
             raise Interrupt
 
-    before = signal.signal(signal.SIGALRM, handler)
     chance = random.Random(0)
     landed = 0
-    try:
+    with on_alarm(handler):
         for _ in range(rounds):
             try:
                 armed = True
@@ -48,9 +44,6 @@ def interrupted(action, rounds):
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert landed > rounds // 10
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
