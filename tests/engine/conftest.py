@@ -1,10 +1,10 @@
-"""A trainer in a process of its own, whose arena has the name of the test."""
+"""Trainers and workers in processes of their own, with an arena or a subscriber."""
 
 from __future__ import annotations
 
 import pytest
 
-from support.jobs.engine import open_arena
+from support.jobs.engine import attach, open_arena
 
 
 @pytest.fixture
@@ -15,5 +15,17 @@ def open_trainer(start, name):
         trainer = start()
         trainer.handle = trainer.call(open_arena, version, name=name, **options)
         return trainer
+
+    return make
+
+
+@pytest.fixture
+def attached(start):
+    """attached(pub, worker=5) -> a process that has a subscriber of this publisher."""
+
+    def make(pub, **options):
+        worker = start()
+        worker.call(attach, pub.handle, **options)
+        return worker
 
     return make

@@ -30,10 +30,9 @@ def leave_by_exec(worker):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_worker_that_execs_inside_a_section_holds_nobody_up(start, slots):
-    worker = start()
+def test_worker_that_execs_inside_a_section_holds_nobody_up(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        worker.call(attach, pub.handle, worker=5)
+        worker = attached(pub, worker=5)
         worker.call(enter)
         leave_by_exec(worker)
         assert [reader.state for reader in pub.readers()] == [ProcessState.DEAD]
@@ -59,10 +58,9 @@ def test_nobody_waits_for_the_exit_code_of_a_worker_that_execs(start):
 
 
 @pytest.mark.parametrize("wait", ["all", [5]], ids=str)
-def test_worker_that_execs_is_named_by_who_waits_for_its_ack(start, wait):
-    worker = start()
+def test_worker_that_execs_is_named_by_who_waits_for_its_ack(attached, wait):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        worker.call(attach, pub.handle, worker=5)
+        worker = attached(pub, worker=5)
         call = Call(pub.publish, stamped(2), wait=wait)
         until(lambda: pub.version == 2)
         leave_by_exec(worker)
@@ -215,11 +213,10 @@ def test_no_descriptor_of_an_arena_outlives_exec():
         assert not [fd for fd in made if os.get_inheritable(fd)]
 
 
-def test_starting_a_child_program_changes_nothing(start):
-    worker = start()
+def test_starting_a_child_program_changes_nothing(attached):
     with shmsync.Publisher(stamped(1)) as pub:
         before = me().owner
-        worker.call(attach, pub.handle, worker=5)
+        worker = attached(pub, worker=5)
         owners = pub._writer.arena.control.owners()
         worker.call(run_a_child)
         subprocess.run(["/bin/true"], check=True)

@@ -14,10 +14,9 @@ from support.weights import stamped
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_publisher_never_waits_for_a_killed_reader(start, slots):
-    reader = start()
+def test_publisher_never_waits_for_a_killed_reader(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        reader.call(attach, pub.handle, worker=5)
+        reader = attached(pub, worker=5)
         reader.call(enter)
         reader.kill()
         for v in range(2, 6):
@@ -29,10 +28,9 @@ def test_publisher_never_waits_for_a_killed_reader(start, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(start, slots):
-    reader = start()
+def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        reader.call(attach, pub.handle, worker=5)
+        reader = attached(pub, worker=5)
         reader.call(enter)
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
@@ -69,16 +67,15 @@ def test_readers_killed_at_any_moment_hold_nobody_up(start, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_joiner_takes_over_the_row_of_a_killed_reader(start, slots):
-    first, second, third = start(3)
+def test_joiner_takes_over_the_row_of_a_killed_reader(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots, max_readers=2, timeout=for_ever) as pub:
-        first.call(attach, pub.handle, worker=1)
-        second.call(attach, pub.handle, worker=2)
+        first = attached(pub, worker=1)
+        second = attached(pub, worker=2)
         with pytest.raises(shmsync.ReaderTableFull):
-            third.call(attach, pub.handle, worker=3)
+            attached(pub, worker=3)
         first.call(enter)
         first.kill()
-        third.call(attach, pub.handle, worker=3)
+        third = attached(pub, worker=3)
         assert sorted(reader.worker for reader in pub.readers()) == [2, 3]
         assert all(reader.pinned is None for reader in pub.readers())
         for v in range(2, 5):
@@ -87,14 +84,13 @@ def test_joiner_takes_over_the_row_of_a_killed_reader(start, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(start, slots):
-    alive, victim, other, joiner = start(4)
+def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        alive.call(attach, pub.handle, worker=1)
-        victim.call(attach, pub.handle, worker=2)
-        other.call(attach, pub.handle)
+        alive = attached(pub, worker=1)
+        victim = attached(pub, worker=2)
+        other = attached(pub)
         victim.kill()
-        joiner.call(attach, pub.handle, worker=2)
+        joiner = attached(pub, worker=2)
         assert [reader.worker for reader in pub.readers()] == [1, 2, None]
         joiner.call(detach)  # as an interrupt does in the middle of read()
         other.call(detach)
@@ -103,11 +99,10 @@ def test_joiner_takes_the_place_of_the_killed_worker_whose_index_it_has(start, s
         alive.result()
 
 
-def test_publish_names_the_worker_that_was_killed_before_it_applied(start):
-    alive, victim = start(2)
+def test_publish_names_the_worker_that_was_killed_before_it_applied(attached):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        alive.call(attach, pub.handle, worker=1)
-        victim.call(attach, pub.handle, worker=2)
+        alive = attached(pub, worker=1)
+        victim = attached(pub, worker=2)
         for wait in ("all", [1, 2]):
             version = pub.version + 1
             alive.start(apply_until, version)
@@ -119,15 +114,13 @@ def test_publish_names_the_worker_that_was_killed_before_it_applied(start):
                 call.result()
             assert caught.value.missing == [2]
             assert caught.value.version == pub.version == version
-            victim = start()
-            victim.call(attach, pub.handle, worker=2)
+            victim = attached(pub, worker=2)
 
 
-def test_dead_worker_is_reported_once(start):
-    alive, victim = start(2)
+def test_dead_worker_is_reported_once(attached):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        alive.call(attach, pub.handle, worker=1)
-        victim.call(attach, pub.handle, worker=2)
+        alive = attached(pub, worker=1)
+        victim = attached(pub, worker=2)
         alive.start(apply_until, 2)
         call = Call(pub.publish, stamped(2), wait="all")
         until(lambda: pub.version == 2)
@@ -147,14 +140,12 @@ def test_dead_worker_is_reported_once(start):
         alive.result()
 
 
-def test_restarted_worker_stands_in_for_the_dead_one_of_its_index(start):
-    alive, victim = start(2)
+def test_restarted_worker_stands_in_for_the_dead_one_of_its_index(attached):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        alive.call(attach, pub.handle, worker=1)
-        victim.call(attach, pub.handle, worker=2)
+        alive = attached(pub, worker=1)
+        victim = attached(pub, worker=2)
         victim.kill()
-        heir = start()
-        heir.call(attach, pub.handle, worker=2)
+        heir = attached(pub, worker=2)
         for version, wait in ((2, [1, 2]), (3, "all")):
             alive.start(apply_until, version)
             heir.start(apply_until, version)
@@ -171,11 +162,10 @@ def test_named_worker_may_attach_after_the_publish(start):
         assert call.result() == 2
 
 
-def test_named_worker_that_acked_and_left_at_once_has_applied(start):
+def test_named_worker_that_acked_and_left_at_once_has_applied(attached):
     """However late the publisher looks."""
-    worker = start()
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        worker.call(attach, pub.handle, worker=4)
+        worker = attached(pub, worker=4)
         worker.call(detach)
         worker.call(attach, pub.handle, worker=4)
         version = pub.publish(stamped(2))
@@ -186,10 +176,9 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(start):
         wait_for_acks(side.writer, pub._writer.arena.control, side.peers, version, [4], for_ever, side._me, {})
 
 
-def test_named_worker_that_left_without_an_ack_is_late(start):
-    leaver = start()
+def test_named_worker_that_left_without_an_ack_is_late(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        leaver.call(attach, pub.handle, worker=4)
+        leaver = attached(pub, worker=4)
         call = Call(pub.publish, stamped(2), wait=[4], timeout=1)
         until(lambda: pub.version == 2)
         leaver.call(detach)
@@ -198,10 +187,9 @@ def test_named_worker_that_left_without_an_ack_is_late(start):
         assert caught.value.missing == [4]
 
 
-def test_clean_leaver_is_not_waited_for(start):
-    leaver = start()
+def test_clean_leaver_is_not_waited_for(attached):
     with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        leaver.call(attach, pub.handle, worker=4)
+        leaver = attached(pub, worker=4)
         call = Call(pub.publish, stamped(2), wait="all")
         until(lambda: pub.version == 2)
         leaver.call(detach)
@@ -212,11 +200,10 @@ def test_clean_leaver_is_not_waited_for(start):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_named_worker_killed_inside_its_section_is_reported(start, slots):
+def test_named_worker_killed_inside_its_section_is_reported(attached, slots):
     """The wait for its pin takes its row; the wait for its ack must still know of it."""
-    victim = start()
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        victim.call(attach, pub.handle, worker=7)
+        victim = attached(pub, worker=7)
         victim.call(enter)
         for v in range(2, slots + 1):
             pub.publish(stamped(v))

@@ -13,10 +13,9 @@ from support.weights import stamped
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_stopped_reader_keeps_its_pin_and_is_named(start, slots):
-    reader = start()
+def test_stopped_reader_keeps_its_pin_and_is_named(attached, slots):
     with shmsync.Publisher(stamped(1), slots=slots) as pub, shmsync.Subscriber(pub.handle) as other:
-        reader.call(attach, pub.handle, worker=3)
+        reader = attached(pub, worker=3)
         reader.call(enter)
         reader.stop()
         for v in range(2, slots + 1):
@@ -37,10 +36,9 @@ def test_stopped_reader_keeps_its_pin_and_is_named(start, slots):
         assert reader.call(look) == read(other) == (slots + 1,) * 3
 
 
-def test_stopped_worker_is_named_when_it_does_not_apply(start):
-    reader = start()
+def test_stopped_worker_is_named_when_it_does_not_apply(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        reader.call(attach, pub.handle, worker=3)
+        reader = attached(pub, worker=3)
         reader.stop()
         for version, wait in ((2, "all"), (3, [3])):
             with pytest.raises(shmsync.AckTimeout, match="worker 3") as caught:

@@ -7,7 +7,7 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, look, read, wait_version
+from support.jobs.engine import look, read, wait_version
 from support.processes import until_waits
 from support.weights import stamp, stamped, stamps
 
@@ -18,14 +18,13 @@ def fail_half_way(pub):
         raise ZeroDivisionError
 
 
-def test_failed_update_in_place_poisons_until_a_full_publish(start):
-    waiter = start()
+def test_failed_update_in_place_poisons_until_a_full_publish(attached):
     with (
         shmsync.Publisher(stamped(1)) as pub,
         shmsync.Subscriber(pub.handle, timeout=0.1) as sub,
         shmsync.Subscriber(pub.handle, timeout=0.1, consistency="optimistic") as optimistic,
     ):
-        waiter.call(attach, pub.handle)
+        waiter = attached(pub)
         with pytest.raises(ZeroDivisionError):
             fail_half_way(pub)
         assert pub.version == 1

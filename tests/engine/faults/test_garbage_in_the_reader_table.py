@@ -53,10 +53,9 @@ def test_garbage_in_the_reader_table_does_not_stop_the_writer(start, slots):
             assert pub.publish(stamped(6)) == 6, what
 
 
-def test_acknowledgement_from_the_future_is_not_believed(start):
-    vandal = start()
+def test_acknowledgement_from_the_future_is_not_believed(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        vandal.call(attach, pub.handle, worker=2)
+        vandal = attached(pub, worker=2)
         vandal.call(write_row, ACKED, word(2**63))
         for wait in ("all", [2]):
             with pytest.raises((shmsync.AckTimeout, shmsync.WorkerDied)) as caught:
@@ -65,14 +64,13 @@ def test_acknowledgement_from_the_future_is_not_believed(start):
         pub.readers()
 
 
-def test_evicted_reader_does_not_write_the_row_of_its_successor(start):
-    vandal, heir = start(2)
+def test_evicted_reader_does_not_write_the_row_of_its_successor(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        vandal.call(attach, pub.handle, worker=1)
+        vandal = attached(pub, worker=1)
         vandal.call(enter)
         vandal.call(write_row, PIN, word(2**64 - 1))
         pub.publish(stamped(2))
-        heir.call(attach, pub.handle, worker=2)
+        heir = attached(pub, worker=2)
         heir.call(enter)
         vandal.call(leave)
         (info,) = pub.readers()
@@ -84,10 +82,9 @@ def test_evicted_reader_does_not_write_the_row_of_its_successor(start):
             pub.publish(stamped(3), timeout=0.1)
 
 
-def test_reader_table_layout_is_where_these_tests_think(start):
-    reader = start()
+def test_reader_table_layout_is_where_these_tests_think(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        reader.call(attach, pub.handle, worker=9)
+        reader = attached(pub, worker=9)
         reader.call(enter)
         with open(segment_path(pub.name), "rb") as file:
             file.seek(rows_offset(_native.read_identity(file.fileno())))

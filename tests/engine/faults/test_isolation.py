@@ -116,11 +116,10 @@ def test_adopted_parameters_show_up_under_update_only(pair):
 @pytest.mark.host_memory(reason="a device's memory cannot be mapped read-only")
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("damage", [fill_weights, write_through_numpy, write_bound_parameter])
-def test_worker_that_writes_into_its_weights_dies(start, pair, damage, slots):
-    vandal = start()
+def test_worker_that_writes_into_its_weights_dies(attached, pair, damage, slots):
     net = Net(0) if damage is write_bound_parameter else stamped(1)
     with shmsync.Publisher(net, slots=slots, timeout=math.inf) as pub:
-        vandal.call(attach, pub.handle)
+        vandal = attached(pub)
         if damage is write_bound_parameter:
             vandal.call(bind, Net, 1)
         for worker in pair:

@@ -6,7 +6,7 @@ import pytest
 
 import shmsync
 from shmsync.memory.control import leftovers
-from support.jobs.engine import attach, enter
+from support.jobs.engine import enter
 from support.processes import segment_path, until
 from support.weights import stamped
 
@@ -23,20 +23,18 @@ def log(caplog):
     return said
 
 
-def test_a_reader_that_died_in_a_section(start, log):
-    reader = start()
+def test_a_reader_that_died_in_a_section(attached, log):
     with shmsync.Publisher(stamped(1)) as pub:
-        reader.call(attach, pub.handle, worker=3)
+        reader = attached(pub, worker=3)
         reader.call(enter)
         reader.kill()
         pub.publish(stamped(2))
         assert len(log("INFO", f"arena '{pub.name}'", "reader 3 died")) == 1
 
 
-def test_a_publish_that_finds_no_slot(start, log):
-    reader = start()
+def test_a_publish_that_finds_no_slot(attached, log):
     with shmsync.Publisher(stamped(1)) as pub:
-        reader.call(attach, pub.handle, worker=3)
+        reader = attached(pub, worker=3)
         reader.call(enter)
         with pytest.raises(shmsync.ReaderStalled):
             pub.publish(stamped(2), timeout=0.05)

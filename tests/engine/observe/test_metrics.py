@@ -96,10 +96,9 @@ def test_a_new_publisher_takes_the_place_of_a_closed_one(registry, name):
         metrics.prometheus(pub, registry)
 
 
-def test_one_dict_for_tensorboard_and_others(start):
-    worker = start()
+def test_one_dict_for_tensorboard_and_others(attached):
     with shmsync.Publisher(stamped(1), slots=2) as pub:
-        worker.call(attach, pub.handle, worker=0)
+        worker = attached(pub, worker=0)
         worker.call(refresh)
         worker.call(enter)
         pub.publish(stamped(2))
@@ -114,10 +113,9 @@ def test_one_dict_for_tensorboard_and_others(start):
         metrics.values(pub)
 
 
-def test_the_dashboard_asks_for_figures_that_there_are(start, registry):
-    worker = start()
+def test_the_dashboard_asks_for_figures_that_there_are(attached, registry):
     with shmsync.Publisher(stamped(1)) as pub:
-        worker.call(attach, pub.handle, worker=0)
+        attached(pub, worker=0)
         metrics.prometheus(pub, registry)
         names = {name for name, _ in scraped(registry)}
         labels = {label for _, pairs in scraped(registry) for label, _ in pairs}

@@ -315,10 +315,9 @@ def test_each_shell_gets_a_script(said, shell):
     assert "shmsync" in said("completion", shell)
 
 
-def test_an_observer_in_python_sees_what_readers_says(start):
-    worker = start()
+def test_an_observer_in_python_sees_what_readers_says(attached):
     with shmsync.Publisher(stamped(1)) as pub:
-        worker.call(attach, pub.handle, worker=7)
+        attached(pub, worker=7)
         (told,), peers = pub.readers(), Peers()
         (seen,) = observed.look(pub.name, peers).readers
         peers.close()

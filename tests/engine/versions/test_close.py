@@ -7,16 +7,15 @@ import pytest
 import torch
 
 import shmsync
-from support.jobs.engine import attach, look, read, refresh, wait_version
+from support.jobs.engine import look, read, refresh, wait_version
 from support.weights import Net, stamped, stamps
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_last_version_of_a_closed_arena_stays_readable(start, slots):
-    waiter = start()
+def test_last_version_of_a_closed_arena_stays_readable(attached, slots):
     pub = shmsync.Publisher(stamped(1), slots=slots)
     with shmsync.Subscriber(pub.handle) as sub:
-        waiter.call(attach, pub.handle)
+        waiter = attached(pub)
         waiter.start(wait_version, 3, timeout=for_ever)
         pub.publish(stamped(2))
         assert sub.refresh() is True

@@ -6,7 +6,7 @@ import pytest
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, enter, leave, look, read, wait_version
+from support.jobs.engine import enter, leave, look, read, wait_version
 from support.weights import stamp, stamped, stamps
 
 
@@ -39,10 +39,9 @@ def test_waiting_for_a_version_inside_a_section_of_an_in_place_arena_is_refused(
         assert sub.wait_version(2) == 2
 
 
-def test_waiting_for_a_version_inside_a_section_works_with_more_slots(start):
-    reader = start()
+def test_waiting_for_a_version_inside_a_section_works_with_more_slots(attached):
     with shmsync.Publisher(stamped(1), slots=2) as pub:
-        reader.call(attach, pub.handle)
+        reader = attached(pub)
         reader.call(enter)
         reader.start(wait_version, 2, timeout=for_ever)
         pub.publish(stamped(2))

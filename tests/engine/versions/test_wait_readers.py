@@ -92,7 +92,7 @@ def test_a_killed_popen_is_named_with_its_signal(pub):
     process.wait()
 
 
-def test_the_death_of_the_late_and_of_the_attached(pub, start):
+def test_the_death_of_the_late_and_of_the_attached(pub, attached, start):
     """A worker that attached and died is not attached: its death is reported as well."""
     worker, late = start(2)
     worker.call(attach, pub.handle, worker=0)
@@ -103,8 +103,7 @@ def test_the_death_of_the_late_and_of_the_attached(pub, start):
     with pytest.raises(shmsync.AckTimeout) as error:  # nobody told which process it is: its successor may come
         pub.wait_readers([0], timeout=0.1)
     assert error.value.missing == [0]
-    heir = start()
-    heir.call(attach, pub.handle, worker=0)
+    heir = attached(pub, worker=0)
     pub.wait_readers([0], timeout=for_ever)
     heir.call(detach)
     with pytest.raises(shmsync.AckTimeout):
