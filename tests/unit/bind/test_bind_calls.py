@@ -356,27 +356,6 @@ def test_a_generator_that_ends_in_another_thread_gives_its_section_back(bound, h
         assert sub.version == pub.version
 
 
-@torch.no_grad()
-def test_what_a_method_returns_of_the_modules_own_is_left_as_it_is(bound):
-    class Keeps(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2)
-            self.kept = [self.weight, self.bias]
-            self.memory = {"steps": 0}
-
-        def parameters_of_mine(self):
-            return self.kept
-
-        def notes(self):
-            return self.memory
-
-    _, worker, _, _ = bound(Keeps)
-    assert worker.parameters_of_mine()[0] is not worker.weight
-    assert worker.kept[0] is worker.weight
-    worker.notes()["steps"] = 3
-    assert worker.memory == {"steps": 3}
-
-
 def test_two_modules_of_two_arenas_are_called_by_two_threads(publisher, subscriber):
     trainers = Policy(), Policy()
     pubs = [publisher(each, include=part) for each, part in zip(trainers, ("encoder.*", "head.*"), strict=True)]
