@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from shmsync import _native, cli
 from shmsync.cli.measures import holders
 from shmsync.memory import inspection as observed
 from shmsync.memory.system.process import Peers
+from support.faults.forged import forge, write
 from support.jobs.engine import (
     attach,
     begin_update,
@@ -205,8 +205,7 @@ def test_nobody_notices_that_they_are_looked_at(start, name, said):
 )
 def test_what_cannot_be_read_says_why(open_trainer, name, told, said, offset, data, words):
     open_trainer()
-    with open(segment_path(name), "r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), data, offset)
+    write(name, offset, data)
     assert words in told(name)["why"]
     assert told(name)["version"] is None
     assert name in said("inspect", name)
@@ -344,10 +343,7 @@ def test_who_holds_everybody_up_is_known_before_a_publish_waits(start, slots):
 def test_a_publisher_of_another_pid_namespace_is_unknown(start, name, told):
     trainer, reader = start(2)
     reader.call(attach, trainer.call(open_arena, name=name), worker=0)
-    with open(segment_path(name), "r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), bytes(8), 64)
-        covered = os.pread(file.fileno(), 128, 0) + os.pread(file.fileno(), 120, 136)  # all but the CRC and `ready`
-        os.pwrite(file.fileno(), zlib.crc32(covered).to_bytes(4, "little"), 128)
+    forge(name, pid_namespace=0)
     shown = told(name)
     assert (shown["owner"], shown["version"], shown["readers"][0]["condition"]) == ("unknown", 1, "unknown")
     assert "another container" in shown["why"]

@@ -16,6 +16,8 @@ from shmsync.memory.control import leftovers
 from shmsync.memory.slab import available as _memory
 from shmsync.memory.slab import memfd
 from shmsync.memory.slab import slab as _slab
+from support.faults.forged import write
+from support.processes import segment_path
 
 
 def test_too_little_memory_is_refused_beforehand(monkeypatch):
@@ -101,26 +103,17 @@ def test_alignment(publisher):
 )
 def test_a_damaged_header_is_refused(publisher, offset, error):
     pub = publisher({"t": torch.ones(4)})
-    fd = os.open(f"/dev/shm/shmsync.{pub.name}", os.O_RDWR)
-    try:
-        byte = os.pread(fd, 1, offset)
-        os.pwrite(fd, bytes([byte[0] ^ 0xFF]), offset)
-        with pytest.raises(error):
-            shmsync.Subscriber(pub.handle, timeout=0.1)
-        os.pwrite(fd, byte, offset)
-    finally:
-        os.close(fd)
+    byte = segment_path(pub.name).read_bytes()[offset]
+    write(pub.name, offset, bytes([byte ^ 0xFF]))
+    with pytest.raises(error):
+        shmsync.Subscriber(pub.handle, timeout=0.1)
+    write(pub.name, offset, bytes([byte]))
     shmsync.Subscriber(pub.handle).close()
 
 
 def test_a_damaged_manifest_is_refused(publisher):
     pub = publisher({"t": torch.ones(4)})
-    fd = os.open(f"/dev/shm/shmsync.{pub.name}", os.O_RDWR)
-    try:
-        at = os.pread(fd, 4096, 0).index(b'"leaves"')
-        os.pwrite(fd, b'"LEAVES"', at)
-    finally:
-        os.close(fd)
+    write(pub.name, segment_path(pub.name).read_bytes().index(b'"leaves"'), b'"LEAVES"')
     with pytest.raises(shmsync.ArenaCorrupt, match="fingerprint"):
         shmsync.Subscriber(pub.handle)
 

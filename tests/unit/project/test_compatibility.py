@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 from importlib import metadata
@@ -13,7 +12,7 @@ import pytest
 
 import shmsync
 from shmsync import _native
-from support.processes import segment_path
+from support.faults.forged import write
 from support.weights import stamped
 
 ROOT = Path(__file__).parents[3]
@@ -24,24 +23,18 @@ ABI_AT = 8
 def test_a_segment_of_another_layout_is_refused_with_both_numbers_and_no_row_is_taken(difference):
     other = _native.ABI + difference
     with shmsync.Publisher(stamped(1)) as pub:
-        path = segment_path(pub.name)
         try:
-            write(path, other)
+            write(pub.name, ABI_AT, other.to_bytes(4, "little"))
             for handle in (pub.handle, pub.name):
                 with pytest.raises(shmsync.ArenaCorrupt) as caught:
                     shmsync.Subscriber(handle, timeout=0.1)
                 assert str(other) in str(caught.value)
                 assert str(_native.ABI) in str(caught.value)
         finally:
-            write(path, _native.ABI)
+            write(pub.name, ABI_AT, _native.ABI.to_bytes(4, "little"))
         assert pub.readers() == []
         with shmsync.Subscriber(pub.handle) as sub:
             assert sub.version == 1
-
-
-def write(path, abi):
-    with Path(path).open("r+b") as opened:
-        os.pwrite(opened.fileno(), abi.to_bytes(4, "little"), ABI_AT)
 
 
 def test_the_docs_name_the_layout_number_of_now_and_the_error():
