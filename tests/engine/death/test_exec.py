@@ -128,7 +128,7 @@ def test_trainer_that_execs_is_dead_to_its_readers(start, name, slots):
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_trainer_that_execs_inside_update(open_trainer, name, slots):
+def test_trainer_that_execs_inside_update(open_trainer, slots):
     trainer = open_trainer(2, slots=slots)
     with shmsync.Subscriber(trainer.handle) as sub:
         trainer.call(begin_update, 3)

@@ -38,7 +38,7 @@ def test_a_section_in_the_loop_has_that_version_or_a_newer_one(start, slots):
     assert seen[-1][1] == 5  # a section that acks a version takes it from the loop, never the last one from both
 
 
-def test_missed_versions_are_skipped_and_a_second_loop_begins_at_the_newest(start):
+def test_missed_versions_are_skipped_and_a_second_loop_begins_at_the_newest():
     with shmsync.Publisher(stamped(1), slots=2) as pub, shmsync.Subscriber(pub.handle) as sub:
         for version in range(2, 5):
             pub.publish(stamped(version))

@@ -60,7 +60,7 @@ def test_schedulers_and_many_cycles(made):
     optimizer.step()
 
 
-def test_two_modules_with_one_optimizer_step_in_both_arenas(publisher, subscriber):
+def test_two_modules_with_one_optimizer_step_in_both_arenas(publisher):
     generator, judge = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*generator.parameters(), *judge.parameters()], lr=1.0)
     pubs = [publisher(generator), publisher(judge)]

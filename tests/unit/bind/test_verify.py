@@ -181,7 +181,7 @@ def untied(worker):
         (dropped, ["head.bias"], "is not there"),
         (untied, ["out.weight"], "has other values"),
     ],
-    ids=lambda each: getattr(each, "__name__", ""),
+    ids=lambda each: getattr(each, "__name__", None),
 )
 @pytest.mark.parametrize("slots", [1, 2])
 def test_what_a_module_holds_instead_is_named(delivered, change, leaves, says, slots):
