@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
@@ -72,6 +74,15 @@ def step(module):
 def put(pub, value):
     """Publish a version whose only tensor, of four elements, is `value`."""
     return pub.publish({"t": torch.full((4,), float(value))})
+
+
+def fail_half_way(pub, leaf, value=2):
+    """An update() that raises when it has written one leaf."""
+    with contextlib.suppress(ZeroDivisionError):
+        with pub.update() as weights:
+            weights[leaf].fill_(value)
+            raise ZeroDivisionError
+        raise AssertionError("update() hid the error")
 
 
 def fill(module, value):

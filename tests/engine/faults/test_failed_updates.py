@@ -9,13 +9,7 @@ import shmsync
 from support.calls import Call
 from support.jobs.engine import look, read, wait_version
 from support.processes import until_waits
-from support.weights import stamp, stamped, stamps
-
-
-def fail_half_way(pub):
-    with pub.update() as weights:
-        weights["large"].fill_(2)
-        raise ZeroDivisionError
+from support.weights import fail_half_way, stamp, stamped, stamps
 
 
 def test_failed_update_in_place_poisons_until_a_full_publish(attached):
@@ -25,8 +19,7 @@ def test_failed_update_in_place_poisons_until_a_full_publish(attached):
         shmsync.Subscriber(pub.handle, timeout=0.1, consistency="optimistic") as optimistic,
     ):
         waiter = attached(pub)
-        with pytest.raises(ZeroDivisionError):
-            fail_half_way(pub)
+        fail_half_way(pub, "large")
         assert pub.version == 1
         for reader in (sub, optimistic):
             for call in (lambda: read(reader), lambda: reader.run(print), reader.snapshot):  # noqa: B023
@@ -66,8 +59,7 @@ CALLS = {
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
 def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, call):
     with shmsync.Publisher(stamped(1)) as pub:
-        with pytest.raises(ZeroDivisionError):
-            fail_half_way(pub)
+        fail_half_way(pub, "large")
         with (  # attaching does not wait
             shmsync.Subscriber(pub.handle, timeout=for_ever, consistency=consistency) as sub,
             shmsync.Subscriber(pub.handle, timeout=0.05, consistency=consistency) as hasty,
@@ -83,16 +75,14 @@ def test_every_call_waits_for_the_repair_until_the_default_timeout(consistency, 
 @pytest.mark.parametrize("consistency", ["pinned", "optimistic"])
 def test_a_read_with_a_timeout_waits_for_the_repair(consistency):
     with shmsync.Publisher(stamped(1)) as pub, shmsync.Subscriber(pub.handle, consistency=consistency) as sub:
-        with pytest.raises(ZeroDivisionError):
-            fail_half_way(pub)
+        fail_half_way(pub, "large")
         with pytest.raises(shmsync.Poisoned):
             read(sub, timeout=0.05)
         reading = Call(read, sub, timeout=for_ever)
         until_waits(reading, "_try_again")
         pub.publish(stamped(2))
         assert reading.result() == (2, 2, 2)
-        with pytest.raises(ZeroDivisionError):
-            fail_half_way(pub)
+        fail_half_way(pub, "large")
         pub.close()
         with pytest.raises(shmsync.Poisoned):  # nothing will repair it
             read(sub, timeout=for_ever)

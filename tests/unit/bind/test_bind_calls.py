@@ -14,7 +14,7 @@ from torch import nn
 
 import shmsync
 from support.calls import Call
-from support.weights import step
+from support.weights import fail_half_way, step
 from support.zoo.zoo import Agent, Decoder, Policy
 
 
@@ -209,9 +209,7 @@ def test_a_bind_that_fails_leaves_no_guard_and_moves_nothing(publisher, subscrib
     trainer, worker = Policy(), Policy()
     pub = publisher(trainer)
     sub = subscriber(pub, timeout=0.1)
-    with pytest.raises(RuntimeError, match="half"), pub.update() as weights:
-        weights["head", "weight"].fill_(0.0)
-        raise RuntimeError("half way")
+    fail_half_way(pub, ("head", "weight"))
     with pytest.raises(shmsync.Poisoned):
         sub.bind(worker)
     assert not {"forward", "predict", "_compiled_call_impl"} & set(vars(worker))
