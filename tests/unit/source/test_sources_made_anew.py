@@ -125,6 +125,7 @@ LAZY = {
     "negated": lambda: torch._neg_view(torch.full((4,), -2.0)),
     "imaginary part": lambda: torch.full((4,), 2 - 2j).conj().imag,
     "strided": lambda: torch.full((8,), 2.0)[::2],
+    "expanded": lambda: torch.full((1,), 2.0).expand(4),
     "transposed": lambda: torch.full((2, 2), 2.0).t().reshape(4),
 }
 

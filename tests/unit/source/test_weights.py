@@ -38,25 +38,6 @@ def test_scalars_and_empty_tensors_keep_their_shape(publisher, subscriber):
     assert sub.weights["empty"].shape == (0, 4)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        torch.arange(12.0).view(3, 4).t(),
-        torch.arange(24.0)[::2],
-        torch.arange(3.0).expand(4, 3),
-        (torch.randn(4, dtype=torch.complex64)).conj(),
-        torch.view_as_real(torch.randn(3, dtype=torch.complex64).conj().resolve_conj())[..., 1],
-        torch.randn(4, dtype=torch.complex64).conj().imag,
-    ],
-    ids=["transposed", "strided", "expanded", "conjugated", "imaginary part", "negated"],
-)
-def test_sources_that_are_not_plain_bytes_arrive_by_value(publisher, subscriber, source):
-    pub = publisher({"t": torch.zeros(source.shape, dtype=source.dtype)})
-    pub.publish({"t": source})
-    sub = subscriber(pub)
-    assert torch.equal(sub.weights["t"], source.resolve_conj().resolve_neg().contiguous())
-
-
 def test_a_lazy_conjugate_put_into_a_cached_source_is_seen(publisher, subscriber):
     source = {"t": torch.randn(4, dtype=torch.complex64)}
     pub = publisher(source)
