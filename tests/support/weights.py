@@ -64,6 +64,14 @@ class Scaled(nn.Module):
         return self.scale
 
 
+def fill(module, value):
+    """The module, every parameter and buffer filled with this value."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(value)
+    return module
+
+
 def step(module):
     """As an optimizer does: every parameter grows by 1."""
     with torch.no_grad():

@@ -38,12 +38,6 @@ def trainer():
     until(lambda: "shmsync" not in probes.thread_names())  # it ends by itself when nobody is listening any more
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
 def received(scheme):
     return {"policy": pickle.loads(pickle.dumps(scheme))}
 

@@ -21,12 +21,6 @@ from support.torchrl.policies import Acting, Remembering, Tagged, seen
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
 def kill(collecting, worker):
     process = collecting.procs[worker]
     os.kill(process.pid, signal.SIGKILL)
@@ -216,18 +210,6 @@ def test_a_worker_that_was_stopped_while_workers_parted_finds_its_way(collector)
     assert tags(collecting) == [4, 4]
 
 
-def test_a_timeout_of_one_update_is_in_its_arguments(collector):
-    collecting = collector(Tagged())
-    scheme = collecting._weight_sync_schemes["policy"]
-    stop(collecting, 0)
-    with pytest.raises(shmsync.AckTimeout) as caught:
-        scheme.send(Tagged(1), timeout=0.2)
-    assert caught.value.missing == [0]
-    os.kill(pids(collecting)[0], signal.SIGCONT)
-    scheme.send(Tagged(2), timeout=60)
-    assert tags(collecting) == [2, 2]
-
-
 def test_of_a_dead_and_a_stopped_worker_both_are_named(collector):
     policy = Tagged()
     collecting = collector(policy, scheme=ShmWeightSyncScheme(timeout=0.5))
@@ -244,10 +226,8 @@ def test_of_a_dead_and_a_stopped_worker_both_are_named(collector):
 
 def test_a_death_does_not_hide_in_another_models_update(collector):
     """Each scheme finds it out for itself."""
-    critic = environments.Critic(1)
-    scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model=critic, devices=["cpu", "cpu"], model_id="env.critic")
-    collecting = collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": scheme})
+    critic = parts.scheme_of(environments.Critic(1), "env.critic")
+    collecting = collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": critic})
     kill(collecting, 1)
     for model_id, weights in (("policy", Tagged(1)), ("env.critic", environments.Critic(2))):
         with pytest.raises(shmsync.WorkerDied) as caught:

@@ -23,12 +23,6 @@ KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 
 @pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
-@pytest.fixture
 def start():
     """Collectors that nobody but the test ends."""
     with parts.collectors(), parts.starting():  # the first only looks for processes that are left
@@ -178,8 +172,7 @@ def test_many_updates_hold_no_more_than_a_few(collector):
 
 
 def test_workers_have_one_thread_more_for_any_number_of_models(collector):
-    critic = ShmWeightSyncScheme()
-    critic.init_on_sender(model=environments.Critic(), devices=["cpu", "cpu"], model_id="env.critic")
+    critic = parts.scheme_of(environments.Critic(), "env.critic")
     one = collector(Tagged())
     two = collector(Tagged(), schemes={"policy": ShmWeightSyncScheme(), "env.critic": critic})
     names = [ask(each, "env.call", probes.thread_names) for each in (one, two)]

@@ -17,12 +17,6 @@ from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Ti
 COUNT = "module.norm.num_batches_tracked"
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
 def notes(collecting):
     return ask(collecting, "policy.call", policies.notes)
 

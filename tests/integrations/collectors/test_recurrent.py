@@ -20,12 +20,6 @@ def begun(kind):
     return policy, recurrent.Environment(policy)
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
 def collected(make, which, kind, **scheme):
     policy, environment = begun(kind)
     of_one = which is AsyncCollector

@@ -8,25 +8,13 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.weight_update import WeightStrategy
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import environments, parts, probes
+from support.torchrl import environments
 from support.torchrl.environments import Critic
-from support.torchrl.parts import ask, tags
+from support.torchrl.parts import ask, scheme_of, tags
 from support.torchrl.policies import Tagged, seen
 
 VALUE = "env.transform[0].value_net"
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
-def scheme_of(model, model_id, **options):
-    scheme = ShmWeightSyncScheme(**options)
-    scheme.init_on_sender(model=model, devices=[torch.device("cpu")] * 2, model_id=model_id)
-    return scheme
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,17 +90,6 @@ def test_statistics_of_a_transform_are_extra_state(collector):
         trained.rollout(50)
         collecting.update_policy_weights_(form(), model_id="env.transform[0]")
         arrived()
-
-
-def test_one_thread_serves_all_models_of_a_worker(collector):
-    schemes = {
-        "policy": ShmWeightSyncScheme(),
-        "env.critic": scheme_of(Critic(), "env.critic"),
-        VALUE: scheme_of(Critic(), VALUE),
-    }
-    collecting = collector(Tagged(), schemes=schemes, env=environments.valued)
-    for names in ask(collecting, "env.call", probes.thread_names):
-        assert names.count("shmsync") == 1
 
 
 def test_a_model_id_without_a_scheme_is_named(collector):

@@ -20,17 +20,8 @@ from support.torchrl.policies import Tagged, seen
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
-def schemes_and_critic():
-    critic = Critic(1)
-    scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model=critic, devices=[torch.device("cpu")] * 2, model_id="env.critic")
-    return {"policy": ShmWeightSyncScheme(), "env.critic": scheme}, critic
+def schemes_of_two():
+    return {"policy": ShmWeightSyncScheme(), "env.critic": parts.scheme_of(Critic(1), "env.critic")}
 
 
 def life_of(collecting, policy):
@@ -76,7 +67,7 @@ def last_days_of(collecting):
 def test_spawn(kind):
     with parts.collectors("spawn") as make:
         policy = Tagged(1)
-        collecting = make(policy, schemes=schemes_and_critic()[0], kind=kind)
+        collecting = make(policy, schemes=schemes_of_two(), kind=kind)
         life_of(collecting, policy)
         if kind is MultiSyncCollector:
             second_model_of(collecting)
@@ -120,7 +111,7 @@ def test_environments_in_processes_of_their_own(collector):
 def forked(say, kind, models):
     torch.multiprocessing.set_start_method("fork", force=True)
     policy = Tagged(1)
-    schemes = schemes_and_critic()[0] if models == 2 else {"policy": ShmWeightSyncScheme()}
+    schemes = schemes_of_two() if models == 2 else {"policy": ShmWeightSyncScheme()}
     options = {"frames_per_batch": 20, "total_frames": -1, "track_policy_version": True}
     collecting = kind([Steps] * 2, policy, weight_sync_schemes=schemes, **options)
     say([process._start_method for process in collecting.procs])

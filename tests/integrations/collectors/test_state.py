@@ -9,15 +9,8 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.calls import Call
-from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Normalising, Tagged, seen
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 def with_weights(state, *values):

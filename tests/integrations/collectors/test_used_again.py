@@ -25,14 +25,6 @@ def one_process(envs, *args, **options):
     return Collector(envs[0], *args, **{**options, "track_policy_version": False})
 
 
-def start_with(make):
-    def start(kind, scheme, policy=None):
-        kind = one_process if kind is Collector else kind
-        return make(Tagged() if policy is None else policy, kind=kind, scheme=scheme)
-
-    return start
-
-
 def refused(kind, scheme, error, match):
     """No collector can be made with it."""
     made = one_process if kind is Collector else kind
@@ -43,7 +35,12 @@ def refused(kind, scheme, error, match):
 @pytest.fixture
 def start():
     with parts.collectors() as make:
-        yield start_with(make)
+
+        def start(kind, scheme, policy=None):
+            kind = one_process if kind is Collector else kind
+            return make(Tagged() if policy is None else policy, kind=kind, scheme=scheme)
+
+        yield start
 
 
 def tags_of(collecting):

@@ -6,14 +6,7 @@ import pytest
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import parts
 from support.torchrl.policies import Tagged
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])

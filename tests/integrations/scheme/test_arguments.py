@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -42,39 +39,12 @@ def test_weights_are_applied_in_place_or_not_at_all(pair):
     assert model.weight.unique().tolist() == [3]
 
 
-class Pair16:
-    """Workers whose model is bfloat16."""
-
-    def __init__(self, model, dtype, **options):
-        self.sender = ShmWeightSyncScheme(dtype=dtype, timeout=20, **options)
-        self.sender.init_on_sender(model_id="policy", model=model, devices=["cpu", "cpu"])
-        self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(2)]
-        self.models = [copy.deepcopy(model).to(torch.bfloat16) for _ in range(2)]
-        self.sender.connect()
-        for index, (receiver, own) in enumerate(zip(self.receivers, self.models, strict=True)):
-            receiver.init_on_receiver(model=own, model_id="policy", worker_idx=index)
-            receiver.connect(worker_idx=index)
-
-
-@pytest.fixture
-def pair16():
-    made = []
-
-    def make(*args, **options):
-        made.append(Pair16(*args, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        for scheme in (*each.receivers, each.sender):
-            scheme.shutdown()
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, {"*": torch.bfloat16}], ids=["one", "patterns"])
-def test_workers_in_another_dtype_get_cast_values(pair16, dtype, slots):
+def test_workers_in_another_dtype_get_cast_values(pair, dtype, slots):
     trainer = nn.Linear(2, 2)
-    made = pair16(trainer, dtype, slots=slots)
+    models = [nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2)]
+    made = pair(trainer, models=models, dtype=dtype, slots=slots, timeout=20)
     assert all(torch.equal(own.weight, trainer.weight.to(torch.bfloat16)) for own in made.models)
     filled(trainer, 1 / 3)
     made.sender.send(trainer)

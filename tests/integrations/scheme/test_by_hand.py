@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -65,12 +64,6 @@ def test_it_is_registered_by_name():
     assert type(WeightSyncScheme.from_backend("shared")) is not ShmWeightSyncScheme
 
 
-@pytest.mark.parametrize("timeout", [-1, math.nan, "soon"])
-def test_a_timeout_that_is_none_is_refused(timeout):
-    with pytest.raises((ValueError, TypeError), match="timeout"):
-        ShmWeightSyncScheme(timeout=timeout)
-
-
 def test_an_unknown_strategy_is_refused():
     with pytest.raises(ValueError, match="strategy"):
         ShmWeightSyncScheme("pigeon")
@@ -86,6 +79,11 @@ def test_a_scheme_that_was_pickled_twice_works_as_well(sender, receiver):
     assert [values(model) for model in models] == [{1}, {1}]
     sender.send(Tagged(2))
     assert [values(model) for model in models] == [{2}, {2}]
+
+
+def test_its_options_are_pickled():
+    again = pickle.loads(pickle.dumps(ShmWeightSyncScheme(sync=False, slots=2, timeout=3.0)))
+    assert (again.sync, again.slots, again.timeout) == (False, 2, 3.0)
 
 
 def test_its_state_stays_the_same_when_it_is_taken_again(sender):
@@ -130,6 +128,8 @@ def test_to_send_it_must_be_initialised_and_connected(sender):
         fresh.send(Tagged())
     with pytest.raises(RuntimeError, match=r"connect\(\)"):
         sender.send(Tagged())
+    with pytest.raises(RuntimeError, match="receiver"):
+        sender.receive()
     sender.connect()
     with pytest.raises(RuntimeError, match="twice"):
         sender.connect()
@@ -232,23 +232,11 @@ def test_setting_the_model_binds_the_new_one(sender, receiver):
     sender.send(Tagged(2), worker_ids=0)
     assert values(second) == {2} and values(first) == {1}  # the first keeps what it has
     first.set(5)
-    assert values(first) == {5}  # and is its own again
+    assert policies.seen(first(TensorDict({"observation": torch.zeros(1)}))) == 5  # and is its own again
     with pytest.raises(shmsync.ManifestMismatch):
         scheme.model = Tagged(size=9)
     sender.send(Tagged(3), worker_ids=0)
     assert values(second) == {3}
-
-
-def test_a_receiver_that_leaves_keeps_its_weights_and_is_not_waited_for(sender, receiver):
-    sender.connect()
-    models = [Tagged(), Tagged()]
-    schemes = [receiver(sender, worker, model) for worker, model in enumerate(models)]
-    schemes[1].shutdown()
-    schemes[1].shutdown()
-    sender.send(Tagged(2), worker_ids=[0])
-    assert values(models[0]) == {2} and values(models[1]) == {1}
-    models[1].set(7)
-    assert values(models[1]) == {7}
 
 
 def test_a_copy_of_a_workers_policy_is_a_plain_one(sender, receiver):

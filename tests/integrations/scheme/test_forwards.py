@@ -71,19 +71,6 @@ def test_a_worker_that_has_not_moved_yet_never_sees_the_weights_of_others(pair, 
         assert both.models[0](torch.ones(1, 2)).mean() == 300
 
 
-def test_a_second_thread_waits_no_longer_than_its_timeout(pair, in_forward):
-    both = pair(filled(Held(2, 2), 1), slots=2)
-    end = in_forward(both.models[0])
-    first = threading.Thread(target=both.sender.send, args=(filled(Held(2, 2), 2),))
-    first.start()
-    until_waits(first, "send")
-    with pytest.raises(shmsync.WriterBusy, match="another thread"):
-        both.sender.send(filled(Held(2, 2), 3), timeout=0.1)
-    end()
-    first.join()
-    assert (both.models[0].weight == 2).all()
-
-
 def test_a_long_send_ends_no_other_workers_forward(pair, in_forward):
     both = pair(filled(Held(2, 2), 1), timeout=0.2)
     end = in_forward(both.models[0])

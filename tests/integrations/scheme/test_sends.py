@@ -10,7 +10,6 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from shmsync.memory.arena import _all_mapped
 from support.processes import until
 from support.torchrl.pair import Counting, filled, net
@@ -31,44 +30,6 @@ def test_connect_gives_the_weights_and_send_the_new_ones(pair):
     assert (both.receivers[0].weights["0", "weight"] == 3).all()
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda module: TensorDict.from_module(module),
-        lambda module: TensorDict.from_module(module).data,
-        lambda module: TensorDict(dict(module.state_dict())),
-        lambda module: dict(module.state_dict()),
-        lambda module: module,
-    ],
-    ids=["with grads", "nested", "flat TensorDict", "state_dict", "module"],
-)
-def test_every_form_of_weights(pair, form):
-    both = pair(net())
-    both.sender.send(form(filled(net(), 7)))
-    for name in ("0.weight", "1.running_var", "2.bias"):
-        assert all((w == 7).all() for w in both.weights(name))
-
-
-def test_partial_weights_leave_the_rest(pair):
-    both = pair(filled(net(), 1))
-    both.sender.send({"0.weight": torch.full((4, 3), 5.0)})
-    assert all((w == 5).all() for w in both.weights("0.weight"))
-    assert all((w == 1).all() for w in both.weights("2.weight"))
-
-
-@pytest.mark.parametrize("worker_ids", [0, [0]])
-def test_worker_ids_reach_nobody_else(pair, worker_ids):
-    both = pair(filled(net(), 1))
-    both.sender.send(filled(net(), 2), worker_ids=worker_ids)
-    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 1]
-    both.sender.send(filled(net(), 3))
-    assert [w.mean().item() for w in both.weights("0.weight")] == [3, 3]
-    both.sender.send({1: filled(net(), 4)})
-    assert [w.mean().item() for w in both.weights("0.weight")] == [3, 4]
-    both.sender.send({0: filled(net(), 5), 1: filled(net(), 6)})
-    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6]
-
-
 def test_all_or_none_of_the_workers_get_weights_of_their_own(pair):
     both = pair(filled(net(), 1))
     wrong = {"0.weight": torch.zeros(4, 3), "2.weight": torch.zeros(9, 9)}
@@ -84,13 +45,6 @@ def test_all_or_none_of_the_workers_get_weights_of_their_own(pair):
 def test_unknown_workers(pair, worker_ids):
     with pytest.raises(ValueError, match="not registered"):
         pair(net()).sender.send(worker_ids=worker_ids)
-
-
-def test_devices_name_workers(pair):
-    model = filled(net(), 1)
-    both = pair(model, start={"model": model, "devices": [torch.device("cpu"), torch.device("cuda", 1)]})
-    both.sender.send(filled(net(), 2), worker_ids=torch.device("cpu"))
-    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 1]
 
 
 def test_the_forms_of_init_on_sender(pair):
@@ -111,39 +65,6 @@ def test_the_forms_of_init_on_sender(pair):
     filled(model, 5)
     mapped.sender.send()
     assert [w.mean() for w in mapped.weights("0.weight")] == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({}, ValueError),
-        ({"model": nn.Linear(1, 1)}, ValueError),
-        ({"model": nn.Linear(1, 1), "weights": TensorDict({}), "devices": [None]}, ValueError),
-        ({"model": len, "devices": [None]}, TypeError),
-        ({"model": nn.Linear(1, 1), "devices": [None], "num_workers": 2}, ValueError),
-        ({"model": nn.Linear(1, 1), "device_map_fn": lambda i, td: td}, ValueError),
-        ({"params_map": {0: 1}}, ValueError),
-        ({"params_map": {0: TensorDict({})}, "model": nn.Linear(1, 1)}, ValueError),
-    ],
-)
-def test_contradictory_beginnings(given, error):
-    scheme = ShmWeightSyncScheme()
-    with pytest.raises(error):
-        scheme.init_on_sender(model_id="policy", **given)
-    assert not scheme.initialized_on_sender
-
-
-def test_order_of_calls():
-    scheme = ShmWeightSyncScheme()
-    with pytest.raises(RuntimeError, match="init_on_sender"):
-        scheme.send()
-    scheme.init_on_sender(model=nn.Linear(1, 1), devices=[None], model_id="policy")
-    with pytest.raises(RuntimeError, match="connect"):
-        scheme.send()
-    with pytest.raises(RuntimeError, match="receiver"):
-        scheme.receive()
-    scheme.shutdown()
-    scheme.shutdown()
 
 
 def test_tied_parameters_and_identity(pair):
@@ -225,8 +146,6 @@ def test_alias_shares_the_trainers_own_tensors(pair):
     both.sender.send()
     with pytest.raises(ValueError, match="alias"):
         both.sender.send(model, worker_ids=[0])
-    with pytest.raises(ValueError, match="alias"):
-        ShmWeightSyncScheme(alias=True, slots=2)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -139,3 +139,4 @@ def test_the_timeout_of_a_send_may_be_none_or_infinite(pair):
     made = pair(nn.Linear(2, 2), workers=1)
     assert made.sender.send(nn.Linear(2, 2), timeout=None) < made.sender.send(nn.Linear(2, 2), timeout=math.inf)
     assert ShmWeightSyncScheme(timeout=math.inf).timeout == math.inf
+    assert ShmWeightSyncScheme(timeout=None).timeout == ShmWeightSyncScheme().timeout == 10.0

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl.pair import Counting, filled, net
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -32,44 +29,24 @@ def numbers(module):
 
 @pytest.mark.parametrize("worker", WRAPPERS)
 @pytest.mark.parametrize("trainer", [*WRAPPERS, "AveragedModel"])
-def test_the_same_keys_on_both_sides(trainer, worker):
+def test_the_same_keys_on_both_sides(pair, trainer, worker):
     wrap = {**WRAPPERS, "AveragedModel": AveragedModel}[trainer]
     inside = filled(net(), 1)
     source, policy = wrap(inside), filled(net(), 0)
-    own = WRAPPERS[worker](policy)
-    sender = ShmWeightSyncScheme(timeout=5.0)
-    sender.init_on_sender(model_id="policy", model=source, devices=[None])
-    receiver = pickle.loads(pickle.dumps(sender))
-    try:
-        sender.connect()
-        receiver.init_on_receiver(model=own, model_id="policy", worker_idx=0)
-        receiver.connect(worker_idx=0)
-        assert numbers(policy) == {1}
-        sender.send(source)
-        filled(source.module if trainer == "AveragedModel" else inside, 2)
-        sender.send(source)
-        assert numbers(policy) == {2}
-        sender.send(filled(net(), 3))
-        assert numbers(policy) == {3}
-    finally:
-        receiver.shutdown()
-        sender.shutdown()
+    sender = pair(source, workers=1, models=[WRAPPERS[worker](policy)]).sender
+    assert numbers(policy) == {1}
+    sender.send(source)
+    filled(source.module if trainer == "AveragedModel" else inside, 2)
+    sender.send(source)
+    assert numbers(policy) == {2}
+    sender.send(filled(net(), 3))
+    assert numbers(policy) == {3}
 
 
-def test_extra_state_goes_along():
-    source = Counting()
-    own = Counting()
-    sender = ShmWeightSyncScheme(timeout=5.0)
-    sender.init_on_sender(model_id="policy", model=compiled(source), devices=[None])
-    receiver = pickle.loads(pickle.dumps(sender))
-    try:
-        sender.connect()
-        receiver.init_on_receiver(model=own, model_id="policy", worker_idx=0)
-        receiver.connect(worker_idx=0)
-        source.words.append("b")
-        sender.send(compiled(source))
-        assert own.words == ["a", "b"]
-        assert torch.equal(own.linear.weight, source.linear.weight)
-    finally:
-        receiver.shutdown()
-        sender.shutdown()
+def test_extra_state_goes_along(pair):
+    source, own = Counting(), Counting()
+    made = pair(compiled(source), workers=1, models=[own])
+    source.words.append("b")
+    made.sender.send(compiled(source))
+    assert own.words == ["a", "b"]
+    assert torch.equal(own.linear.weight, source.linear.weight)

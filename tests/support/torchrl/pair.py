@@ -10,13 +10,7 @@ import torch
 from torch import nn
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-
-
-def filled(module, value):
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(value)
-    return module
+from support.weights import fill as filled
 
 
 def net():
@@ -60,14 +54,15 @@ class Held(nn.Linear):
 
 
 class Pair:
-    """A trainer's scheme, and a receiver's for each worker, in this process."""
+    """A trainer's scheme, and a receiver's for each worker, in this process. `models`: the workers', unless they are
+    copies of the trainer's."""
 
-    def __init__(self, model, workers=2, **options):
+    def __init__(self, model, workers=2, models=None, **options):
         start = options.pop("start", None) or {"model": model, "devices": [None] * workers}
         self.sender = ShmWeightSyncScheme(**{"timeout": 5.0, **options})
         self.sender.init_on_sender(model_id="policy", **start)
         self.receivers = [pickle.loads(pickle.dumps(self.sender)) for _ in range(workers)]
-        self.models = [copy.deepcopy(model) for _ in range(workers)]
+        self.models = [copy.deepcopy(model) for _ in range(workers)] if models is None else models
         self.sender.connect()
         for index, (receiver, own) in enumerate(zip(self.receivers, self.models, strict=True)):
             for tensor in own.state_dict().values():

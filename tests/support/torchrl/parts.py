@@ -90,6 +90,13 @@ def collectors(method="forkserver"):
             time.sleep(0.01)
 
 
+def scheme_of(model, model_id, **options):
+    """A scheme for another model than the policy, of two workers."""
+    scheme = ShmWeightSyncScheme(**options)
+    scheme.init_on_sender(model=model, devices=["cpu", "cpu"], model_id=model_id)
+    return scheme
+
+
 def end(collector, processes):
     """Whatever state it and its workers are in."""
     for process in processes:

@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from support.processes import until
+from support.weights import fill
 
 
 class Readable:
@@ -48,9 +49,7 @@ class Tagged(Readable, TensorDictModuleBase):
         return tensordict.update({"action": ones, "tag": self.tag * ones, "first": first * ones, "last": last * ones})
 
     def set(self, tag):
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(tag)
+        fill(self, tag)
 
 
 class PlainTagged(Readable, nn.Module):

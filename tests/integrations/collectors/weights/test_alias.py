@@ -7,15 +7,8 @@ import torch
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, Tied, seen
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 @pytest.fixture
@@ -35,13 +28,6 @@ def test_workers_see_what_the_trainer_writes_before_any_update(collector, aliase
         with torch.no_grad():
             policy.layers[1].fill_(value)
         assert weights(collecting) == [value, value]
-
-
-def test_without_alias_they_do_not(collector):
-    policy = Tagged()
-    collecting = collector(policy)
-    policy.set(1)
-    assert tags(collecting) == [0, 0]
 
 
 def test_the_trainers_policy_stays_one_that_can_be_trained(collector, aliased):

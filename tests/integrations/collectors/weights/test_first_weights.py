@@ -13,17 +13,11 @@ from torchrl.modules import RandomPolicy
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import environments, parts
+from support.torchrl import environments
 from support.torchrl.parts import tags
 from support.torchrl.policies import Tagged, seen
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 @pytest.fixture
@@ -136,6 +130,7 @@ def test_factories_may_make_policies_of_different_form(collector):
         ({"model": Tagged(), "device_map_fn": max}, "num_workers="),
         ({"model": Tagged(), "device_map_fn": max, "num_workers": 1, "devices": [CPU]}, "no devices="),
         ({"params_map": {0: TensorDict()}, "devices": [CPU]}, "params_map stands alone"),
+        ({"params_map": {0: TensorDict()}, "model": Tagged()}, "params_map stands alone"),
         ({"params_map": {"0": TensorDict()}}, "worker index to TensorDict"),
         ({"params_map": {0: {}}}, "worker index to TensorDict"),
     ],

@@ -11,9 +11,8 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import parts
 from support.torchrl.environments import Critic, Steps
-from support.torchrl.parts import ask, tags
+from support.torchrl.parts import ask, scheme_of, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, notes, seen
 
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
@@ -100,12 +99,6 @@ HOLDERS = [
     given_to_the_collector, of_the_scheme, of_the_scheme_as_tensors, of_the_scheme_for_each_worker,
     of_the_scheme_through_a_map, beside_a_factory, made_by_a_factory, made_by_a_factory_for_each_worker,
 ]  # fmt: skip
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -276,9 +269,8 @@ def test_an_update_that_changes_nothing_counts_as_one(collector):
 
 def test_each_model_has_its_own_last_weights(collector):
     policy, critic = Tagged(1), Critic(10)
-    scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model=critic, devices=CPU, model_id="env.critic")
-    collecting = collector(policy, schemes={"policy": ShmWeightSyncScheme(), "env.critic": scheme})
+    schemes = {"policy": ShmWeightSyncScheme(), "env.critic": scheme_of(critic, "env.critic")}
+    collecting = collector(policy, schemes=schemes)
     collecting.update_policy_weights_(Critic(20), model_id="env.critic")
     collecting.update_policy_weights_()
     collecting.update_policy_weights_(model_id="env.critic")

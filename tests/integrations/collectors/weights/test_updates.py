@@ -11,15 +11,8 @@ import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.calls import Call
 from support.processes import until
-from support.torchrl import parts
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 def module(policy):

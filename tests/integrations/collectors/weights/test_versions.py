@@ -23,12 +23,6 @@ KINDS = [MultiSyncCollector, MultiAsyncCollector]
 ENOUGH = 12  # updates
 
 
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
-
-
 class Trainer(threading.Thread):
     """Sends one update after the other; `update(n)` sends update n, by default the policy with n in all its weights."""
 
@@ -194,9 +188,8 @@ def test_while_extra_state_grows_and_workers_move_with_it(collector, kind):
 
 def test_while_another_model_is_updated_as_often(collector):
     policy, critic = Tagged(pause=0.001), environments.Critic()
-    scheme = ShmWeightSyncScheme()
-    scheme.init_on_sender(model=critic, devices=[torch.device("cpu")] * 2, model_id="env.critic")
-    collecting = collector(policy, schemes={"policy": ShmWeightSyncScheme(), "env.critic": scheme})
+    schemes = {"policy": ShmWeightSyncScheme(), "env.critic": parts.scheme_of(critic, "env.critic")}
+    collecting = collector(policy, schemes=schemes)
 
     def update(number):
         collecting.update_policy_weights_(environments.Critic(number), model_id="env.critic")

@@ -10,7 +10,6 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 
 import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
-from support.torchrl import parts
 from support.torchrl.environments import Steps
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Acting, Remembering, Tagged, notes
@@ -30,12 +29,6 @@ FORMS = {
     "dotted tensordict": lambda module: TensorDict.from_module(module).data.flatten_keys("."),
     "state dict": lambda module: module.state_dict(),
 }
-
-
-@pytest.fixture
-def collector():
-    with parts.collectors() as make:
-        yield make
 
 
 def collecting_with(collector, kind, policy, scheme):
