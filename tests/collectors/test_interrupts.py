@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import random
@@ -16,15 +15,16 @@ import pytest
 import torch
 
 from support.environments.basic import Constant, Counting, Policy
+from support.interrupts import alarms
 from support.processes import segments, until
 
 PROGRAM = """
 import functools, sys, torch
-from support.environments.basic import Constant, SlowEnd
+from support.environments.basic import Constant, Slow
 from shmsync.collectors import MultiprocessCollector
 if __name__ == "__main__":
     place, sync, path = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
-    env = functools.partial(SlowEnd, step=0.01 if place == "next" else 0, close=1.0 if place == "close" else 0)
+    env = functools.partial(Slow, step=0.01 if place == "next" else 0, close=1.0 if place == "close" else 0)
     frames = 20_000 if place == "next" else 40
     collector = MultiprocessCollector(env, Constant(), num_workers=2, frames_per_batch=frames, sync=sync)
     try:
@@ -105,40 +105,22 @@ class Interrupt(BaseException):
     """As KeyboardInterrupt: tensordict turns an Exception in its constructors into one of its own."""
 
 
-@contextlib.contextmanager
-def alarms():
-    """Arms an alarm that raises; how many landed."""
-    armed, landed = [], []
-
-    def handler(number, frame):
-        if armed:
-            armed.clear()
-            landed.append(number)
-            raise Interrupt
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        yield armed, landed
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize("sync", [True, False])
 def test_an_interrupted_next_goes_on_where_it_was(collector, sync):
     batches = collector(Counting, Constant(), frames_per_batch=20, sync=sync)
     next(batches)
     chance = random.Random(0)
     steps = 10 if sync else 20
-    with alarms() as (armed, landed):
+    batch = None
+
+    def collect():
+        nonlocal batch
+        batch = next(batches)
+
+    with alarms(Interrupt) as interrupted:
         whole = 0
-        while whole < 150 or len(landed) < 150:
-            try:
-                armed.append(True)
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, 4e-3))
-                batch = next(batches)
-                armed.clear()
-            except Interrupt:
+        while whole < 150 or interrupted.landed < 150:
+            if interrupted(collect, 4e-3, 1e-6):
                 if chance.random() < 0.1:
                     state = batches.state_dict()
                     assert state["frames"] == batches.stats().frames
@@ -157,17 +139,10 @@ def test_an_interrupted_restart_is_done_again(collector):
     policy = Policy()
     batches = collector(policy=policy, restart_workers=True)
     next(batches)
-    chance = random.Random(1)
-    with alarms() as (armed, landed):
-        while len(landed) < 5:
+    with alarms(Interrupt, seed=1) as interrupted:
+        while interrupted.landed < 5:
             os.kill(batches._pool.members[1].process.pid, signal.SIGKILL)
-            try:
-                armed.append(True)
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-3, 0.2))
-                next(batches)
-                armed.clear()
-            except Interrupt:
-                pass
+            interrupted(lambda: next(batches), 0.2, 1e-3)
             next(batches)
             policy.set_tag(batches.stats().version + 1)
             batches.update_policy_weights_()

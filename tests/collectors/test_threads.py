@@ -9,9 +9,9 @@ import torch
 
 import shmsync
 from support.environments import basic as environments
-from support.environments.basic import Constant, Counting, Failing, FirstTime, Later, Policy, flat
+from support.environments.basic import Constant, Counting, Failing, FirstTime, Later, Policy, differences, flat
 from support.environments.vector import Episodes, NestedEpisodes, Random, Vectors
-from support.environments.waiting import Breaking, Meeting, OwnThread
+from support.environments.waiting import Breaking, OwnThread, Together
 from support.processes import alive, workers
 
 CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
@@ -29,12 +29,12 @@ def test_the_frames_are_those_of_environments_that_take_turns(collector, case, s
         return [flat(next(made)) for _ in range(4)]
 
     for one, other in zip(frames(False), frames(True), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key].nan_to_num(-9), other[key].nan_to_num(-9)) for key in one)
+        assert differences(one, other) == []
 
 
 def test_environments_of_a_worker_wait_at_the_same_time(collector):
-    batches = collector(Meeting(4), Constant(), **{**FOUR, "num_workers": 2, "frames_per_batch": 80})
+    two_workers = {**FOUR, "num_workers": 2, "frames_per_batch": 80}
+    batches = collector(functools.partial(Together, 4), Constant(), **two_workers)
     for _ in range(3):
         batch = next(batches).clone()
         assert batch.batch_size == (8, 10)
@@ -107,8 +107,7 @@ def test_the_seeds_of_a_state_go_on(collector):
         other.load_state_dict(state)
         return flat(next(other))
 
-    one, again = resumed(), resumed()
-    assert all(torch.equal(one[key].nan_to_num(-1), again[key].nan_to_num(-1)) for key in one)
+    assert differences(resumed(), resumed()) == []
 
 
 def test_vector_environments_are_refused(collector):

@@ -3,12 +3,10 @@
 import pytest
 
 import shmsync
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
-from support.environments.basic import Policy
-from support.environments.drifting import Drifting
+from support.environments.basic import SCHEMES, Drifting, Policy
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("sync", [True, False])
 def test_workers_prove_what_they_hold(collector, scheme, sync):
     policy = Policy()
@@ -21,7 +19,7 @@ def test_workers_prove_what_they_hold(collector, scheme, sync):
         assert (proof.version, proof.workers) == (version, (0, 1))
 
 
-@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_policy_that_goes_its_own_way_is_found(collector, scheme):
     batches = collector(policy=Drifting(), weight_sync_scheme=scheme(checksum=True))
     batches.update_policy_weights_()

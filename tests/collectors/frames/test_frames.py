@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 
 import shmsync
 from support.environments import basic as environments
-from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
+from support.environments.basic import SCHEMES, Constant, Counting, Policy, differences, flat
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -61,8 +61,7 @@ def test_the_same_seed_gives_the_same_frames(collector, scheme):
     first, second = run(), run()
     assert not torch.equal(first[0]["action"][0], first[0]["action"][1])  # but each environment has its own
     for one, other in zip(first, second, strict=True):
-        for key in one:
-            assert torch.equal(one[key].nan_to_num(-1), other[key].nan_to_num(-1)), key
+        assert differences(one, other) == []
 
 
 def test_without_a_seed_workers_act_differently(collector):
@@ -105,9 +104,7 @@ def test_logits_are_no_actions(collector):
     [
         ({"num_workers": 0}, "num_workers must be 1"),
         ({"frames_per_batch": 41}, "use 40"),
-        ({"device": ["cpu"]}, "is for 1 workers, but there are 2"),
         ({"on_lag": "panic"}, "on_lag"),
-        ({"max_lag": -1}, "max_lag"),
         ({"env": [Counting]}, "1 functions for 2 workers"),
     ],
 )

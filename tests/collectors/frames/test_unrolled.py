@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from support.environments.basic import Always, Constant, Counting
-from support.environments.sync import ACTION_SPACES, Actions, Called, Mixed, derived, patched
+from support.environments.sync import ACTION_SPACES, Called, Mixed, derived, patched
 from support.environments.vector import MODES, Through, Vectors
 
 ONE = {"num_workers": 1, "frames_per_batch": 40}
@@ -41,7 +41,7 @@ def test_one_in_a_wrapper_is_asked(collector):
 @pytest.mark.parametrize("form", ACTION_SPACES)
 def test_actions_have_the_type_that_the_vector_environment_gives(collector, form):
     space, action, dtype = ACTION_SPACES[form]
-    makers = [Actions(space)] * 4
+    makers = [functools.partial(Called, space)] * 4
     policy = Always(action, getattr(torch, dtype))
     found = next(collector(Vectors("sync", makers, 4), policy, **ONE))["next", "observation"]
     plain = SyncVectorEnv(makers)

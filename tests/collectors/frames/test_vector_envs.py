@@ -14,13 +14,11 @@ from gymnasium.vector import AutoresetMode
 
 import shmsync
 from support.environments import basic as environments
-from support.environments.basic import SCHEMES, Constant, Counting, Policy, flat
+from support.environments.basic import SCHEMES, Constant, Counting, Failing, Policy, differences, flat
 from support.environments.vector import (
     MODES,
     Altered,
-    Dying,
     Episodes,
-    Lengths,
     NestedEpisodes,
     Pids,
     Random,
@@ -40,6 +38,11 @@ ONE = {"num_workers": 1, "frames_per_batch": 40}
 
 
 CASES = {"flat": (Episodes, Policy), "nested": (NestedEpisodes, Random), "cartpole": (environments.cartpole, Policy)}
+
+
+def lengths(*each):
+    """For environments that count to numbers of their own."""
+    return [functools.partial(Counting, length) for length in each]
 
 
 def frames(collector, env, policy, **options):
@@ -69,10 +72,7 @@ def test_the_frames_are_those_of_single_environments(collector, kind, mode, case
     assert single[0]["observation" if case != "nested" else "observation.state"].shape[:2] == (8, 20)
     assert case == "cartpole" or any(each["next.terminated"].any() and each["next.truncated"].any() for each in single)
     for one, other in zip(single, vector, strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert one[key].dtype == other[key].dtype
-            assert torch.equal(one[key].nan_to_num(-9), other[key].nan_to_num(-9)), key
+        assert differences(one, other) == []
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
@@ -80,13 +80,13 @@ def test_several_vector_environments_in_a_worker(collector, mode):
     single = frames(collector, Episodes, Policy, envs_per_worker=4)
     vector = frames(collector, Vectors("sync", Episodes, 2, mode), Policy, envs_per_worker=2)
     for one, other in zip(single, vector, strict=True):
-        assert all(torch.equal(one[key].nan_to_num(-9), other[key].nan_to_num(-9)) for key in one)
+        assert differences(one, other) == []
 
 
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
 def test_frames_follow_one_another_in_a_vector_environment(collector, mode, sync):
-    env = Vectors("sync", [Lengths(3), Lengths(5)], 2, mode)
+    env = Vectors("sync", lengths(3, 5), 2, mode)
     batches = collector(env, Constant(), frames_per_batch=24, sync=sync, total_frames=240)
     seen: dict[tuple[int, int], list[torch.Tensor]] = {}
     for batch in batches:
@@ -109,8 +109,8 @@ def check_rows(whole, length):
 @pytest.mark.parametrize(
     "env",
     [
-        Vectors("sync", [Lengths(2), Lengths(5), Lengths(50)], 3, wrap=Through),
-        Vectors("async", [Lengths(2), Lengths(5), Lengths(50)], 3, shared_memory=False),
+        Vectors("sync", lengths(2, 5, 50), 3, wrap=Through),
+        Vectors("async", lengths(2, 5, 50), 3, shared_memory=False),
     ],
     ids=["a wrapper", "async without shared memory"],
 )
@@ -157,8 +157,7 @@ def test_the_seeds_of_a_state_go_on_in_a_vector_environment(collector):
             other.load_state_dict(state)
             return flat(next(other))
 
-        one, again = resumed(), resumed()
-        assert all(torch.equal(one[key].nan_to_num(-1), again[key].nan_to_num(-1)) for key in one)
+        assert differences(resumed(), resumed()) == []
 
 
 @pytest.mark.parametrize(
@@ -202,12 +201,12 @@ def test_workers_have_the_same_number_of_environments(collector):
 
 def test_what_an_environment_of_an_async_one_raises_arrives(collector):
     with pytest.raises(RuntimeError, match="the simulator broke"):
-        next(collector(Vectors("async", functools.partial(Dying, "raise"), 2), Constant(), **ONE))
+        next(collector(Vectors("async", functools.partial(Failing, "raise"), 2), Constant(), **ONE))
 
 
 def test_a_process_of_an_async_one_that_dies_is_named(collector):
     with pytest.raises(RuntimeError, match=r"process.* 1 .*-9"):
-        next(collector(Vectors("async", [Counting, functools.partial(Dying, "kill")], 2), Constant(), **ONE))
+        next(collector(Vectors("async", [Counting, functools.partial(Failing, "kill")], 2), Constant(), **ONE))
 
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
@@ -230,7 +229,7 @@ def test_the_processes_of_an_async_one_end_with_their_worker(collector, tmp_path
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_killed_worker_is_named_also_while_its_environments_are_stuck(collector, tmp_path, method):
-    env = Vectors("async", functools.partial(Dying, "stay"), 2)
+    env = Vectors("async", functools.partial(Failing, "stay"), 2)
     batches = collector([env, env], Constant(), start_method=method)
     batches._batches.begin_round()
     pid = batches._pool.members[1].process.pid

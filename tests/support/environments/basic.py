@@ -23,10 +23,6 @@ def cartpole():
     return gymnasium.make("CartPole-v1")
 
 
-def pendulum():
-    return gymnasium.make("Pendulum-v1")
-
-
 class Counting(gymnasium.Env):
     """Its observation is the number of steps so far, and `length` steps are an episode."""
 
@@ -66,7 +62,7 @@ class Nested(Counting):
 
 
 class Failing(Counting):
-    """Raises, or dies, at a step of an episode; only if `when` says so."""
+    """Raises, dies, or stays for ever, at a step of an episode; only if `when` says so."""
 
     def __init__(self, how, at=3, when=lambda: True):
         super().__init__(length=50)
@@ -78,6 +74,8 @@ class Failing(Counting):
                 raise RuntimeError("the simulator broke")
             if self._how == "exit":
                 os._exit(7)
+            if self._how == "stay":
+                time.sleep(3600)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
 
@@ -97,9 +95,18 @@ class FirstTime:
 
 
 class Slow(Counting):
+    """Takes its time to step, or to close."""
+
+    def __init__(self, step=0.005, close=0.0):
+        super().__init__()
+        self._step, self._close = step, close
+
     def step(self, action):
-        time.sleep(0.005)
+        time.sleep(self._step)
         return super().step(action)
+
+    def close(self):
+        time.sleep(self._close)
 
 
 class Policy(nn.Module):
@@ -157,6 +164,13 @@ class Logits(nn.Module):
 def flat(batch):
     """Its tensors by dotted name, copied."""
     return batch.clone().flatten_keys(".").to_dict()
+
+
+def differences(one, other):
+    """The names under which two flat() batches have something else; NaN is like NaN."""
+    assert one.keys() == other.keys()
+    pairs = {name: (one[name].nan_to_num(-9), other[name].nan_to_num(-9)) for name in one}
+    return [name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)]
 
 
 class Odd(Counting):
@@ -303,21 +317,6 @@ class Twice(nn.Module):
         return observation * self.two, torch.zeros(len(observation), dtype=torch.int64)
 
 
-class SlowEnd(Counting):
-    """Takes its time to step, or to close."""
-
-    def __init__(self, step=0.0, close=0.0):
-        super().__init__()
-        self._step, self._close = step, close
-
-    def step(self, action):
-        time.sleep(self._step)
-        return super().step(action)
-
-    def close(self):
-        time.sleep(self._close)
-
-
 class Huge(Counting):
     """An observation of 8 TiB."""
 
@@ -334,6 +333,18 @@ class Wide(Counting):
 
     def reset(self, *, seed=None, options=None):
         return np.zeros(1 << 20, np.float32), {}
+
+
+class Drifting(Policy):
+    """Its forward changes a buffer, as BatchNorm's does: it does not keep what it was sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return super().forward(*args, **kwargs)
 
 
 class Enormous(nn.Module):

@@ -27,16 +27,6 @@ class Called(Counting):
         return np.full(1, number, np.float32), reward, *rest
 
 
-class Actions:
-    """Makes Called environments with this action space."""
-
-    def __init__(self, action_space, lengths=(5,)):
-        self.action_space, self.lengths = action_space, lengths
-
-    def __call__(self):
-        return Called(self.action_space)
-
-
 ACTION_SPACES = {
     "discrete": (spaces.Discrete(3), 1, "int64"),
     "several": (spaces.MultiDiscrete([3, 4]), [1, 2], "int64"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 
 import gymnasium
 import numpy as np
@@ -83,16 +81,6 @@ class Through(VectorWrapper):
         return super().reset(seed=seed)
 
 
-class Lengths:
-    """Makes environments that count to a number of their own."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __call__(self):
-        return Counting(self.length)
-
-
 class Altered(VectorWrapper):
     """Returns from `call` what `change` makes of it, from its n-th step on."""
 
@@ -108,23 +96,6 @@ class Altered(VectorWrapper):
         found = super().step(actions)
         self._left -= 1
         return self._change(*found) if self._call == "step" and self._left < 0 else found
-
-
-class Dying(Counting):
-    """Its process is killed at its third step, or stays in it for ever."""
-
-    def __init__(self, how):
-        super().__init__(length=50)
-        self._how = how
-
-    def step(self, action):
-        if self._steps == 3:
-            if self._how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self._how == "raise":
-                raise RuntimeError("the simulator broke")
-            time.sleep(3600)
-        return super().step(action)
 
 
 class Pids(Counting):

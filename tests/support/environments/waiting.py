@@ -31,16 +31,6 @@ class Together(Counting):
         return super().step(action)
 
 
-class Meeting:
-    """Makes environments that wait for `count` of them."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __call__(self):
-        return Together(self.count)
-
-
 class OwnThread(Counting):
     """Raises where it is called in another thread than the one that has made it, or in one that made another."""
 
