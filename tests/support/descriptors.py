@@ -10,6 +10,7 @@ import resource
 import shmsync
 from shmsync import cli
 from support.jobs.engine import attach, detach, look
+from support.processes import descriptors
 from support.weights import stamped
 
 
@@ -46,12 +47,7 @@ def poor(state, free, function, *args, **kwargs):
 
 
 def open_descriptors(_):
-    """What this process has open, by number and target."""
-    found = []
-    for fd in sorted(os.listdir("/proc/self/fd"), key=int):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found.append((fd, os.readlink(f"/proc/self/fd/{fd}")))
-    return found
+    return descriptors()
 
 
 # ---- calls that such a process makes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import re
@@ -13,18 +12,12 @@ from pathlib import Path
 import torch
 
 import shmsync
+from support.processes import descriptors
 from support.weights import Net, stamp, stamped
 
 
 def slab_fds(pid="self"):
-    found = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            if "memfd:shmsync" in os.readlink(f"/proc/{pid}/fd/{fd}"):
-                found.append(int(fd))
-        except FileNotFoundError:
-            pass
-    return found
+    return [fd for fd, target in descriptors(pid).items() if "memfd:shmsync" in target]
 
 
 def slab_inodes(pid):
@@ -42,6 +35,16 @@ def holders(inode):
         except (OSError, ValueError):
             pass
     return found
+
+
+def mapping_at(address):
+    """(permissions, inode, path) of the memory at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        first, last = (int(bound, 16) for bound in bounds.split("-"))
+        if first <= address < last:
+            return permissions, int(inode), path[0] if path else ""
+    raise LookupError(hex(address))
 
 
 # ---- what a process holds
@@ -93,12 +96,8 @@ def holdings(state):
     """Descriptors, threads, slab mappings and /dev/shm entries of this process."""
     gc.collect()
     prefix = f"shmsync.{os.getpid()}-"
-    descriptors = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            descriptors.append(os.readlink(f"/proc/self/fd/{fd}"))
     return {
-        "descriptors": sorted(descriptors),
+        "descriptors": sorted(descriptors().values()),
         "threads": len(os.listdir("/proc/self/task")),
         "mappings": Path("/proc/self/maps").read_text().count("shmsync."),
         "slabs": Path("/proc/self/maps").read_text().count("memfd:shmsync"),
@@ -129,9 +128,5 @@ def live_whole_life(state):
 def sealed_here():
     """Of sealed weights: how many descriptors this process has, and how many mappings."""
     gc.collect()
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found += [name] if "shmsync-weights" in os.readlink(f"/proc/self/fd/{name}") else []
-    with open("/proc/self/maps") as maps:
-        return len(found), sum("shmsync-weights" in line for line in maps)
+    places = descriptors().values(), Path("/proc/self/maps").read_text().splitlines()
+    return tuple(sum("shmsync-weights" in each for each in place) for place in places)

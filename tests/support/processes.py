@@ -101,14 +101,20 @@ def until_waits(thread, function):
 
 def unread(pid):
     """Bytes that have come for a process through TCP, and that it has not read."""
-    own = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            own.add(os.readlink(fd))
+    own = set(descriptors(pid).values())
     rows = [
         row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
     ]
     return sum(int(row[4].partition(":")[2], 16) for row in rows if f"socket:[{row[9]}]" in own)
+
+
+def descriptors(pid="self"):
+    """What a process has open: by number, what each leads to."""
+    found = {}
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the one that lists them is
+            found[int(fd)] = os.readlink(f"/proc/{pid}/fd/{fd}")
+    return found
 
 
 # ---- arenas

@@ -148,6 +148,10 @@ def pool(context):
             worker.end()
 
 
+def nothing(state):
+    """Ends a call that runs until the next one."""
+
+
 BEGUN = "begun"
 
 
@@ -170,14 +174,17 @@ def serve(conn, between=None):
             return
         if call is None:
             return
-        function, args, kwargs = call
+        conn.send(answer(state, *call))
+
+
+def answer(state, function, args, kwargs):
+    """A call of the test: has it returned, its value or what it raised, and the traceback of that."""
+    try:
+        return True, function(state, *args, **kwargs), None
+    except BaseException as error:
+        trace = traceback.format_exc()
         try:
-            answer = (True, function(state, *args, **kwargs), None)
-        except BaseException as error:
-            trace = traceback.format_exc()
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                error = RuntimeError(f"{type(error).__name__}: {error}")
-            answer = (False, error, trace)
-        conn.send(answer)
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return False, error, trace

@@ -18,9 +18,11 @@ import random
 import re
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import shmsync
+from support.processes import descriptors
 
 ERRORS = {
     "open": "EMFILE ENFILE ENOMEM EINTR EACCES",
@@ -114,16 +116,9 @@ class Scenario:
 
 def holdings():
     gc.collect()
-    descriptors = {}
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:  # the one that lists them
-            continue
-        kind = target.partition(":")[0] if ":" in target else re.sub(r"torch_[\d_]+", "torch", target)
-        descriptors[kind] = descriptors.get(kind, 0) + 1
+    targets = [re.sub(r"torch_[\d_]+", "torch", target) for target in descriptors().values()]
     return {
-        "descriptors": descriptors,
+        "descriptors": Counter(target.partition(":")[0] for target in targets),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:shmsync"),
         "segment mappings": Path("/proc/self/maps").read_text().count("/dev/shm/shmsync."),
         "segments": sorted(e for e in os.listdir("/dev/shm") if e.startswith(f"shmsync.{os.getpid()}-")),
@@ -132,7 +127,7 @@ def holdings():
 
 def grown(before, after):
     counts = [(after[key], before[key]) for key in ("mappings", "segment mappings")]
-    counts += [(count, before["descriptors"].get(kind, 0)) for kind, count in after["descriptors"].items()]
+    counts += [(count, before["descriptors"][kind]) for kind, count in after["descriptors"].items()]
     return any(now > then for now, then in counts) or after["segments"] != before["segments"]
 
 

@@ -17,6 +17,7 @@ from support.faults.faults import Scenario, need
 from support.jobs import engine
 from support.processes import segment_path
 from support.weights import Net, stamped, stamps
+from support.worker import nothing
 
 NAME = f"fault-{os.getpid()}"
 SHORT = 0.12  # seconds: longer than two slices of waiting, each of which looks at the partner
@@ -417,10 +418,6 @@ def serve_scheme(state, scheme, pipe):
         receiver.receive(0.01)
     scheme.shutdown()
     return [parameter.detach().clone() for parameter in state.model.parameters()]
-
-
-def nothing(state):
-    pass
 
 
 class Send(Scenario):

@@ -59,11 +59,15 @@ class Row:
         place = 16 + 2 * (count % RING)
         self._words[place], self._words[place + 1] = start, number
         if count == 0 or self._words[16 + 2 * ((count - 1) % RING) + 1] != number:
-            changes = self.get("changes")
-            place = 16 + 2 * RING + 2 * (changes % RING)
-            self._words[place], self._words[place + 1] = time.monotonic_ns(), number
-            self.set("changes", changes + 1)
+            self.change(time.monotonic_ns(), number)
         self.set("forwards", count + 1)
+
+    def change(self, when, number):
+        """Note another number than before."""
+        changes = self.get("changes")
+        place = 16 + 2 * RING + 2 * (changes % RING)
+        self._words[place], self._words[place + 1] = when, number
+        self.set("changes", changes + 1)
 
     def last(self):
         """(start, number) of the last forward; (0, 0) before the first."""
@@ -97,10 +101,7 @@ def beat(path, stop):
         time.sleep(0.005)
         late = time.monotonic_ns() - start - 5_000_000
         if late > 10_000_000:
-            count = row.get("changes")
-            place = 16 + 2 * RING + 2 * (count % RING)
-            row._words[place], row._words[place + 1] = start, late
-            row.set("changes", count + 1)
+            row.change(start, late)
         row.set("forwards", time.monotonic_ns())
     row.close()
     board.close()

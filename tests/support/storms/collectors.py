@@ -46,14 +46,66 @@ def pendulum():
     return gymnasium.make("Pendulum-v1")
 
 
-class CollectorStorm:
-    """Over shmsync's own collector, with a real environment. The dead are started again by the collector."""
+class OverCollector:
+    """A storm over a collector. `trouble`: how likely a step has one."""
 
     def __init__(self, sky):
         self.sky, self.random, self.counts = sky, sky.random, sky.counts
-        self.hand = Hand(self.hurt)
+        self.hand = Hand(hurt)
         self._number = 0
         self.begin()
+
+    def step(self):
+        troubled = self.random.random() < self.trouble
+        if troubled:
+            self.throw()
+        try:
+            self.call()
+        finally:
+            if troubled:
+                self.hand.await_one()
+        if self.over():
+            self.counts["trainer restarts"] += 1
+            self.end()
+            self.begin()
+
+    def throw(self):
+        """Order a trouble for one of the processes."""
+        who, process = self.victim()
+        if process is None:
+            self.hand.skip()
+            return
+        kind = self.random.choice(self.kinds)
+        self.counts[kind] += 1
+        self.counts["kills"] += kind == "kill"
+        self.sky.note(f"{kind} worker {who} (pid {process.pid})")
+        self.thrown(kind, who)
+        self.hand.order(kind, process, self.longest * self.random.random())
+
+    def thrown(self, kind, who):
+        """This was ordered for this worker."""
+
+    def close(self):
+        self.hand.close()
+        self.end()
+
+
+def hurt(kind, process):
+    """Do it now. The process may have died before."""
+    with contextlib.suppress(ProcessLookupError, ValueError):
+        if kind == "kill":
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            os.kill(process.pid, signal.SIGSTOP)
+            processes.until(lambda: processes.state(process.pid) in ("T", "Z", ""))  # or it died before
+            time.sleep(0.03)
+            processes.resume(process.pid)
+
+
+class CollectorStorm(OverCollector):
+    """Over shmsync's own collector, with a real environment. The dead are started again by the collector."""
+
+    trouble, longest, kinds = 0.6, 0.05, ("kill", "kill", "stop and go on")
 
     def begin(self):
         self.policy = Forecast()
@@ -82,48 +134,22 @@ class CollectorStorm:
             for _ in range(6):
                 next(self._batches)
 
-    def members(self):
-        return list(self.collector._pool.members.values())
+    def call(self):
+        if self.random.random() < 0.5:
+            self.update()
+        else:
+            self.check(next(self._batches))
 
-    def step(self):
-        troubled = self.random.random() < 0.6
-        if troubled:
-            self.throw()
-        try:
-            if self.random.random() < 0.5:
-                self.update()
-            else:
-                self.check(next(self._batches))
-        finally:
-            if troubled:
-                self.hand.await_one()
-        if self.random.random() < 0.01:
-            self.counts["trainer restarts"] += 1
-            self.end()
-            self.begin()
-
-    def throw(self):
-        delivered = [member for member in self.members() if member.delivered]
-        if not delivered:
-            self.hand.skip()
-            return
-        member, kind = self.random.choice(delivered), self.random.choice(["kill", "kill", "stop and go on"])
-        self.counts[kind] += 1
-        self.counts["kills"] += kind == "kill"
+    def thrown(self, kind, who):
         self.sky.struck(kind)
-        self.sky.note(f"{kind} worker {member.index} (pid {member.process.pid})")
-        self.hand.order(kind, member, 0.05 * self.random.random())
 
-    @staticmethod
-    def hurt(kind, member):
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            if kind == "kill":
-                os.kill(member.process.pid, signal.SIGKILL)
-            else:
-                os.kill(member.process.pid, signal.SIGSTOP)
-                processes.until(lambda: processes.state(member.process.pid) in ("T", "Z", ""))  # or it died before
-                time.sleep(0.03)
-                processes.resume(member.process.pid)
+    def over(self):
+        return self.random.random() < 0.01
+
+    def victim(self):
+        delivered = [member for member in self.collector._pool.members.values() if member.delivered]
+        member = self.random.choice(delivered) if delivered else None
+        return (None, None) if member is None else (member.index, member.process)
 
     def update(self):
         self._number += 1
@@ -162,24 +188,18 @@ class CollectorStorm:
     def end(self):
         self.collector.shutdown()
 
-    def close(self):
-        self.hand.close()
-        self.collector.shutdown()
 
-
-class TorchRLStorm:
+class TorchRLStorm(OverCollector):
     """Over ShmWeightSyncScheme in TorchRL's collectors. These do not outlive a worker: each death needs a new one."""
+
+    trouble, longest, kinds = 0.3, 0.02, ("kill", "stop and go on", "stop and go on")
 
     def __init__(self, sky):
         from support.torchrl import parts
 
-        self.sky, self.random, self.counts = sky, sky.random, sky.counts
-        self.hand = Hand(self.hurt)
-        self.parts = parts
-        self._number = 0
         self._method = parts.starting()
         self._method.__enter__()
-        self.begin()
+        super().__init__(sky)
 
     def begin(self):
         from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -208,44 +228,23 @@ class TorchRLStorm:
         self.newest = self.least = self._number
         self._batches = iter(self.collector)
 
-    def step(self):
-        troubled = self.random.random() < 0.3
-        if troubled:
-            self.throw()
-        try:
-            if self.random.random() < 0.6 or self.killed:
-                self.update()
-            else:
-                self.collect()
-        finally:
-            if troubled:
-                self.hand.await_one()
-        if self.killed and (self.dead or self.random.random() < 0.3):
-            self.counts["trainer restarts"] += 1
-            self.end()
-            self.begin()
-
-    def throw(self):
-        living = [index for index in range(3) if index not in self.killed]
-        if not living:
-            self.hand.skip()
-            return
-        index, kind = self.random.choice(living), self.random.choice(["kill", "stop and go on", "stop and go on"])
-        self.counts[kind] += 1
-        if kind == "kill":
-            self.counts["kills"] += 1
-            self.killed.add(index)
-        self.sky.note(f"{kind} worker {index}")
-        self.hand.order(kind, self.workers[index], 0.02 * self.random.random())
-
-    @staticmethod
-    def hurt(kind, process):
-        if kind == "kill":
-            os.kill(process.pid, signal.SIGKILL)
+    def call(self):
+        if self.random.random() < 0.6 or self.killed:
+            self.update()
         else:
-            processes.stop(process.pid)
-            time.sleep(0.03)
-            processes.resume(process.pid)
+            self.collect()
+
+    def over(self):
+        return self.killed and (self.dead or self.random.random() < 0.3)
+
+    def victim(self):
+        living = [index for index in range(3) if index not in self.killed]
+        index = self.random.choice(living) if living else None
+        return index, None if index is None else self.workers[index]
+
+    def thrown(self, kind, who):
+        if kind == "kill":
+            self.killed.add(who)
 
     def update(self):
         self._number += 1
@@ -296,8 +295,7 @@ class TorchRLStorm:
         self.scheme.shutdown()
 
     def close(self):
-        self.hand.close()
-        self.end()
+        super().close()
         self._method.__exit__(None, None, None)
 
 

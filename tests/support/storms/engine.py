@@ -18,11 +18,11 @@ from typing import NamedTuple
 import shmsync
 from support import processes
 from support.processes import segment_path
-from support.storms.board import EXEC, EXIT, FORK, REFUSED, STRIDE
+from support.storms.board import FORK, REFUSED, STRIDE
 from support.storms.engine_ends import befall, make_publisher, more_than, read_on, send, used_by
 from support.storms.fleets import Call, take
 from support.storms.judge import CALM, Violation
-from support.storms.trouble import DEADLY, Hand, Life, act, finish, gone, resume
+from support.storms.trouble import DEADLY, KINDS, Hand, Life, act, finish, gone, resume
 from support.worker import Gone, Worker, fork_server
 
 WORKERS = 8
@@ -230,10 +230,8 @@ class EngineStorm:
 
     def _act(self, kind, life):
         pid = life.row.get("pid")
-        if kind in ("kill", "kill in forward", "stop", "stop and go on"):
-            act("kill" if life is self.trainer and kind.startswith("kill") else kind, life)
-        elif kind in ("exit", "exec"):
-            self._leave(kind, life)
+        if kind in KINDS:
+            act(kind, life)
         else:
             now = time.monotonic_ns()
             life.touched.append((now, math.inf))
@@ -251,14 +249,6 @@ class EngineStorm:
             finally:
                 end = time.monotonic_ns() + 100_000_000  # so long it may feel it
                 life.touched[-1] = (now, end)
-
-    def _leave(self, kind, life):
-        life.touched.append((time.monotonic_ns(), math.inf))
-        pid, program = life.row.get("pid"), None if kind == "exit" else b"time.sleep"
-        life.left = kind == "exit"
-        life.row.set("command", EXIT if kind == "exit" else EXEC)
-        processes.until(lambda: gone(pid, program))
-        life.dead_since = time.monotonic_ns()
 
     def _send(self, step):
         self._number += 1

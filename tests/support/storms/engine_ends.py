@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import shmsync
+from support.processes import descriptors
 from support.storms.board import COMPUTING, EXEC, EXIT, FORK, IDLE, NOTHING, REFUSED, STOP, STRIDE, Board
 from support.storms.fleets import timed
 from support.storms.model import FINE, GLANCE, TORN, Weather, element, leaf
@@ -253,10 +254,7 @@ def used_by(pid):
     """What a process holds; `files`: which descriptors, without their numbers."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     memory = int(status["RssAnon"].split()[0]) * 1024
-    files = Counter()
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            files[re.sub("[0-9]+", "N", os.readlink(each))] += 1
+    files = Counter(re.sub("[0-9]+", "N", target) for target in descriptors(pid).values())
     pidfds = files.pop("anon_inode:[pidfd]", 0)
     used = {"descriptors": files.total(), "pidfds": pidfds, "threads": int(status["Threads"]), "memory": memory}
     return {**used, "files": files}

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from support.conformance import table
@@ -33,10 +34,6 @@ def pipe_crew():
     return Crew(fork_server())
 
 
-def world_crew(kind):
-    return lambda: WorldCrew(kind)
-
-
 RAY, RAY_FAN_OUT = table.RAY
 RPC, RPC_FAN_OUT = table.RPC[:2]
 RANKS, RANKS_FAN_OUT = table.DISTRIBUTED[:2]
@@ -48,10 +45,10 @@ STORMS = {
     "ray": Over(RAY, RayCrew, {}, partial=True),
     "ray-fan-out": Over(RAY_FAN_OUT, RayCrew, {}),
     "ray-module": Over(table.RAY_MODULE, RayCrew, {}, partial=True),
-    "rpc": Over(RPC, world_crew(RPCWorld), {}, partial=True),
-    "rpc-fan-out": Over(RPC_FAN_OUT, world_crew(RPCWorld), {}),
-    "distributed": Over(RANKS, world_crew(DistributedWorld), {}, partial=True),
-    "distributed-fan-out": Over(RANKS_FAN_OUT, world_crew(DistributedWorld), {}),
+    "rpc": Over(RPC, partial(WorldCrew, RPCWorld), {}, partial=True),
+    "rpc-fan-out": Over(RPC_FAN_OUT, partial(WorldCrew, RPCWorld), {}),
+    "distributed": Over(RANKS, partial(WorldCrew, DistributedWorld), {}, partial=True),
+    "distributed-fan-out": Over(RANKS_FAN_OUT, partial(WorldCrew, DistributedWorld), {}),
 }
 
 

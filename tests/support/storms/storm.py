@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from shmsync.schemes import send_together
-from support.processes import segments
+from support.processes import descriptors, segments
 from support.storms.board import ROWS, Board, Lateness, beat
 from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
 from support.storms.judge import CALM, Judge, Violation
@@ -224,19 +224,10 @@ class Storm:
         return (ids[0] if len(ids) == 1 and self.random.random() < 0.5 else ids), some
 
     def do_send(self, timeout):
-        self._number += 1
-        ids, lives = self.chosen()
-        form = self.random.choice(FORMS)
-        call = Call("send", f"{form} of {self._number}, worker_ids={ids}", timeout)
-        self._post(call, lives, form, {"worker_ids": ids, "timeout": call.timeout})
-        self._judge(call, lives)
+        self._judge(*self._post("send", timeout))
 
     def do_async(self, timeout):
-        self._number += 1
-        ids, lives = self.chosen()
-        form = self.random.choice(FORMS)
-        call = Call("send_async", f"{form} of {self._number}, worker_ids={ids}", timeout)
-        self._post(call, lives, form, {"worker_ids": ids, "timeout": call.timeout})
+        call, lives = self._post("send_async", timeout)
         if call.error is not None:
             self._judge(call, lives)
             return
@@ -267,11 +258,17 @@ class Storm:
         take(call, timed(send_together, {"models": models, "timeout": call.timeout}))
         self._judge(call, list(self.lives))
 
-    def _post(self, call, lives, form, kwargs):
+    def _post(self, name, timeout):
+        """Send the next weights by this method; the call, and the lives that it went to."""
+        self._number += 1
+        ids, lives = self.chosen()
+        form = self.random.choice(FORMS)
+        call = Call(name, f"{form} of {self._number}, worker_ids={ids}", timeout)
         for life in lives:
             life.sent.add(self._number)
         weights = (form, self._number) if is_remote(self.sender) else source(form, self._number)
-        self.call_it(self.sender, call, {"weights": weights, **kwargs})
+        self.call_it(self.sender, call, {"weights": weights, "worker_ids": ids, "timeout": timeout})
+        return call, lives
 
     def _judge(self, call, lives, number=None):
         self.counts[call.name] += 1
@@ -341,15 +338,12 @@ class Storm:
 def what_is_there(name):
     """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
-    descriptors = []
-    for each in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            descriptors.append(os.readlink(f"/proc/self/fd/{each}"))
+    files = list(descriptors().values())
     if name.startswith("ray"):  # ray.shutdown() itself leaves a socket or two
-        descriptors = [each for each in descriptors if not each.startswith("socket:")]
+        files = [each for each in files if not each.startswith("socket:")]
     return {
         "processes": len(psutil.Process().children(recursive=True)),
-        "descriptors": len(descriptors),
+        "descriptors": len(files),
         "threads": threading.active_count(),
         "arenas": len(segments()),
     }

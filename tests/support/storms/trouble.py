@@ -34,7 +34,6 @@ class Life:
     reported: bool = False  # the sender has said that it is dead, and leaves it out
     least: int = 0  # the number that its forwards have at least, since an answered send
     sent: set = field(default_factory=set)  # numbers that were sent to it
-    begun: int = 0  # when it was registered
 
     def untouched(self, start, end):
         return all(to < start or since > end for since, to in self.touched)
