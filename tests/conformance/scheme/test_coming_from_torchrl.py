@@ -10,7 +10,7 @@ from shmsync.schemes import (
     WeightStrategy,
 )
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import KINDS, OPTIONS, BoxRig, BoxScheme, CallRig, CallScheme, PipeRig
+from support.conformance.rigs import KINDS, BoxRig, BoxScheme, CallRig, CallScheme, PipeRig, rigs
 
 
 def test_scheme_is_no_sender_and_no_receiver(scheme):
@@ -32,12 +32,10 @@ def test_pipes_have_no_sync(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_always_written_in_place(kind):
-    rig, scheme = KINDS[kind]
-    made, weights = rig(scheme, **OPTIONS.get(kind, {})), Stamped(1).state_dict()
-    for apply in (made.receivers[0].apply_weights, lambda *_, **given: WeightStrategy().apply_weights({}, {}, **given)):
-        with pytest.raises(TypeError, match="inplace"):
-            apply(weights, inplace=False)
-    made.close()
+    with rigs(kind) as make:
+        for applying, given in ((make().receivers[0], [Stamped(1).state_dict()]), (WeightStrategy(), [{}, {}])):
+            with pytest.raises(TypeError, match="inplace"):
+                applying.apply_weights(*given, inplace=False)
 
 
 def test_nothing_is_applied_behind_the_workers_back():
@@ -73,14 +71,12 @@ def test_receiver_refuses_weights_of_another_model():
 
 @pytest.mark.parametrize("kind", ["own", "mp", "shm"])
 def test_registering_an_index_again_replaces_the_worker(kind):
-    rig, scheme = KINDS[kind]
-    made = rig(scheme, **OPTIONS.get(kind, {}))
-    made.sender.register_worker(1, made.addresses()["pipes"][0])
-    assert made.sender.worker_ids == [0, 1]
-    pipes = {id(transport): transport for transport in made.sender._iterate_transports()}
-    ends = {id(getattr(transport, "pipe", transport)) for transport in pipes.values()}
-    assert ends == {id(made.addresses()["pipes"][0])}
-    made.close()
+    with rigs(kind) as make:
+        rig = make()
+        first, _ = rig.addresses()["pipes"]
+        rig.sender.register_worker(1, first)
+        assert rig.sender.worker_ids == [0, 1]
+        assert {id(getattr(each, "pipe", each)) for each in rig.sender._iterate_transports()} == {id(first)}
 
 
 def test_receiver_of_calls_has_no_transport():

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from shmsync.errors import ProtocolError
-from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, send_together
 from support.calls import Call
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
@@ -29,8 +29,8 @@ def test_copy_of_a_sender_says_that_it_has_no_workers(rig, way, sent):
         rig.deliver(Stamped(1))
     made = COPIES[way](rig.sender)
     assert made.worker_ids == []
-    for call in (made.send, made.send_async):
-        with pytest.raises(ProtocolError, match="has no workers"):
+    for call in (made.send, made.send_async, made.update_weights, lambda net: send_together({made: net})):
+        with pytest.raises(ProtocolError, match=r"has no workers; call register_worker\(\)"):
             call(Stamped(2))
     rig.deliver(Stamped(3))
     assert rig.stamps() == [3, 3]
@@ -42,11 +42,7 @@ def test_copy_of_a_sender_sends_to_workers_of_its_own(rig, way):
     made, other = COPIES[way](rig.sender), PipeRig(type(rig.scheme))
     for index, pipe in enumerate(other.pipes[::2]):
         made.register_worker(index, pipe)
-    call = Call(made.send, Stamped(2), timeout=60)
-    while call.is_alive():
-        other.receive()
-        call.join(0.01)
-    call.result()
+    other.receive_until(Call(made.send, Stamped(2), timeout=60))
     assert (rig.stamps(), other.stamps()) == ([1, 1], [2, 2])
     rig.deliver(Stamped(3))
     assert (rig.stamps(), other.stamps()) == ([3, 3], [2, 2])

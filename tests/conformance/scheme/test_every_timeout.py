@@ -161,15 +161,24 @@ def test_what_is_a_time_is_one_everywhere_in_the_engine(number):
             pass
 
 
-@pytest.mark.parametrize("entry", [*SCHEMES, NONE], ids=lambda entry: entry.name)
-def test_what_is_a_time_is_one_for_a_scheme(entry):
-    default = entry.make().timeout if hasattr(entry.make(), "timeout") else None
-    for value in RIGHT if default is not None else []:
+WITH_TIMEOUTS = {entry.name: entry.make for entry in SCHEMES}
+WITH_TIMEOUTS |= {"MPTransport": lambda **given: schemes.MPTransport(None, **given)}
+WITH_TIMEOUTS |= {"SharedMemTransport": schemes.SharedMemTransport}
+
+
+@pytest.mark.parametrize("name", WITH_TIMEOUTS)
+def test_what_is_a_time_is_one_for_a_scheme_and_none_is_the_default(name):
+    make = WITH_TIMEOUTS[name]
+    default = make().timeout
+    assert default > 0
+    with pytest.raises(ValueError, match="0 or more seconds"):
+        make(timeout=-1)
+    for value in RIGHT:
         try:
             wanted = default if value is None else float(value)
         except OverflowError:
             wanted = math.inf
-        assert entry.make(timeout=value).timeout == wanted
+        assert make(timeout=value).timeout == wanted
 
 
 OPTIONS = [

@@ -7,7 +7,7 @@ import pytest
 from shmsync.schemes import TransportBackend
 from support.conformance.contexts import Context
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import KINDS, OPTIONS, Box
+from support.conformance.rigs import KINDS, Box, rigs
 
 
 @pytest.fixture(params=KINDS)
@@ -18,16 +18,8 @@ def kind(request):
 @pytest.fixture
 def make(kind):
     """Makes a rig of this kind."""
-    made = []
-
-    def make(**options):
-        rig, scheme = KINDS[kind]
-        made.append(rig(scheme, **{**OPTIONS.get(kind, {}), **options}))
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
+    with rigs(kind) as make:
+        yield make
     gc.collect()
 
 

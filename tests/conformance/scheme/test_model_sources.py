@@ -7,29 +7,16 @@ import pytest
 from shmsync.schemes import WeightStrategy, WeightSyncScheme
 from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import Stamped, ask
-from support.conformance.rigs import KINDS, OPTIONS
+from support.conformance.rigs import KINDS, rigs
 
 UNRELATED = {"string": "mlp", "number": 7, "list": [1, 2], "dict": {"lr": 0.1}, "object": object(), "nothing": None}
 
 
 @pytest.fixture(params=KINDS)
 def make(request):
-    """Makes a rig of this kind; `prepares`: the scheme's prepare_weights()."""
-    made = []
-    rig, kind = KINDS[request.param]
-
-    def make(*, prepares=None, **options):
-        options = {**OPTIONS.get(request.param, {}), **options}
-        scheme = None
-        if prepares is not None:
-            own = {name: options[name] for name in ("groups", "fan_out") if name in options}
-            scheme = type("Preparing", (kind,), {"prepare_weights": prepares})(**own)
-        made.append(rig(kind, scheme=scheme, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    """Makes a rig of this kind."""
+    with rigs(request.param) as make:
+        yield make
 
 
 # ---- prepare_weights() of a subclass

@@ -21,12 +21,14 @@ def test_workers_keep_the_weights_they_came_with(fleet):
     assert not any(pipe.poll() for pipe in fleet.pipes)
 
 
-def test_sender_answers_without_workers_or_weights():
+@pytest.mark.parametrize("workers", [None, 0, [0], [0, 1]])
+def test_sender_answers_without_workers_or_weights(workers):
     scheme = NoWeightSyncScheme()
     scheme.init_on_sender("policy")
     sender = scheme.get_sender()
-    assert sender.send() == sender.send(Stamped(1)) == 0
-    assert sender.send_async(Stamped(1)) == sender.wait_async() == 0
+    for weights in (None, Stamped(1)):
+        assert sender.send(weights, worker_ids=workers) == 0
+        assert sender.send_async(weights, workers) == sender.wait_async() == 0
     assert sender.version == 0
 
 

@@ -1,41 +1,14 @@
-"""A scheme of the user's own: a transport with no more than the three methods that TransportBackend asks for."""
-
-from collections import deque
+"""A scheme of the user's own: a transport with no more than the two methods that TransportBackend asks for."""
 
 import pytest
 
-from shmsync.schemes import TransportBackend, WeightSyncScheme
 from support.conformance.nets import Stamped, ask
-
-
-class Mailbox:
-    """Carries weights from one side to the other, in one process."""
-
-    def __init__(self):
-        self.letters = deque()
-
-    def send_weights(self, model_id, weights):
-        self.letters.append((model_id, weights))
-
-    def receive_weights(self, timeout=1.0):
-        return self.letters.popleft() if self.letters else None
-
-    def check_connection(self):
-        return True
-
-
-class MailScheme(WeightSyncScheme):
-    def create_transport(self, pipe_or_context):
-        return pipe_or_context
-
-
-def test_three_methods_make_a_transport_backend():
-    assert isinstance(Mailbox(), TransportBackend)
+from support.conformance.rigs import Box, BoxScheme
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
 def test_own_scheme_sends_and_receives(strategy):
-    boxes, scheme, net = [Mailbox(), Mailbox()], MailScheme(strategy), Stamped(0)
+    boxes, scheme, net = [Box(), Box()], BoxScheme(strategy), Stamped(0)
     scheme.init_on_sender("policy", pipes=boxes)
     scheme.init_on_worker("policy", pipe=boxes[1], model=net)
     sender, receiver = scheme.get_sender(), scheme.get_receiver()
@@ -49,8 +22,8 @@ def test_own_scheme_sends_and_receives(strategy):
 
 
 def test_own_scheme_refuses_what_every_scheme_refuses():
-    scheme = MailScheme()
-    scheme.init_on_sender("policy", pipes=[Mailbox()])
+    scheme = BoxScheme()
+    scheme.init_on_sender("policy", pipes=[Box()])
     sender = scheme.get_sender()
     with pytest.raises(RuntimeError, match="no send is pending"):
         sender.wait_async()

@@ -27,16 +27,6 @@ def test_strategy_of_an_unknown_name_is_a_value_error(scheme):
         type(scheme)(strategy="pickle")
 
 
-def test_get_sender_before_init_is_a_runtime_error(scheme):
-    with pytest.raises(RuntimeError, match=r"call init_on_sender\(\) before"):
-        scheme.get_sender()
-
-
-def test_get_receiver_before_init_is_a_runtime_error(scheme):
-    with pytest.raises(RuntimeError, match=r"call init_on_worker\(\) before"):
-        scheme.get_receiver()
-
-
 def test_init_on_one_side_is_not_init_on_the_other(scheme, ends):
     scheme.init_on_sender("policy", **ends.sender)
     assert isinstance(scheme.get_sender(), WeightSender)

@@ -7,18 +7,10 @@ from torch import nn
 
 from shmsync.errors import ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme, WeightStrategy
-from support.conformance.nets import Stamped
-from support.conformance.rigs import KINDS, OPTIONS, CallScheme
+from support.conformance.nets import Brief, Stamped
+from support.conformance.rigs import KINDS, CallScheme, rigs
 
 PRECISE = 1.001  # which bfloat16 has not
-
-
-class Half(Stamped):
-    """A worker's model in bfloat16; its count stays what it is."""
-
-    def __init__(self, value=0):
-        super().__init__(value)
-        self.to(torch.bfloat16)
 
 
 def trainer():
@@ -43,19 +35,10 @@ FORMS = {
 
 
 @pytest.fixture(params=KINDS)
-def make(request, monkeypatch):
+def make(request):
     """Makes a rig of this kind, whose workers' models are of a given class."""
-    made = []
-
-    def make(model, **options):
-        rig, scheme = KINDS[request.param]
-        monkeypatch.setattr("support.conformance.rigs.Stamped", lambda value: model())
-        made.append(rig(scheme, **{**OPTIONS.get(request.param, {}), **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    with rigs(request.param) as make:
+        yield lambda model, **options: make(nets=[model(), model()], **options)
 
 
 def check(net, dtype=torch.bfloat16):
@@ -69,7 +52,7 @@ def check(net, dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_workers_get_cast_values(make, form):
-    rig, net = make(Half, dtype=torch.bfloat16), trainer()
+    rig, net = make(Brief, dtype=torch.bfloat16), trainer()
     rig.deliver(FORMS[form](net))
     rig.deliver(FORMS[form](net))
     for each in rig.nets:
@@ -114,7 +97,7 @@ def test_patterns_choose_what_is_cast(make, form):
 
 
 def test_cast_and_partial_go_together(make):
-    rig = make(Half, dtype={"*.weight": torch.bfloat16, "*.bias": torch.bfloat16}, partial=True)
+    rig = make(Brief, dtype={"*.weight": torch.bfloat16, "*.bias": torch.bfloat16}, partial=True)
     rig.deliver(trainer())
     rig.deliver({"layer.bias": torch.full((2,), 2.0)})
     for net in rig.nets:
@@ -127,7 +110,7 @@ def test_cast_and_partial_go_together(make):
 def test_without_a_cast_another_dtype_is_refused_by_name(make, request):
     if "own" in request.node.name:
         pytest.skip("its worker refuses, and nobody tells the sender")
-    rig = make(Half)
+    rig = make(Brief)
     with pytest.raises(ManifestMismatch, match=r"layer\.weight is torch\.(float32|bfloat16)"):
         rig.deliver(trainer())
     for net in rig.nets:
@@ -166,7 +149,7 @@ def test_strategy_casts_what_it_extracts(form, extract_as):
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "module"])
 def test_strategy_casts_what_it_applies(form):
-    into = Half()
+    into = Brief()
     WeightStrategy(dtype=torch.bfloat16).apply_weights(into, FORMS[form](trainer()))
     check(into)
     wide = Stamped(0)

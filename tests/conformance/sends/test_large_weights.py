@@ -34,20 +34,14 @@ class Large(nn.Module):
 
 @pytest.fixture(params=["state_dict", "tensordict"])
 def rig(request):
-    made = PipeRig(MultiProcessWeightSyncScheme, strategy=request.param)
-    for position in range(2):
-        made.nets[position] = made.receivers[position]._model_ref = Large(0)
+    made = PipeRig(MultiProcessWeightSyncScheme, strategy=request.param, nets=[Large(0), Large(0)])
     yield made
     made.close()
 
 
 def deliver(rig, weights):
     """Send while every worker receives: a pipe does not take all of it at once."""
-    call = Call(rig.sender.send, weights, timeout=60)
-    while call.is_alive():
-        for receiver in rig.receivers:
-            receiver.receive(timeout=0.01)
-    return call.result()
+    return rig.receive_until(Call(rig.sender.send, weights, timeout=60))
 
 
 def test_workers_that_can_open_them_get_them_beside_the_message(rig):
@@ -128,19 +122,9 @@ def test_loop_that_tags_nothing_gets_bytes():
 def test_resend_and_workers_that_join(rig):
     for value in (1, 2):
         deliver(rig, Large(value))
-    ours, theirs = multiprocessing.Pipe()
-    rig.pipes += [ours, theirs]
-    worker, net = MultiProcessWeightSyncScheme(), Large(0)
-    worker.init_on_worker("policy", model=net, pipe=theirs)
-    rig.sender.register_worker(2, ours)
-    rig.workers.append(worker)
-    rig.receivers.append(worker.get_receiver())
+    net = rig.join(Large(0))
     for _ in range(2):  # as bytes at first, then beside the message
-        call = Call(rig.sender.resend, 2, timeout=60)
-        while call.is_alive():
-            rig.receivers[2].receive(timeout=0.01)
-            call.join(0.01)
-        call.result()
+        rig.receive_until(Call(rig.sender.resend, 2, timeout=60))
         assert net() == (2, 2)
         torch.nn.init.constant_(net.layer.weight, 9)
 
@@ -160,9 +144,7 @@ def test_weights_that_are_gone_are_refused_by_name(rig):
 
 
 def test_partial_and_several_models(rig):
-    made = PipeRig(MultiProcessWeightSyncScheme, partial=True)
-    for position in range(2):
-        made.nets[position] = made.receivers[position]._model_ref = Large(0)
+    made = PipeRig(MultiProcessWeightSyncScheme, partial=True, nets=[Large(0), Large(0)])
     deliver(made, Large(1))
     for value in (2, 3):
         deliver(made, {"layer.weight": torch.full((SIDE, SIDE), float(value))})

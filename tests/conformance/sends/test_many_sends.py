@@ -6,13 +6,13 @@ import pytest
 
 from support.choice import first
 from support.conformance.nets import Stamped, stamp
-from support.conformance.table import MP, SHM, start_methods
+from support.conformance.table import MP, SHM, in_processes
 
 SENDS = 10_000
 
 
 @pytest.mark.parametrize("entry", first([SHM, MP]), ids=lambda entry: entry.name)
-@start_methods("forkserver")
+@in_processes
 def test_acks_versions_and_weights_agree_after_ten_thousand_sends(fleet):
     models = ("policy", "env.value_net")
     senders = {model_id: fleet.open(model_id, alone=True, timeout=60) for model_id in models}

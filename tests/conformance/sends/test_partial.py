@@ -1,6 +1,5 @@
 """partial=True: weights may lack leaves, and only those that are given change. In every scheme."""
 
-import multiprocessing
 import select
 import threading
 
@@ -20,9 +19,9 @@ from shmsync.schemes import (
 )
 from shmsync.schemes.link.connection import Channel
 from support.calls import Call
-from support.conformance.nets import Stamped, Tied, ask
-from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig
-from support.conformance.table import over_pipes, start_methods
+from support.conformance.nets import Stamped, Tied, ask, held, leaf
+from support.conformance.rigs import KINDS, Address, CallRig, CallScheme, PipeRig, rigs
+from support.conformance.table import in_processes, over_pipes
 
 WAYS = {
     "own": ("own", {}),
@@ -46,29 +45,9 @@ def way(request):
 @pytest.fixture
 def make(way):
     """Makes a rig of this kind."""
-    made = []
-
-    def make(**options):
-        name, own = WAYS[way]
-        rig, scheme = KINDS[name]
-        made.append(rig(scheme, **{"partial": True, **own, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def leaf(value, name="layer.bias"):
-    """One leaf of a Stamped, alone."""
-    return {name: Stamped(value).state_dict()[name]}
-
-
-def held(net):
-    """What each leaf of a worker's model is filled with."""
-    with torch.no_grad():
-        net()  # a bound module moves to the newest version
-    return {name: float(tensor.flatten()[0]) for name, tensor in net.state_dict().items()}
+    name, own = WAYS[way]
+    with rigs(name, {"partial": True, **own}) as make:
+        yield make
 
 
 def is_one(rig, **values):
@@ -177,10 +156,8 @@ ALONE = {"mp": {}, "shm": {"groups": [[0], [1]]}, "call": {}}
 @pytest.fixture(params=ALONE)
 def alone(request):
     """A rig whose workers can be reached one by one."""
-    rig, scheme = KINDS[request.param]
-    made = rig(scheme, partial=True, **ALONE[request.param])
-    yield made
-    made.close()
+    with rigs(request.param, {"partial": True, **ALONE[request.param]}) as make:
+        yield make()
 
 
 def test_worker_that_was_left_out_keeps_its_values(alone):
@@ -204,27 +181,13 @@ def test_resend_brings_a_late_joiner_whole_weights(kind):
     rig = PipeRig(kind, partial=True)
     rig.deliver(Stamped(1))
     rig.deliver(leaf(2))
-    late, (ours, theirs) = Stamped(0), _pipe(rig)
-    worker = kind(partial=True)
-    worker.init_on_worker("policy", model=late, pipe=theirs)
-    rig.workers.append(worker)
-    rig.sender.register_worker(2, ours)
-    call = Call(rig.sender.resend, 2, timeout=60)
-    while not worker.get_receiver().receive(timeout=0.05):
-        pass
-    assert call.result() == 2
+    late = rig.join(Stamped(0))
+    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60)) == 2
     assert held(late) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
-    rig.receivers.append(worker.get_receiver())
     rig.deliver(leaf(3, "count"))
     for net in (*rig.nets, late):
         assert held(net) == {"layer.weight": 1, "layer.bias": 2, "count": 3}
     rig.close()
-
-
-def _pipe(rig):
-    ends = multiprocessing.Pipe()
-    rig.pipes += ends
-    return ends
 
 
 @pytest.mark.parametrize("kind", ["mp", "shm", "call"])
@@ -261,17 +224,12 @@ def test_weights_that_every_worker_refuses_are_forgotten():
 
 
 def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late():
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
-    rig.nets[0] = rig.workers[0].get_receiver()._model_ref = Tied(0)
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=True, nets=[Tied(0), Stamped(0)])
     rig.deliver(Tied(1), [0])
     rig.deliver({"tied.weight": torch.full((2, 2), 2.0)}, [0])
     rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [0])
-    late = Tied(0)
-    _join(rig, late)
-    call = Call(rig.sender.resend, 2, timeout=60)
-    while not _ended(call):
-        rig.receivers[-1].receive(timeout=0.05)
-    assert call.result() == 3
+    late = rig.join(Tied(0))
+    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60)) == 3
     rig.deliver({"tied.bias": torch.full((2,), 4.0)}, [0, 2])
     expected = {"layer.weight": 3, "tied.weight": 3, "layer.bias": 1, "tied.bias": 4, "count": 1}
     assert held(late) == held(rig.nets[0]) == expected
@@ -282,17 +240,11 @@ def test_who_refuses_a_resend_changes_nothing_for_others():
     rig = PipeRig(MultiProcessWeightSyncScheme, partial=True)
     rig.deliver(Stamped(1))
     rig.deliver(leaf(2))
-    misfit, late = Stamped(0, width=7), Stamped(0)
-    for index, net in ((2, misfit), (3, late)):
-        _join(rig, net)
-        call = Call(rig.sender.resend, index, timeout=60)
-        while not _ended(call):
-            rig.receive()
-        if net is misfit:
-            with pytest.raises(ManifestMismatch):
-                call.result()
-        else:
-            assert call.result() == 2
+    misfit = rig.join(Stamped(0, width=7))
+    with pytest.raises(ManifestMismatch):
+        rig.receive_until(Call(rig.sender.resend, 2, timeout=60))
+    late = rig.join(Stamped(0))
+    assert rig.receive_until(Call(rig.sender.resend, 3, timeout=60)) == 2
     assert held(late) == held(rig.nets[0]) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
     with pytest.raises(ManifestMismatch):  # it still lacks the rest, and nobody is told otherwise
         rig.deliver(leaf(3, "count"))
@@ -309,29 +261,11 @@ def test_parts_of_two_senders_never_take_each_others_place():
         while select.select([], [pipe], [], 0)[1]:
             Channel.of(pipe).send(b"\x80\x04N." + bytes(1 << 18))
     rig.sender.send_async(leaf(2))
-    call = Call(other.get_sender().send, leaf(3, "count"), timeout=60)
-    while not _ended(call):
-        rig.receive()
+    assert rig.receive_until(Call(other.get_sender().send, leaf(3, "count"), timeout=60)) == 3
     rig.sender.wait_async(timeout=60)
-    assert call.result() == 3
     assert is_one(rig, layer__weight=1, layer__bias=2, count=3)
     other.shutdown()
     rig.close()
-
-
-def _ended(call):
-    call.join(0.01)
-    return not call.is_alive()
-
-
-def _join(rig, net):
-    """One more worker, that the sender knows."""
-    ours, theirs = _pipe(rig)
-    worker = MultiProcessWeightSyncScheme(partial=True)
-    worker.init_on_worker("policy", model=net, pipe=theirs)
-    rig.sender.register_worker(len(rig.workers), ours)
-    rig.workers.append(worker)
-    rig.receivers.append(worker.get_receiver())
 
 
 def test_new_relay_gets_whole_weights():
@@ -414,7 +348,7 @@ def test_every_scheme_takes_the_options(kind):
 # ---- with real workers, of every scheme
 
 
-@start_methods("forkserver")
+@in_processes
 def test_part_of_the_weights_reaches_real_workers(fleet):
     sender = fleet.open(partial=True)
     assert sender.send(Stamped(1)) == 1
@@ -427,7 +361,7 @@ def test_part_of_the_weights_reaches_real_workers(fleet):
 
 
 @over_pipes
-@start_methods("forkserver")
+@in_processes
 def test_part_that_was_sent_while_a_worker_died_reaches_the_one_in_its_place(fleet):
     sender = fleet.open(partial=True)
     sender.send(Stamped(1))

@@ -11,20 +11,11 @@ from tensordict import TensorDict
 import shmsync
 from shmsync.errors import ManifestMismatch
 from support.choice import first
-from support.conformance.nets import FORMS, Apart, Brief, Deep, Stamped, Tied, stamp
-from support.conformance.table import SHM, only, start_methods
+from support.conformance.nets import FORMS, Apart, Brief, Deep, Stamped, Tied, numbers, shared, stamp
+from support.conformance.table import SHM, in_processes, only
 
-pytestmark = start_methods("forkserver")
+pytestmark = [only(SHM), in_processes]
 SLOTS = pytest.mark.parametrize("slots", first([1, 3], 1))
-
-
-def shared(model):
-    """A plain TensorDict in shared memory, as users of torch make it."""
-    return TensorDict.from_module(model).data.clone().share_memory_()
-
-
-def numbers(weights):
-    return {float(value) for leaf in weights.values(True, True) for value in leaf.reshape(-1)}
 
 
 def calls(function):
@@ -43,7 +34,6 @@ def calls(function):
     return count
 
 
-@only(SHM)
 @SLOTS
 def test_a_send_calls_nothing_for_each_plain_leaf(fleet, slots):
     least = {}
@@ -59,7 +49,6 @@ def test_a_send_calls_nothing_for_each_plain_leaf(fleet, slots):
     assert least[60] <= least[1] + 10
 
 
-@only(SHM)
 @SLOTS
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_weights_reaches_the_plain_tensordict_at_each_send(fleet, form, slots):
@@ -73,7 +62,6 @@ def test_every_form_of_weights_reaches_the_plain_tensordict_at_each_send(fleet, 
     assert [leaf.data_ptr() for leaf in plain.values(True, True)] == addresses
 
 
-@only(SHM)
 def test_the_plain_tensordict_follows_sends_to_single_groups(fleet):
     plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain}, alone=True)
@@ -83,7 +71,6 @@ def test_the_plain_tensordict_follows_sends_to_single_groups(fleet):
     assert fleet.stamps() == [5] * 3
 
 
-@only(SHM)
 def test_an_aliased_module_reaches_the_plain_tensordict(fleet):
     module, plain = Stamped(1), shared(Stamped(0))
     sender = fleet.open(alias=True)
@@ -93,7 +80,6 @@ def test_an_aliased_module_reaches_the_plain_tensordict(fleet):
         assert numbers(plain) == {float(value)}
 
 
-@only(SHM)
 def test_cast_weights_arrive_as_they_are_sent(fleet):
     plain = shared(Brief(0))
     sender = fleet.open("policy", Brief, policy_weights={"policy": plain}, dtype=torch.bfloat16)
@@ -104,7 +90,6 @@ def test_cast_weights_arrive_as_they_are_sent(fleet):
         assert numbers(plain) == {float(value)}
 
 
-@only(SHM)
 def test_a_part_of_the_weights_changes_that_part_of_the_plain_tensordict(fleet):
     plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain}, partial=True)
@@ -119,7 +104,6 @@ def test_a_part_of_the_weights_changes_that_part_of_the_plain_tensordict(fleet):
     assert numbers(plain) == {5.0}
 
 
-@only(SHM)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 def test_tied_leaves_reach_every_plain_leaf_of_theirs(fleet, tied):
     source = Tied(1)
@@ -133,7 +117,6 @@ def test_tied_leaves_reach_every_plain_leaf_of_theirs(fleet, tied):
         assert (plain["tied", "weight"].data_ptr() == plain["layer", "weight"].data_ptr()) == tied
 
 
-@only(SHM)
 def test_plain_leaves_that_are_one_tensor_refuse_two_values(fleet):
     plain = TensorDict.from_module(Tied(0)).data.clone()
     plain["tied", "weight"] = plain["layer", "weight"]
@@ -148,7 +131,6 @@ def test_plain_leaves_that_are_one_tensor_refuse_two_values(fleet):
     assert numbers(plain) == {0.0} and sender.version == 1
 
 
-@only(SHM)
 def test_weights_that_lack_a_leaf_change_nothing(fleet):
     plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain})
@@ -164,7 +146,6 @@ def test_weights_that_lack_a_leaf_change_nothing(fleet):
     assert numbers(plain) == {2.0} and fleet.stamps() == [2] * 3 and sender.version == version
 
 
-@only(SHM)
 def test_a_plain_tensordict_in_read_only_memory_is_refused_before_anything_is_written(fleet):
     with shmsync.Publisher(Stamped(0)) as publisher:
         sender = fleet.open()
@@ -176,7 +157,6 @@ def test_a_plain_tensordict_in_read_only_memory_is_refused_before_anything_is_wr
         assert fleet.stamps() == [0] * 3
 
 
-@only(SHM)
 def test_an_expanded_plain_leaf_is_refused_and_nothing_changes(fleet):
     plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain})
@@ -190,7 +170,6 @@ def test_an_expanded_plain_leaf_is_refused_and_nothing_changes(fleet):
     assert sender.version == version and fleet.stamps() == [2] * 3
 
 
-@only(SHM)
 @SLOTS
 def test_plain_tensors_may_be_replaced_moved_and_laid_out_in_another_way(fleet, slots):
     plain = TensorDict.from_module(Stamped(0)).data.clone()
@@ -222,7 +201,6 @@ def test_plain_tensors_may_be_replaced_moved_and_laid_out_in_another_way(fleet, 
         sends()
 
 
-@only(SHM)
 def test_a_write_into_a_plain_tensor_counts_as_one_for_autograd(fleet):
     plain = TensorDict.from_module(Stamped(0)).data.clone()
     sender = fleet.open(policy_weights={"policy": plain})

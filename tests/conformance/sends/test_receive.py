@@ -86,53 +86,41 @@ def test_receive_without_its_context_is_a_value_error(fleet):
     is_a_value_error_on_both_sides(fleet, sender, "context that had 'policy' is gone")
 
 
-def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback(fleet):
+def open_but_for_one(fleet, join, *args, **options):
+    """A sender to workers of which number 1 joins in this way."""
     scheme = fleet.make()
     fleet.init_sender(scheme)
     for index in (0, 2):
         fleet.join(index, scheme)
-    fleet.workers[1].call(peers.join, scheme, "policy", Stamped, 0, 9)  # it is 9 wide there
+    fleet.workers[1].call(join, scheme, "policy", *args, **options)
+    return scheme.get_sender()
+
+
+def test_exception_of_a_worker_raises_in_the_sender_with_its_traceback_and_the_others_have_the_weights(fleet):
+    sender = open_but_for_one(fleet, peers.join, Stamped, 0, 9)  # it is 9 wide there
     with pytest.raises(ManifestMismatch, match=r"layer\.weight") as failed:
-        scheme.get_sender().send(Stamped(1))
+        sender.send(Stamped(1))
     trace = str(failed.value.__cause__)
     assert "worker 1 failed while it applied version 1 of 'policy'" in trace
     assert "Traceback (most recent call last)" in trace or "ray::Actor" in trace  # how Ray begins one
     assert 'File "' in trace and "ManifestMismatch" in trace
-
-
-def test_exception_of_one_worker_keeps_the_acks_of_the_others(fleet):
-    scheme = fleet.make()
-    fleet.init_sender(scheme)
-    for index in (0, 2):
-        fleet.join(index, scheme)
-    fleet.workers[1].call(peers.join, scheme, "policy", Stamped, 0, 9)
-    with pytest.raises(ManifestMismatch):
-        scheme.get_sender().send(Stamped(1))
     assert fleet.stamps() == [1, 0, 1]
 
 
 def test_worker_that_failed_goes_on_and_may_be_mended(fleet):
-    scheme = fleet.make()
-    fleet.init_sender(scheme)
-    for index in (0, 2):
-        fleet.join(index, scheme)
-    fleet.workers[1].call(peers.join_failing, scheme, "policy")
+    sender = open_but_for_one(fleet, peers.join_failing)
     with pytest.raises(ZeroDivisionError) as failed:
-        scheme.get_sender().send(Stamped(1))
+        sender.send(Stamped(1))
     assert "in model_of_worker" in str(failed.value.__cause__)
     fleet.workers[1].call(peers.mend)
-    assert scheme.get_sender().send(Stamped(2)) == 2
+    assert sender.send(Stamped(2)) == 2
     assert fleet.stamps() == [2, 2, 2]
 
 
 def test_exception_that_cannot_be_pickled_raises_as_its_text(fleet):
-    scheme = fleet.make()
-    fleet.init_sender(scheme)
-    for index in (0, 2):
-        fleet.join(index, scheme)
-    fleet.workers[1].call(peers.join_failing, scheme, "policy", unpicklable=True)
+    sender = open_but_for_one(fleet, peers.join_failing, unpicklable=True)
     with pytest.raises(RuntimeError, match="Stubborn: 1 and 2") as failed:
-        scheme.get_sender().send(Stamped(1))
+        sender.send(Stamped(1))
     assert "in model_of_worker" in str(failed.value.__cause__)
 
 
@@ -183,9 +171,9 @@ def test_receive_raises_when_the_trainer_is_gone(fleet):
 
 def test_two_models_of_one_worker_keep_to_themselves(fleet):
     policy, value = fleet.open("policy"), fleet.open("env.value_net")
-    policy.send(Stamped(1))
+    assert [policy.send(Stamped(9)), policy.send(Stamped(1))] == [1, 2]
     assert [fleet.stamps("policy"), fleet.stamps("env.value_net")] == [[1] * 3, [0] * 3]
-    value.send(Stamped(2))
+    assert value.send(Stamped(2)) == 1
     assert [fleet.stamps("policy"), fleet.stamps("env.value_net")] == [[1] * 3, [2] * 3]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-import pickle
 from multiprocessing import reduction
 
 import pytest
@@ -17,10 +16,8 @@ from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
-from support.conformance.table import MP, only, over_pipes, start_methods
+from support.conformance.table import MP, in_processes, only, over_pipes
 from support.processes import until_waits
-
-in_processes = start_methods("forkserver")
 
 
 @in_processes
@@ -128,29 +125,6 @@ def test_models_of_one_scheme_have_the_same_workers(pipes):
 
 
 @pytest.mark.parametrize("make", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_an_unpickled_sender_says_that_it_has_no_workers(pipes, make):
-    scheme = make(timeout=60.0)
-    scheme.init_on_sender("policy", pipes=[pipes[0][0]])
-    copy = pickle.loads(pickle.dumps(scheme.get_sender()))
-    for call in (
-        lambda: copy.send(Stamped(1)),
-        lambda: copy.send_async(Stamped(1)),
-        lambda: copy.update_weights(Stamped(1)),
-        lambda: send_together({copy: Stamped(1)}),
-    ):
-        with pytest.raises(shmsync.ProtocolError, match=r"has no workers; call register_worker\(\)"):
-            call()
-    copy.register_worker(0, pipes[1][0])
-    receiver = a_worker(make, pipes[1][1])
-    receiving = Call(receiver.receive, 60)
-    assert copy.send(Stamped(1)) == 1
-    assert receiving.result() is True
-    receiver.close()
-    copy._scheme.shutdown()
-    scheme.shutdown()
-
-
-@pytest.mark.parametrize("make", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_receive_in_a_meeting_ends_when_its_sender_is_gone(pipes, start, make, end):
     """The trainer waits for a second worker, which never comes; so the first waits in its receive()."""
@@ -189,9 +163,7 @@ def test_extra_state_that_cannot_be_set_leaves_the_old_weights(partial):
             if self.refuses:
                 raise OSError("no such state")
 
-    rig = PipeRig(MultiProcessWeightSyncScheme, partial=partial)
-    for index, worker in enumerate(rig.workers):
-        rig.nets[index] = worker.get_receiver()._model_ref = Stateful(0)
+    rig = PipeRig(MultiProcessWeightSyncScheme, partial=partial, nets=[Stateful(0), Stateful(0)])
     rig.deliver(Stateful(1))
     for net in rig.nets:
         net.refuses = True

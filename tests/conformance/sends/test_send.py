@@ -9,12 +9,6 @@ from support.conformance.contexts import Context, Lookup
 from support.conformance.nets import FORMS, Stamped, Tied, stamp
 
 
-def test_send_reaches_every_worker(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    assert fleet.stamps() == [1, 1, 1]
-
-
 def test_send_returns_a_version_that_grows(fleet):
     sender = fleet.open()
     assert [sender.send(Stamped(i)) for i in (5, 6, 7)] == [1, 2, 3]
@@ -87,24 +81,17 @@ def test_update_weights_is_send(fleet):
 
 def test_send_without_weights_takes_the_contexts_model(fleet):
     context = Context(policy=Stamped(3))
-    scheme = fleet.make()
-    fleet.init_sender(scheme, context=context)
-    for index in range(3):
-        fleet.join(index, scheme)
-    scheme.get_sender().send()
+    sender = fleet.open(given={"context": context})
+    sender.send()
     assert fleet.stamps() == [3, 3, 3]
     stamp(context.policy, 4)
-    scheme.get_sender().send()
+    sender.send()
     assert fleet.stamps() == [4, 4, 4]
 
 
 def test_send_of_a_string_takes_that_model_of_the_context(fleet):
     context = Lookup(models={"policy": Stamped(3), "best": Stamped(8)})
-    scheme = fleet.make()
-    fleet.init_sender(scheme, context=context)
-    for index in range(3):
-        fleet.join(index, scheme)
-    scheme.get_sender().send("best")
+    fleet.open(given={"context": context}).send("best")
     assert fleet.stamps() == [8, 8, 8]
 
 
@@ -175,7 +162,7 @@ def test_weights_that_change_after_the_send_stay_with_the_trainer(fleet):
 def test_weights_that_change_before_a_worker_receives_stay_with_the_trainer(fleet):
     sender = fleet.open()
     fleet.hold()
-    fleet.send_and_change(sender, "send_async")
+    assert fleet.send_and_change(sender, "send_async") is False
     fleet.release()
     sender.wait_async()
     assert fleet.stamps() == [1, 1, 1]

@@ -13,17 +13,13 @@ from shmsync.errors import ManifestMismatch, ReaderStalled
 from shmsync.schemes import SharedMemTransport, SharedMemWeightSyncScheme
 from support.conformance import peers
 from support.conformance.contexts import Caching
-from support.conformance.nets import Slow, Stamped, stamp
-from support.conformance.table import SHM, only
+from support.conformance.nets import Slow, Stamped, numbers, shared, stamp
+from support.conformance.table import SHM
 
 
-def shared(value):
-    """A plain TensorDict in shared memory, as users of torch make it."""
-    return TensorDict.from_module(Stamped(value)).data.clone().share_memory_()
-
-
-def numbers(weights):
-    return {float(value) for leaf in weights.values(True, True) for value in leaf.view(-1)}
+@pytest.fixture(params=[SHM], ids=lambda entry: entry.name)
+def entry(request):
+    return request.param
 
 
 def arenas():
@@ -40,7 +36,6 @@ class WithState(Stamped):
         pass
 
 
-@only(SHM)
 @pytest.mark.parametrize("source", [WithState, lambda value: WithState(value).state_dict()], ids=["module", "dict"])
 def test_extra_state_is_refused_by_name(fleet, source):
     sender = fleet.open()
@@ -54,7 +49,6 @@ def test_extra_state_is_refused_by_name(fleet, source):
 # ---- registration
 
 
-@only(SHM)
 def test_first_send_registers(fleet):
     sender = fleet.open()
     assert arenas() == []
@@ -64,65 +58,56 @@ def test_first_send_registers(fleet):
     assert len(arenas()) == 1
 
 
-@only(SHM)
 def test_unknown_id_without_auto_register_is_a_key_error_that_names_the_known(fleet):
     scheme = fleet.make(auto_register=False)
-    scheme.register_shared_weights("env.value_net", shared(0))
+    scheme.register_shared_weights("env.value_net", shared(Stamped(0)))
     sender = fleet.open("policy", scheme=scheme)
     with pytest.raises(KeyError, match=r"'policy' is not registered, only \['env.value_net'\] are"):
         sender.send(Stamped(1))
     assert fleet.stamps() == [0, 0, 0]
 
 
-@only(SHM)
 def test_registered_id_is_sent_without_auto_register(fleet):
     scheme = fleet.make(auto_register=False)
-    scheme.register_shared_weights("policy", shared(1))
+    scheme.register_shared_weights("policy", shared(Stamped(1)))
     sender = fleet.open("policy", scheme=scheme)
     sender.send(Stamped(2))
     assert fleet.stamps() == [2, 2, 2]
 
 
-@only(SHM)
 def test_registered_weights_reach_the_workers_before_the_first_send(fleet):
     scheme = fleet.make()
     fleet.open("policy", scheme=scheme)
-    scheme.register_shared_weights("policy", shared(3))
+    scheme.register_shared_weights("policy", shared(Stamped(3)))
     assert fleet.stamps() == [3, 3, 3]
 
 
-@only(SHM)
 def test_cached_weights_of_the_context_are_registered(fleet):
-    context = Caching(cached=shared(4))
-    scheme = fleet.make(auto_register=False)
-    fleet.init_sender(scheme, context=context)
-    for index in range(3):
-        fleet.join(index, scheme)
-    scheme.get_sender().send(Stamped(5))
+    context = Caching(cached=shared(Stamped(4)))
+    fleet.open(given={"context": context}, auto_register=False).send(Stamped(5))
     assert fleet.stamps() == [5, 5, 5]
 
 
 def test_re_registering_is_a_runtime_error():
     transport = SharedMemTransport()
-    transport.register_weights("policy", shared(1))
+    transport.register_weights("policy", shared(Stamped(1)))
     with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        transport.register_weights("policy", shared(2))
+        transport.register_weights("policy", shared(Stamped(2)))
     transport.close()
 
 
 def test_weights_given_as_policy_weights_are_registered():
-    scheme = SharedMemWeightSyncScheme({"policy": shared(1)})
+    scheme = SharedMemWeightSyncScheme({"policy": shared(Stamped(1))})
     with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        scheme.register_shared_weights("policy", shared(2))
+        scheme.register_shared_weights("policy", shared(Stamped(2)))
     scheme.shutdown()
 
 
-@only(SHM)
 def test_registering_what_a_send_registered_is_a_runtime_error(fleet):
     scheme = fleet.make()
     fleet.open("policy", scheme=scheme).send(Stamped(1))
     with pytest.raises(RuntimeError, match="'policy' is registered already"):
-        scheme.register_shared_weights("policy", shared(2))
+        scheme.register_shared_weights("policy", shared(Stamped(2)))
 
 
 def test_registering_something_else_than_a_tensordict_is_a_value_error():
@@ -135,29 +120,16 @@ def test_registering_something_else_than_a_tensordict_is_a_value_error():
 # ---- plain shared TensorDicts
 
 
-@only(SHM)
-def test_plain_shared_tensordict_is_written_in_place_too(fleet):
-    plain = shared(0)
-    address = plain["layer", "weight"].data_ptr()
-    sender = fleet.open(policy_weights={"policy": plain})
-    for value in (1, 2):
-        sender.send(Stamped(value))
-        assert numbers(plain) == {float(value)}
-        assert fleet.stamps() == [value] * 3
-    assert plain["layer", "weight"].data_ptr() == address
-
-
 def test_plain_shared_tensordict_is_written_without_any_worker():
-    plain = shared(0)
+    plain = shared(Stamped(0))
     transport = SharedMemTransport({"policy": plain})
     transport.send_weights("policy", Stamped(3))
     assert numbers(plain) == {3.0}
     transport.close()
 
 
-@only(SHM)
 def test_weights_that_do_not_fit_the_plain_tensordict_change_nothing(fleet):
-    plain = shared(0)
+    plain = shared(Stamped(0))
     sender = fleet.open(policy_weights={"policy": plain})
     with pytest.raises(ManifestMismatch, match=r"layer\.weight"):
         sender.send(Stamped(1, width=9))
@@ -176,7 +148,6 @@ def test_pickled_scheme_keeps_the_plain_tensordicts():
 # ---- groups
 
 
-@only(SHM)
 def test_part_of_a_group_is_a_value_error_that_says_how_to_split(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -187,7 +158,6 @@ def test_part_of_a_group_is_a_value_error_that_says_how_to_split(fleet):
     assert sender.send(Stamped(3), [0, 1, 2]) == 2
 
 
-@only(SHM)
 def test_groups_share_an_arena_and_are_sent_to_as_a_whole(fleet):
     sender = fleet.open(groups=[[0, 1], [2]])
     sender.send(Stamped(1))
@@ -200,7 +170,6 @@ def test_groups_share_an_arena_and_are_sent_to_as_a_whole(fleet):
     assert fleet.stamps() == [2, 2, 3]
 
 
-@only(SHM)
 def test_worker_in_no_group_is_a_value_error(fleet):
     with pytest.raises(ValueError, match="worker 2 is in none of the groups"):
         fleet.open(groups=[[0], [1]])
@@ -214,7 +183,6 @@ def test_worker_in_two_groups_is_a_value_error():
 # ---- memory
 
 
-@only(SHM)
 def test_workers_read_one_copy_of_the_weights(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -222,7 +190,6 @@ def test_workers_read_one_copy_of_the_weights(fleet):
     assert len({worker.call(peers.inode_of_weights) for worker in fleet.workers}) == 1
 
 
-@only(SHM)
 def test_parameters_of_the_worker_stay_the_same_objects(fleet):
     sender = fleet.open()
     before = [worker.call(peers.identities) for worker in fleet.workers]
@@ -231,7 +198,6 @@ def test_parameters_of_the_worker_stay_the_same_objects(fleet):
     assert [worker.call(peers.identities) for worker in fleet.workers] == before
 
 
-@only(SHM)
 def test_weights_do_not_change_during_a_forward(fleet):
     sender = fleet.open("policy", Slow)
     sender.send(Slow(1))
@@ -247,7 +213,6 @@ def test_weights_do_not_change_during_a_forward(fleet):
     assert fleet.stamps() == [3, 3, 3]
 
 
-@only(SHM)
 def test_alias_makes_the_trainers_parameters_the_shared_memory(fleet):
     net = Stamped(1)
     sender = fleet.open(alias=True)
@@ -260,7 +225,6 @@ def test_alias_makes_the_trainers_parameters_the_shared_memory(fleet):
     assert fleet.stamps() == [2, 2, 2]
 
 
-@only(SHM)
 def test_alias_of_something_else_than_a_module_is_a_value_error(fleet):
     with pytest.raises(ValueError, match="send the module itself"):
         fleet.open(alias=True).send(Stamped(1).state_dict())
@@ -270,13 +234,11 @@ def test_alias_of_something_else_than_a_module_is_a_value_error(fleet):
 # ---- the end
 
 
-@only(SHM)
 def test_scheme_that_is_collected_leaves_no_arena(fleet):
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender("policy", pipes=fleet.pipes)
-    fleet.join(0, scheme)
-    fleet.join(1, scheme)
-    fleet.join(2, scheme)
+    for index in range(3):
+        fleet.join(index, scheme)
     scheme.get_sender().send(Stamped(1))
     assert len(arenas()) == 1
     del scheme
@@ -285,7 +247,6 @@ def test_scheme_that_is_collected_leaves_no_arena(fleet):
     assert fleet.stamps() == [1, 1, 1]  # the workers keep what they have
 
 
-@only(SHM)
 def test_shutdown_ends_the_arenas_and_may_be_repeated(fleet):
     scheme = fleet.make()
     fleet.open("policy", scheme=scheme).send(Stamped(1))

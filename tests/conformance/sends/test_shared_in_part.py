@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shmsync.errors import ManifestMismatch
-from support.conformance.rigs import KINDS
+from support.conformance.rigs import rigs
 
 
 class Rows(nn.Module):
@@ -20,31 +20,28 @@ class Rows(nn.Module):
         return None
 
 
-def connected(kind, net, **options):
-    rig = KINDS[kind][0](KINDS[kind][1], **options)
-    for position in range(2):
-        rig.nets[position] = rig.receivers[position]._model_ref = net()
-    return rig
-
-
 def held(net):
     with torch.no_grad():
         net()
     return {name: each.flatten().tolist() for name, each in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["mp", "shm", "call"])
-def test_part_that_would_change_some_of_another_leaf_is_refused(kind):
-    rig = connected(kind, lambda: Rows(0, 1), partial=True)
+@pytest.fixture(params=["mp", "shm", "call"])
+def make(request):
+    """Makes a rig of this kind."""
+    with rigs(request.param, {}) as make:
+        yield make
+
+
+def test_part_that_would_change_some_of_another_leaf_is_refused(make):
+    rig = make(nets=[Rows(0, 1), Rows(0, 1)], partial=True)
     with pytest.raises(ManifestMismatch, match="rows and layer.weight share memory in part"):
         rig.deliver(Rows(1, 1))
     assert held(rig.nets[0])["layer.weight"] == [0] * 4
-    rig.close()
 
 
-@pytest.mark.parametrize("kind", ["mp", "shm", "call"])
-def test_view_of_the_whole_is_another_name(kind):
-    rig = connected(kind, lambda: Rows(0, 2), partial=True)
+def test_view_of_the_whole_is_another_name(make):
+    rig = make(nets=[Rows(0, 2), Rows(0, 2)], partial=True)
     rig.deliver(Rows(1, 2))
     for part in ({"rows": torch.full((2, 2), 2.0)}, {"layer.weight": torch.full((2, 2), 3.0)}):
         rig.deliver(part)
@@ -52,12 +49,9 @@ def test_view_of_the_whole_is_another_name(kind):
         assert [held(net) for net in rig.nets] == [
             {"layer.weight": [value] * 4, "layer.bias": [1] * 2, "rows": [value] * 4}
         ] * 2
-    rig.close()
 
 
-@pytest.mark.parametrize("kind", ["mp", "shm", "call"])
-def test_without_partial_all_leaves_come_together(kind):
-    rig = connected(kind, lambda: Rows(0, 1))
+def test_without_partial_all_leaves_come_together(make):
+    rig = make(nets=[Rows(0, 1), Rows(0, 1)])
     rig.deliver(Rows(1, 1))
     assert [held(net) for net in rig.nets] == [{"layer.weight": [1] * 4, "layer.bias": [1] * 2, "rows": [1] * 2}] * 2
-    rig.close()

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 from shmsync.errors import ManifestMismatch
-from support.conformance.nets import Stamped, Tied, stamp
-from support.conformance.rigs import KINDS
+from support.conformance.nets import Apart, Stamped, Tied, held
+from support.conformance.rigs import rigs
 
 WAYS = {
     "mp": ("mp", {}),
@@ -18,41 +17,16 @@ WAYS = {
 }
 
 
-class Apart(Tied):
-    """The same leaves, none of them tied."""
-
-    def __init__(self, value=0):
-        super().__init__(value)
-        self.tied.weight = nn.Parameter(torch.empty(2, 2))
-        stamp(self, value)
-
-
 @pytest.fixture(params=WAYS)
 def make(request):
-    made = []
-
-    def make(nets, **options):
-        name, own = WAYS[request.param]
-        rig, scheme = KINDS[name]
-        made.append(rig(scheme, **{**own, **options}))
-        for position, net in enumerate(nets):
-            made[-1].nets[position] = made[-1].receivers[position]._model_ref = net
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
+    """Makes a rig of this kind."""
+    with rigs(*WAYS[request.param]) as make:
+        yield make
 
 
 def single(net):
     """Its weights as a checkpoint that saves shared tensors once has them."""
     return {name: each for name, each in net.state_dict().items() if name != "tied.weight"}
-
-
-def held(net):
-    with torch.no_grad():
-        net()
-    return {name: float(tensor.flatten()[0]) for name, tensor in net.state_dict().items()}
 
 
 def all_of(value, **others):
@@ -61,7 +35,7 @@ def all_of(value, **others):
 
 
 def test_first_weights_may_lack_the_second_name_of_a_tied_tensor(make):
-    rig = make([Tied(0), Tied(0)])
+    rig = make(nets=[Tied(0), Tied(0)])
     for value in (1, 2):
         rig.deliver(single(Tied(value)))
         assert [held(net) for net in rig.nets] == [all_of(value)] * 2
@@ -72,14 +46,14 @@ def test_first_weights_may_lack_the_second_name_of_a_tied_tensor(make):
 
 
 def test_worker_without_the_tie_is_refused_by_name(make):
-    rig = make([Tied(0), Apart(0)])
+    rig = make(nets=[Tied(0), Apart(0)])
     with pytest.raises(ManifestMismatch, match=r"tied\.weight"):
         rig.deliver(single(Tied(1)))
     assert held(rig.nets[1]) == all_of(0)
 
 
 def test_tied_trainer_and_worker_without_the_tie(make):
-    rig = make([Apart(0), Tied(0)])
+    rig = make(nets=[Apart(0), Tied(0)])
     rig.deliver(Tied(1))
     rig.deliver(Tied(2))
     assert [held(net) for net in rig.nets] == [all_of(2)] * 2
@@ -88,7 +62,7 @@ def test_tied_trainer_and_worker_without_the_tie(make):
 @pytest.mark.parametrize("name", ["layer.weight", "tied.weight"])
 @pytest.mark.parametrize("nets", [(Tied, Tied), (Apart, Tied), (Apart, Apart)])
 def test_part_with_one_name_of_a_tied_tensor_changes_both(make, nets, name):
-    rig = make([kind(0) for kind in nets], partial=True)
+    rig = make(nets=[kind(0) for kind in nets], partial=True)
     rig.deliver(Tied(1))
     rig.deliver({name: torch.full((2, 2), 3.0)})
     expected = all_of(1, layer__weight=3, tied__weight=3)
@@ -99,17 +73,14 @@ def test_part_with_one_name_of_a_tied_tensor_changes_both(make, nets, name):
 
 @pytest.mark.parametrize("kind", ["mp", "shm", "call"])
 def test_worker_that_joins_after_such_a_part(kind):
-    options = {"groups": [[0], [1]]} if kind == "shm" else {}
-    rig = KINDS[kind][0](KINDS[kind][1], partial=True, **options)
-    for position in range(2):
-        rig.nets[position] = rig.receivers[position]._model_ref = Apart(0)
-    rig.deliver(Tied(1), [0])
-    rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [1])
-    assert held(rig.nets[1]) == all_of(1, layer__weight=3, tied__weight=3)
-    rig.close()
+    with rigs(kind) as make:
+        rig = make(nets=[Apart(0), Apart(0)], partial=True)
+        rig.deliver(Tied(1), [0])
+        rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [1])
+        assert held(rig.nets[1]) == all_of(1, layer__weight=3, tied__weight=3)
 
 
 def test_names_that_no_worker_has_are_still_refused(make):
-    rig = make([Stamped(0, 2), Stamped(0, 2)])
+    rig = make(nets=[Stamped(0, 2), Stamped(0, 2)])
     with pytest.raises(ManifestMismatch, match=r"tied\.(weight|bias)"):
         rig.deliver(Tied(1).state_dict())

@@ -6,7 +6,7 @@ from shmsync.errors import AckTimeout, ManifestMismatch, WorkerDied
 from shmsync.schemes import NoWeightSyncScheme, send_together
 from support.conformance import peers
 from support.conformance.nets import Stamped, stamp
-from support.conformance.table import MP, PIPES, SHM, only, start_methods
+from support.conformance.table import MP, PIPES, SHM, in_processes, only, start_methods
 
 
 @pytest.fixture(params=PIPES, ids=lambda entry: entry.name)
@@ -30,13 +30,13 @@ def never_mixed(fleet, policy, value, times):
     assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [times] * 3
 
 
-@start_methods("forkserver")
+@in_processes
 def test_no_worker_ever_uses_a_new_policy_with_an_old_value_net(fleet):
     never_mixed(fleet, fleet.open("policy"), fleet.open("env.value_net"), 200)
 
 
 @only(SHM)
-@start_methods("forkserver")
+@in_processes
 @pytest.mark.full
 def test_no_worker_ever_mixes_thousands_of_versions(fleet):
     never_mixed(fleet, fleet.open("policy"), fleet.open("env.value_net"), 2000)
@@ -44,7 +44,7 @@ def test_no_worker_ever_mixes_thousands_of_versions(fleet):
 
 @only(MP)
 @pytest.mark.parametrize("schemes", [(MP, SHM), (SHM, MP)], ids=["policy-mp", "policy-shm"])
-@start_methods("forkserver")
+@in_processes
 def test_no_worker_ever_mixes_versions_of_models_of_two_schemes(fleet, schemes):
     policy, value = (entry.make() for entry in schemes)
     never_mixed(fleet, fleet.open("policy", scheme=policy), fleet.open("env.value_net", scheme=value), 500)
@@ -118,7 +118,7 @@ def test_the_others_get_all_models_when_a_worker_is_dead(fleet):
     assert fleet.stamps("policy", [0, 2]) == fleet.stamps("env.value_net", [0, 2]) == [2, 2]
 
 
-@start_methods("forkserver")
+@in_processes
 def test_a_worker_that_does_not_come_and_one_that_is_dead_are_both_named(fleet):
     policy, value = fleet.open("policy"), fleet.open("env.value_net")
     send_together({policy: Stamped(1), value: Stamped(1)})

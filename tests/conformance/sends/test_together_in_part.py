@@ -18,7 +18,7 @@ from shmsync.schemes.link.messages import Tag, Tagged
 from support.choice import first
 from support.conformance import peers
 from support.conformance.nets import Stamped, ask, stamp
-from support.conformance.table import MP, PIPES, SHM, only, start_methods
+from support.conformance.table import MP, PIPES, SHM, in_processes, only
 from support.processes import until
 
 
@@ -29,7 +29,7 @@ def entry(request):
 
 
 @only(MP)
-@start_methods("forkserver")
+@in_processes
 def test_a_worker_that_gets_one_model_and_then_nothing_for_a_while_keeps_both(fleet):
     """The first model fits into the pipe, the second does not; the trainer writes on only at its next call."""
     policy = fleet.open("policy", Stamped, 0, 4)
@@ -54,7 +54,7 @@ def test_a_worker_that_gets_one_model_and_then_nothing_for_a_while_keeps_both(fl
 
 
 @only(MP)
-@start_methods("forkserver")
+@in_processes
 def test_shared_memory_is_written_when_what_goes_through_the_pipe_has_arrived(fleet):
     """What lies in an arena is in use at once, so a worker that lacks the other model would use the two apart."""
     policy, value = fleet.open("policy", scheme=SHM.make()), fleet.open("env.value_net", Stamped, 0, 100_000)

@@ -8,10 +8,10 @@ import pytest
 
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped
-from support.conformance.table import over_pipes, start_methods
+from support.conformance.table import in_processes, over_pipes
 
+pytestmark = in_processes
 LATE = 0.1  # seconds
-in_processes = start_methods("forkserver")
 CALLS = ["send", "async"]
 
 
@@ -40,14 +40,12 @@ def check(fleet, sender, call, trouble):
     assert late < LATE
 
 
-@in_processes
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
 def test_a_send_ends_at_its_deadline(fleet, call, trouble):
     check(fleet, fleet.open(timeout=60.0), call, trouble)
 
 
-@in_processes
 @over_pipes
 @pytest.mark.parametrize("call", ["resend", "together"])
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
@@ -55,7 +53,6 @@ def test_resend_and_send_together_end_at_their_deadlines(fleet, call, trouble):
     check(fleet, fleet.open(timeout=60.0), call, trouble)
 
 
-@in_processes
 @pytest.mark.parametrize("call", ["send", "send_async", "wait_async"])
 def test_a_call_beside_a_send_of_another_thread_ends_at_its_deadline(fleet, call):
     sender = fleet.open(timeout=60.0)
@@ -66,7 +63,6 @@ def test_a_call_beside_a_send_of_another_thread_ends_at_its_deadline(fleet, call
     fleet.release(1)
 
 
-@in_processes
 @over_pipes
 @pytest.mark.parametrize("call", CALLS)
 def test_a_full_pipe_does_not_keep_a_send(fleet, call):

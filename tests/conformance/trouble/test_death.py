@@ -11,7 +11,7 @@ from shmsync.errors import AckTimeout, WorkerDied
 from support.calls import Call
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, only, over_pipes, start_methods
+from support.conformance.table import MP, PIPES, RAY_MODULE, SCHEMES, in_processes, only, over_pipes, start_methods
 from support.processes import alive, until
 
 quick = start_methods("forkserver", "fork")  # a spawned worker takes seconds to replace; see test_start_methods.py
@@ -57,24 +57,16 @@ def test_worker_killed_before_the_first_send(fleet):
 
 
 @quick
-def test_worker_killed_before_it_is_registered(fleet):
-    sender = fleet.open()
+@pytest.mark.parametrize("before", ["it is registered", "it receives"])
+def test_worker_killed_before(fleet, before):
+    sender, version = fleet.open(), 1
+    if before == "it receives":
+        version += sender.send(Stamped(1))
     fleet.hold(1)
-    sending = Call(sender.send, Stamped(1), timeout=LONG)
-    until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
+    sending = Call(sender.send, Stamped(version), timeout=LONG)
+    until(lambda: fleet.stamps(workers=[0, 2]) == [version, version])
     raises_worker_died(sending, kill(fleet.workers[1]))
-    goes_on_without(fleet, sender, 1)
-
-
-@quick
-def test_worker_killed_before_it_receives(fleet):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    fleet.hold(1)
-    sending = Call(sender.send, Stamped(2), timeout=LONG)
-    until(lambda: fleet.stamps(workers=[0, 2]) == [2, 2])
-    raises_worker_died(sending, kill(fleet.workers[1]))
-    goes_on_without(fleet, sender, 2)
+    goes_on_without(fleet, sender, version)
 
 
 @quick
@@ -122,7 +114,7 @@ def test_worker_killed_mid_ack(fleet, tmp_path):
 
 
 @over_pipes
-@start_methods("forkserver")
+@in_processes
 def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -134,7 +126,7 @@ def test_worker_killed_after_its_ack_has_applied(fleet, tmp_path):
     goes_on_without(fleet, sender, 3)
 
 
-@start_methods("forkserver")
+@in_processes
 def test_send_to_the_dead_alone_says_so(fleet):
     sender = fleet.open(alone=True)
     fleet.workers[1].kill()
@@ -144,7 +136,7 @@ def test_send_to_the_dead_alone_says_so(fleet):
         assert died.value.missing == [1]
 
 
-@start_methods("forkserver")
+@in_processes
 def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -164,12 +156,9 @@ def test_worker_started_anew_takes_the_place_of_the_dead(fleet):
 @over_pipes
 @quick
 def test_death_without_process_objects_is_seen_by_the_end_of_the_pipe(fleet):
-    scheme = fleet.make()
-    fleet.init_sender(scheme, procs=None)
-    for index in range(3):
-        fleet.join(index, scheme)
+    sender = fleet.open(given={"procs": None})
     fleet.hold(1)
-    sending = Call(scheme.get_sender().send, Stamped(1), timeout=LONG)
+    sending = Call(sender.send, Stamped(1), timeout=LONG)
     until(lambda: fleet.stamps(workers=[0, 2]) == [1, 1])
     since = kill(fleet.workers[1])
     with pytest.raises(WorkerDied, match="worker 1"):
@@ -199,7 +188,7 @@ def test_stopped_worker_is_late_and_its_late_ack_counts_for_nothing(fleet):
     assert fleet.versions() == [4, 4, 4]
 
 
-@start_methods("forkserver")
+@in_processes
 def test_dead_and_late_are_told_in_one_error(fleet):
     sender = fleet.open()
     fleet.hold(2)
@@ -213,7 +202,7 @@ LARGE = 1 << 20  # columns: 8 MiB in a message, far more than a pipe holds
 
 
 @only(MP)
-@start_methods("forkserver")
+@in_processes
 def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
     sender = fleet.open("policy", Stamped, 0, LARGE)
     fleet.workers[1].stop()
@@ -228,7 +217,7 @@ def test_stopped_worker_does_not_block_a_send_that_its_pipe_cannot_hold(fleet):
 
 
 @only(MP)
-@start_methods("forkserver")
+@in_processes
 def test_worker_killed_in_the_middle_of_a_message(fleet):
     sender = fleet.open("policy", Stamped, 0, LARGE)
     fleet.workers[1].stop()
@@ -238,7 +227,7 @@ def test_worker_killed_in_the_middle_of_a_message(fleet):
     assert sender.send(Stamped(2, LARGE), timeout=LONG) == 2
 
 
-@start_methods("forkserver")
+@in_processes
 def test_infinite_timeout_ends_with_a_death(fleet):
     sender = fleet.open(timeout=math.inf)
     fleet.hold(1)
@@ -248,7 +237,7 @@ def test_infinite_timeout_ends_with_a_death(fleet):
 
 
 @over_pipes
-@start_methods("forkserver")
+@in_processes
 def test_what_a_worker_had_applied_is_not_counted_for_the_one_in_its_place(fleet):
     sender = fleet.open()
     assert sender.send(Stamped(1)) == 1

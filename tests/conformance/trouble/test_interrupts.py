@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import signal
+import functools
 import time
 
 import pytest
@@ -13,46 +12,21 @@ import shmsync
 from shmsync.schemes import send_together
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, only, over_pipes, start_methods
+from support.conformance.table import MP, in_processes, only, over_pipes
+from support.interrupts import alarms
 
-in_processes = start_methods("forkserver")
 pytestmark = in_processes
 
 
 @contextlib.contextmanager
-def storm(seconds, at_most):
-    """A SIGINT at random moments; gives a function that runs a call with one, and says whether it landed."""
-    armed, landed = False, 0
-    chance = random.Random(1)
-
-    def handler(*_):
-        nonlocal armed, landed
-        if armed:
-            armed, landed = False, landed + 1
-            raise KeyboardInterrupt
-
-    def interrupted(call):
-        nonlocal armed
-        before = landed
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, at_most))
-        try:
-            armed = True
-            call()
-            armed = False
-        except KeyboardInterrupt:
-            pass
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return landed > before
-
-    previous = signal.signal(signal.SIGALRM, handler)
-    ends = time.monotonic() + seconds
-    interrupted.more = lambda: time.monotonic() < ends or landed < 20
-    interrupted.landed = lambda: landed
-    try:
-        yield interrupted
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+def storm(at_most):
+    """Gives a function that runs a call with an interrupt within so many seconds, and says whether it landed."""
+    ends = time.monotonic() + 0.5
+    with alarms(seed=1) as interrupted:
+        storm = functools.partial(interrupted, longest=at_most)
+        storm.more = lambda: time.monotonic() < ends or interrupted.landed < 20
+        storm.landed = lambda: interrupted.landed
+        yield storm
 
 
 def finish(sender):
@@ -77,7 +51,7 @@ def test_an_interrupt_in_a_send_leaves_every_pipe_usable(fleet, call):
         else:
             sender.send(weights, [0, 2] if call == "some" else None)
 
-    with storm(0.5, 0.004) as interrupted:
+    with storm(0.004) as interrupted:
         while interrupted.more():
             number += 1
             weights = Stamped(number)
@@ -96,7 +70,7 @@ def test_an_interrupt_in_send_together_leaves_every_pipe_usable(fleet):
     a, b = fleet.open("a", timeout=60.0), fleet.open("b", timeout=60.0)
     number = 1
     versions = [send_together({a: Stamped(1), b: Stamped(1)})]
-    with storm(0.5, 0.008) as interrupted:
+    with storm(0.008) as interrupted:
         while interrupted.more():
             number += 1
             models = {a: Stamped(number), b: Stamped(number)}
@@ -129,7 +103,7 @@ def test_an_interrupt_in_a_workers_receive_loses_no_weights(fleet):
 def test_an_interrupt_in_the_first_send_of_a_sender_leaves_every_pipe_usable(fleet, width):
     fleet.open("policy", Stamped, 0, width, timeout=60.0)
     number = 0
-    with storm(0.5, 0.02) as interrupted:
+    with storm(0.02) as interrupted:
         while interrupted.more():
             number += 1
             scheme = fleet.make(timeout=60.0)

@@ -149,17 +149,6 @@ def test_a_worker_that_was_kept_out_of_a_meeting_comes_back(connect, make, monke
     scheme_b.shutdown()
 
 
-def test_a_scheme_that_was_shut_down_sends_nothing(connect):
-    pipe, worker = connect(SharedMemWeightSyncScheme, "policy")
-    scheme, policy = sender(SharedMemWeightSyncScheme, pipe)
-    policy.send(model(1))
-    scheme.shutdown()
-    for send in (policy.send, policy.send_async):
-        with pytest.raises(shmsync.ClosedError, match="shut down"):
-            send(model(2))
-    assert worker.value("policy") == 1
-
-
 def test_a_worker_that_lost_its_place_in_the_queue_is_answered_by_hand(connect):
     ours, theirs = multiprocessing.Pipe()
     _, policy = sender(MultiProcessWeightSyncScheme, ours)

@@ -1,14 +1,12 @@
 """partial=True through pipes: a part that a worker refuses, in time or after the deadline, is not brought again."""
 
-import multiprocessing
-
 import pytest
 import torch
 
 from shmsync.errors import AckTimeout, ManifestMismatch
 from shmsync.schemes import MultiProcessWeightSyncScheme
 from support.calls import Call
-from support.conformance.nets import Stamped, ask
+from support.conformance.nets import Stamped, ask, held, leaf
 from support.conformance.rigs import PipeRig
 
 WRONG = {"other": torch.zeros(2)}
@@ -21,31 +19,11 @@ def rig():
     made.close()
 
 
-def leaf(value, name="layer.bias"):
-    return {name: Stamped(value).state_dict()[name]}
-
-
-def held(net):
-    return {name: float(tensor.flatten()[0]) for name, tensor in net.state_dict().items()}
-
-
 def send_late(rig, weights):
     """A send that nobody answers in time."""
     rig.sender.send_async(weights)
     with pytest.raises(AckTimeout):
         rig.sender.wait_async(timeout=0.01)
-
-
-def join(rig):
-    """One more worker, whose pipe the sender knows; its model."""
-    ours, theirs = multiprocessing.Pipe()
-    rig.pipes += [ours, theirs]
-    worker, net = MultiProcessWeightSyncScheme(partial=True), Stamped(0)
-    worker.init_on_worker("policy", model=net, pipe=theirs)
-    rig.sender.register_worker(len(rig.workers), ours)
-    rig.workers.append(worker)
-    rig.receivers.append(worker.get_receiver())
-    return net
 
 
 def test_part_that_is_refused_late_does_not_come_again(rig):
@@ -61,7 +39,7 @@ def test_part_that_is_refused_late_is_brought_to_nobody_new(rig):
     rig.deliver(Stamped(1))
     send_late(rig, {**WRONG, **leaf(7, "count")})
     rig.receive()
-    late = join(rig)
+    late = rig.join(Stamped(0))
     rig.deliver(leaf(2))
     assert held(late) == held(rig.nets[0]) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
 
@@ -70,12 +48,8 @@ def test_late_refusal_before_a_resend(rig):
     rig.deliver(Stamped(1))
     send_late(rig, WRONG)
     rig.receive()
-    late = join(rig)
-    call = Call(rig.sender.resend, 2, timeout=60)
-    while call.is_alive():
-        rig.receivers[-1].receive(timeout=0.05)
-        call.join(0.01)
-    call.result()
+    late = rig.join(Stamped(0))
+    rig.receive_until(Call(rig.sender.resend, 2, timeout=60))
     assert ask(late) == 1
 
 
@@ -93,7 +67,7 @@ def test_part_that_one_has_and_another_refuses_late_is_for_new_workers_too(rig):
     rig.nets[1] = rig.workers[1].get_receiver()._model_ref = Stamped(1, width=7)  # a model that has changed
     send_late(rig, leaf(2, "layer.weight"))
     rig.receive()
-    late = join(rig)
+    late = rig.join(Stamped(0))
     rig.deliver(leaf(3))
     assert held(late) == held(rig.nets[0]) == {"layer.weight": 2, "layer.bias": 3, "count": 1}
     assert held(rig.nets[1]) == {"layer.weight": 1, "layer.bias": 3, "count": 1}

@@ -8,8 +8,10 @@ from shmsync.errors import AckTimeout, ManifestMismatch
 from shmsync.schemes import SharedMemWeightSyncScheme, send_together
 from support.conformance import own_loop
 from support.conformance.nets import Stamped
-from support.conformance.table import MP, SHM, only, over_pipes, start_methods
+from support.conformance.table import MP, SHM, in_processes, only, over_pipes
+from support.worker import nothing
 
+pytestmark = in_processes
 FORMS = ["message", "pair", "content"]
 two_models = pytest.mark.parametrize("form", ["message", "pair"])
 
@@ -23,11 +25,10 @@ def begin(fleet, form="message", model_id=None):
 
 def end(fleet):
     """What the loops have kept."""
-    return [worker.interrupt(own_loop.nothing) for worker in fleet.workers]
+    return [worker.interrupt(nothing) for worker in fleet.workers]
 
 
 @over_pipes
-@start_methods("forkserver")
 @pytest.mark.parametrize("form", FORMS)
 def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
     sender = fleet.open()
@@ -40,7 +41,6 @@ def test_loop_of_the_workers_own_applies_and_answers(fleet, form):
 
 
 @over_pipes
-@start_methods("forkserver")
 def test_loop_over_the_transport_applies_and_answers(fleet):
     sender = fleet.open()
     fleet.hold()
@@ -53,7 +53,6 @@ def test_loop_over_the_transport_applies_and_answers(fleet):
 
 
 @over_pipes
-@start_methods("forkserver")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
     sender = fleet.open("policy", Stamped, 0, 9)  # the workers' models are wider
@@ -66,7 +65,6 @@ def test_what_a_loop_cannot_apply_raises_there_and_in_the_sender(fleet, form):
 
 
 @over_pipes
-@start_methods("forkserver")
 @two_models
 def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
     first, second = fleet.open("policy"), fleet.open("env.value_net")
@@ -78,7 +76,6 @@ def test_one_receiver_serves_every_model_of_its_pipe(fleet, form):
 
 
 @over_pipes
-@start_methods("forkserver")
 @two_models
 def test_model_without_a_receiver_is_named_to_the_sender(fleet, form):
     fleet.open("policy").send(Stamped(1))
@@ -92,7 +89,6 @@ def test_model_without_a_receiver_is_named_to_the_sender(fleet, form):
 
 
 @over_pipes
-@start_methods("forkserver")
 def test_loop_takes_part_in_a_meeting(fleet):
     first, second = fleet.open("policy"), fleet.open("env.value_net")
     begin(fleet, "message", "policy")
@@ -103,7 +99,6 @@ def test_loop_takes_part_in_a_meeting(fleet):
 
 
 @over_pipes
-@start_methods("forkserver")
 @pytest.mark.parametrize("form", ["pair", "content"])
 def test_loop_that_drops_the_word_of_a_meeting_is_late_for_it(fleet, form):
     sender = fleet.open()
@@ -121,7 +116,6 @@ def test_loop_that_drops_the_word_of_a_meeting_is_late_for_it(fleet, form):
 
 
 @over_pipes
-@start_methods("forkserver")
 def test_worker_that_refuses_a_meeting_calls_it_off(fleet):
     sender = fleet.open()
     fleet.hold()
@@ -135,7 +129,6 @@ def test_worker_that_refuses_a_meeting_calls_it_off(fleet):
 
 
 @only(MP, SHM)
-@start_methods("forkserver")
 def test_loop_and_receive_take_turns(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
@@ -149,7 +142,6 @@ def test_loop_and_receive_take_turns(fleet):
 
 @only(SHM)
 @pytest.mark.host_memory(reason="a worker that is stopped just after a section on a device still holds its slot")
-@start_methods("forkserver")
 @pytest.mark.parametrize("form", FORMS)
 def test_worker_that_gave_its_index_is_named_when_it_reads_the_handle_itself(fleet, form):
     sender = fleet.open()

@@ -18,9 +18,8 @@ from support.calls import Call
 from support.conformance import calls_of_senders as calls
 from support.conformance import peers
 from support.conformance.nets import Stamped
-from support.conformance.table import over_pipes, start_methods
+from support.conformance.table import in_processes, over_pipes
 
-in_processes = start_methods("forkserver")
 OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2), "registered"), (None, "prepared")]
 
 

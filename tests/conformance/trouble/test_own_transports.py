@@ -13,6 +13,7 @@ import shmsync
 from shmsync.schemes import MPTransport, WeightSyncScheme
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped, stamp
+from support.conformance.rigs import BoxScheme
 
 
 class Box:
@@ -75,11 +76,6 @@ class Timed(Asks):
 class Broken(Asks):
     def wait_ack(self):
         raise ZeroDivisionError("of the transport's own")
-
-
-class BoxScheme(WeightSyncScheme):
-    def create_transport(self, pipe_or_context):
-        return pipe_or_context
 
 
 @pytest.fixture

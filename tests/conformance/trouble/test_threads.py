@@ -13,10 +13,8 @@ from shmsync.schemes import MultiProcessWeightSyncScheme, SharedMemWeightSyncSch
 from support.calls import Call
 from support.conformance import calls_of_senders as calls
 from support.conformance.nets import Stamped
-from support.conformance.table import over_pipes, start_methods
+from support.conformance.table import in_processes, over_pipes
 from support.processes import until_waits
-
-in_processes = start_methods("forkserver")
 
 
 @in_processes

@@ -9,7 +9,7 @@ from shmsync.errors import AckTimeout, WorkerDied
 from shmsync.schemes import MPTransport, SharedMemTransport, WeightStrategy
 from support.calls import Call
 from support.conformance import peers
-from support.conformance.nets import Stamped, ask, stamp
+from support.conformance.nets import Stamped, ask
 from support.conformance.table import MP, SHM, only
 
 multi_process, shared_mem = only(MP), only(SHM)
@@ -79,17 +79,6 @@ def test_mp_plain_answers_count_for_the_oldest_message(fleet):
     worker.call(peers.raw_send, (None, "updated"))  # this is for version 1
     with pytest.raises(AckTimeout):
         sender.wait_async(timeout=0.05)
-
-
-@multi_process
-def test_mp_message_holds_the_weights_by_value(fleet):
-    net = Stamped(1)
-    sender, worker = one_worker(fleet)
-    sender.send_async(net)
-    stamp(net, 2)
-    (_, weights), _ = worker.call(peers.raw_recv)
-    assert weights == listed(Stamped(1))
-    assert not net.layer.weight.is_shared()
 
 
 # ---- MPTransport

@@ -6,10 +6,21 @@ import contextlib
 from multiprocessing import reduction, resource_sharer
 
 from shmsync.schemes import MPTransport
-from support.conformance import peers
+from support.conformance import peers, remote_peers
 from support.conformance.nets import Stamped, stamp
 from support.processes import until
 from support.worker import Worker
+
+
+def can_go_on(worker, leave):
+    """After a test, whatever state the worker is in: has it forgotten everything, for the next test?"""
+    if worker.process.is_alive():
+        worker.resume()
+        if not worker.busy:
+            with contextlib.suppress(Exception):
+                worker.call(leave)
+                return True
+    return False
 
 
 class Crew:
@@ -26,14 +37,9 @@ class Crew:
         return self._idle.pop(0) if self._idle else self._start()
 
     def give_back(self, worker):
-        """After a test, whatever state it is in."""
-        if worker.process.is_alive():
-            worker.resume()
-            if not worker.busy:
-                with contextlib.suppress(Exception):
-                    worker.call(peers.leave)
-                    self._idle.append(worker)
-                    return
+        if can_go_on(worker, peers.leave):
+            self._idle.append(worker)
+            return
         worker.end()
         if len(self._idle) < 3:
             self._idle.append(self._start())  # its imports run beside the tests that come first
@@ -63,10 +69,10 @@ class Fleet:
         """A scheme; with alone=, one that reaches each worker without the others."""
         return self.entry.make(**(self.entry.alone if alone else {}), **options)
 
-    def open(self, model_id="policy", model=Stamped, *args, scheme=None, alone=False, **options):
-        """Synchronise a model `model(*args)` of every worker; its sender."""
+    def open(self, model_id="policy", model=Stamped, *args, scheme=None, alone=False, given=(), **options):
+        """Synchronise a model `model(*args)` of every worker; its sender. `given`: what init_on_sender() gets too."""
         scheme = self.make(alone=alone, **options) if scheme is None else scheme
-        self.init_sender(scheme, model_id)
+        self.init_sender(scheme, model_id, **dict(given))
         for index in range(len(self.workers)):
             self.join(index, scheme, model_id, model, *args)
         return scheme.get_sender()
@@ -109,7 +115,7 @@ class Fleet:
 
     def send_and_change(self, sender, name):
         """As the function, where the trainer is."""
-        return send_and_change(sender, name)
+        return self.with_sender(sender, send_and_change, name)
 
     def with_sender(self, sender, function, *args):
         """function(sender, *args), where the trainer is."""
@@ -188,6 +194,9 @@ class PipeFleet(Fleet):
 class RemoteFleet(Fleet):
     """What the fleets of schemes for several machines have in common: the trainer's word comes to a worker on another
     way than the test's, so neither waits for the other."""
+
+    def die_when_applied(self, index, note):
+        self.workers[index].start(remote_peers.die_when_applied, note)
 
     def get(self, stamps, workers):
         until(lambda: self.stamps(workers=workers) == stamps)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import tempfile
 from functools import partial
 
 from support.conformance import remote_peers, remote_trainer
-from support.conformance.fleet import RemoteFleet
+from support.conformance.fleet import RemoteFleet, can_go_on
 from support.conformance.remote_trainer import Remote
-from support.worker import Worker, fork_server
+from support.worker import Worker, fork_server, nothing
 
 WORKERS = 3
 SIZE = 1 + WORKERS + 1  # the trainer, workers, and one that takes the place of the dead
@@ -45,23 +44,12 @@ class World:
 
     def usable(self):
         """After a test: has nobody died, and does everybody answer?"""
-        for worker in self.ranks:
-            if not worker.process.is_alive():
-                return False
-            with contextlib.suppress(ProcessLookupError):  # it dies just now
-                worker.resume()
-            if worker.busy:
-                return False
-        with contextlib.suppress(Exception):
-            for worker in self.ranks[1:]:
-                worker.call(remote_peers.leave)
-            return True
-        return False
+        leave = [nothing, *[remote_peers.leave] * (SIZE - 1)]  # the trainer has nothing to forget
+        return all(map(can_go_on, self.ranks, leave))
 
     def close(self):
         for worker in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                worker.resume()
+            worker.resume()
             worker.end()
 
 
@@ -145,9 +133,6 @@ class WorldFleet(RemoteFleet):
     def with_sender(self, sender, function, *args):
         return self.world.trainer.call(remote_trainer.with_sender, sender.key, function, *args)
 
-    def send_and_change(self, sender, name):
-        return self.world.trainer.call(remote_trainer.send_and_change, sender.key, name)
-
     def close(self):
         super().close()
         self.crew.give_back(self.world)
@@ -162,9 +147,6 @@ class RPCFleet(WorldFleet):
 
     def register(self, sender, index):
         self.world.trainer.call(remote_trainer.change_roster, sender.model_id, index, self.ranks[index])
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(remote_peers.die_when_applied, note)
 
 
 class DistributedFleet(WorldFleet):
@@ -197,6 +179,3 @@ class SocketFleet(WorldFleet):
     def register(self, sender, index):
         address = self.world.addresses[self.ranks[index]]
         self.world.trainer.call(remote_trainer.change_address, sender.model_id, index, address)
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(remote_peers.die_when_applied, note)

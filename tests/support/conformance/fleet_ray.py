@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 
 import pytest
 
 from support.conformance import remote_peers
-from support.conformance.fleet import RemoteFleet
+from support.conformance.fleet import RemoteFleet, can_go_on
 from support.remote.one_ray import SYSTEM, instead_of_the_last
 from support.worker import Gone, RemoteTraceback, Worker
 
@@ -109,15 +108,10 @@ class RayCrew:
         return worker
 
     def give_back(self, worker):
-        if worker.process.is_alive():
-            worker.resume()
-            if not worker.busy:
-                with contextlib.suppress(Exception):
-                    worker.call(remote_peers.leave)
-                    self._idle.append(worker)
-                    return
-        worker.end()
-        self._idle.append(self._start())
+        if not can_go_on(worker, remote_peers.leave):
+            worker.end()
+            worker = self._start()
+        self._idle.append(worker)
 
     def close(self):
         import ray
@@ -153,9 +147,6 @@ class RayFleet(RemoteFleet):
     def init_sender(self, scheme, model_id="policy", **kwargs):
         self.schemes.append(scheme)
         scheme.init_on_sender(model_id, **{self.roster: self.actors, **kwargs})
-
-    def die_when_applied(self, index, note):
-        self.workers[index].start(remote_peers.die_when_applied, note)
 
     def close(self):
         for worker in self.workers:

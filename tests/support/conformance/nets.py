@@ -6,6 +6,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from support.weights import fill as stamp
+
 
 class Stamped(nn.Module):
     """Every parameter and buffer holds one number. A forward tells the smallest and the largest of them."""
@@ -71,18 +73,33 @@ class Slow(Stamped):
         return before[0], super().forward()[1]
 
 
-def stamp(module, value):
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(value)
-    return module
-
-
 def ask(module):
     """What it is filled with; a pair, if that is not one number."""
     with torch.no_grad():
         low, high = module()
     return low if low == high else (low, high)
+
+
+def shared(module):
+    """The module's weights as a plain TensorDict in shared memory, as users of torch make it."""
+    return TensorDict.from_module(module).data.clone().share_memory_()
+
+
+def numbers(weights):
+    """What the elements of a TensorDict are."""
+    return {float(value) for leaf in weights.values(True, True) for value in leaf.reshape(-1)}
+
+
+def leaf(value, name="layer.bias"):
+    """One leaf of a Stamped, alone."""
+    return {name: Stamped(value).state_dict()[name]}
+
+
+def held(module):
+    """What the first element of each leaf is."""
+    with torch.no_grad():
+        module()  # a bound module moves to the newest version
+    return {name: float(tensor.flatten()[0]) for name, tensor in module.state_dict().items()}
 
 
 FORMS = {

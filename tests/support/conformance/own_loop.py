@@ -41,12 +41,3 @@ def strange_loop(state):
     while state.pipe in connection.wait([state.conn, state.pipe]):
         state.pipe.recv()
         state.pipe.send((None, "what?"))
-
-
-def worker_of_subscriber(state):
-    """Which index the subscriber of this worker has in the reader table."""
-    return state.receivers["policy"].worker_idx
-
-
-def nothing(state):
-    """Ends a loop."""

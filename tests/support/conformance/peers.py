@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import struct
 import threading
@@ -22,6 +21,7 @@ from shmsync.schemes.link.worker_end import WorkerEnd
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
+from support.interrupts import alarms
 
 # ---- a worker's life
 
@@ -227,20 +227,15 @@ def raw_detach(state):
 
 def is_writable(state):
     """May this process write to the pages where the model's weights are?"""
-    return "w" in mapping_of_weights(state)[1]
+    return "w" in mapping_of_weights(state)[0]
 
 
 def inode_of_weights(state):
-    return mapping_of_weights(state)[4]
+    return mapping_of_weights(state)[1]
 
 
 def mapping_of_weights(state):
-    address = state.models["policy"].layer.weight.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(word, 16) for word in line.split()[0].split("-"))
-        if start <= address < end:
-            return line.split()
-    raise LookupError(hex(address))
+    return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
 
 
 def identities(state):
@@ -310,26 +305,11 @@ def talk(state):
 
 def receive_in_a_storm(state, seconds):
     """Receive for so long, while alarms interrupt at random moments; how many landed."""
-    armed, landed = False, 0
-    chance = random.Random(2)
-
-    def handler(*_):
-        nonlocal armed, landed
-        if armed:
-            armed, landed = False, landed + 1
-            raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, handler)
     end = time.monotonic() + seconds
-    while time.monotonic() < end or landed < 5:
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.003))
-        with contextlib.suppress(KeyboardInterrupt):
-            armed = True
-            state.receivers["policy"].receive(timeout=0.002)
-            armed = False
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, previous)
-    return landed
+    with alarms(seed=2) as interrupted:
+        while time.monotonic() < end or interrupted.landed < 5:
+            interrupted(lambda: state.receivers["policy"].receive(timeout=0.002), 0.003)
+    return interrupted.landed
 
 
 # ---- a trainer in a process of its own

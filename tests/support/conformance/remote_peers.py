@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
-import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from shmsync.examples.socket_transport import serve as serve_weights
 
 from shmsync.schemes.remote.packed_weights import stamp_of
 from support.conformance import peers
+from support.worker import answer
 
 
 def begin(state, index, **given):
@@ -58,19 +57,6 @@ def take_weights(state, weights):
         receiver.receive(timeout=0)  # the worker's loop has noticed
 
 
-def serve(state, function, args, kwargs):
-    """Answer a call of the test: did it return, its value or exception, and its traceback."""
-    try:
-        return True, function(state, *args, **kwargs), None
-    except Exception as error:
-        trace = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        return False, error, trace
-
-
 class Actor:
     """A worker of Ray. Its weights come in another concurrency group than the test's calls."""
 
@@ -79,7 +65,7 @@ class Actor:
         peers.start_over(self.state)
 
     def call(self, function, args, kwargs):
-        return serve(self.state, function, args, kwargs)
+        return answer(self.state, function, args, kwargs)
 
     def update_policy_weights_(self, policy_or_weights=None):
         take_weights(self.state, policy_or_weights)

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 
-from support.conformance import fleet
 from support.conformance.remote_peers import Collector
 
 
@@ -102,11 +101,6 @@ def with_sender(state, key, function, *args):
 def shut_down(state, key):
     if key in vars(state).get("schemes", {}):
         state.schemes.pop(key)[0].shutdown()
-
-
-def send_and_change(state, key, name):
-    """See fleet.py."""
-    return fleet.send_and_change(state.schemes[key][0].get_sender(), name)
 
 
 # ---- in the test

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import pickle
 from collections import deque
@@ -127,17 +129,25 @@ class Rig:
 
     Args:
         make: the scheme's class.
+        nets: the workers' models.
+        sender, receiver: methods that a sender or receiver of the user's own overrides.
+        prepares: the prepare_weights() of a scheme of the user's own.
+        context, given: what init_on_sender() gets.
         options: of the scheme.
     """
 
-    def __init__(self, make, *, sender=None, receiver=None, context=None, scheme=None, given=None, **options):
-        self.nets = [Stamped(0), Stamped(0)]
+    def __init__(
+        self, make, *, nets=None, sender=None, receiver=None, prepares=None, context=None, given=None, **options
+    ):
+        if prepares:
+            make = type("Preparing", (make,), {"prepare_weights": prepares})
+        self.make_scheme = functools.partial(make, **options)
+        self.nets = [Stamped(0), Stamped(0)] if nets is None else nets
         self.pipes = []
-        self.scheme = make(**options) if scheme is None else scheme
-        self.workers = [make(**options) for _ in self.nets]
+        self.scheme = self.make_scheme()
+        self.workers = [self.make_scheme() for _ in self.nets]
         if sender:
             derived(self.scheme, "sender", sender)
-        self.contexts = []
         for index, worker in enumerate(self.workers):
             if receiver:
                 derived(worker, "receiver", receiver)
@@ -155,6 +165,13 @@ class Rig:
     def receive(self):
         for receiver in self.receivers:
             receiver.receive(timeout=0.05)
+
+    def receive_until(self, call):
+        """Let every worker receive until this Call has returned; what it returned."""
+        while call.is_alive():
+            self.receive()
+            call.join(0.01)
+        return call.result()
 
     def stamps(self):
         return [ask(net) for net in self.nets]
@@ -188,6 +205,15 @@ class PipeRig(Rig):
     def addresses(self):
         return {"pipes": self.pipes[::2]}
 
+    def join(self, net):
+        """One more worker, which the sender knows."""
+        worker = self.make_scheme()
+        worker.init_on_worker("policy", model=net, **self.connect())
+        self.sender.register_worker(len(self.workers), self.pipes[-2])
+        self.workers.append(worker)
+        self.receivers.append(worker.get_receiver())
+        return net
+
 
 class CallRig(Rig):
     """A scheme for several machines."""
@@ -215,3 +241,21 @@ KINDS = {
     "call-fan-out": (CallRig, CallScheme),
 }
 OPTIONS = {"shm": {"groups": [[0], [1]]}, "call-fan-out": {"fan_out": "node"}}
+
+
+@contextlib.contextmanager
+def rigs(kind, options=None):
+    """make(...) -> a Rig of this kind, closed at the end. `options`: of its scheme, by default those of OPTIONS."""
+    made = []
+    rig, scheme = KINDS[kind]
+    always = OPTIONS.get(kind, {}) if options is None else options
+
+    def make(**more):
+        made.append(rig(scheme, **{**always, **more}))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for each in made:
+            each.close()

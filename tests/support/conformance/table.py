@@ -154,3 +154,6 @@ def start_methods(*names: str) -> Any:
     """A mark: where workers are started by multiprocessing, these start methods will do, as the test kills many or
     depends on nothing else."""
     return pytest.mark.parametrize("crew", [*names, "ray", "rpc", "distributed", "socket"], indirect=True)
+
+
+in_processes = start_methods("forkserver")  # a mark: any start method will do
