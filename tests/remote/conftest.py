@@ -1,10 +1,23 @@
-"""Ray, for all tests that need no more than one node of it."""
+"""Trainers and workers that speak RPC or torch.distributed, and Ray for all tests that need one node of it."""
 
 import os
 
 import pytest
 
 from support.remote import parts
+
+
+@pytest.fixture
+def fleet(start):
+    """fleet(2, nodes=...) -> a trainer and workers, see parts.Fleet; they are dead afterwards."""
+    with parts.fleets(start) as new:
+        yield new
+
+
+@pytest.fixture(params=["rpc", "distributed"])
+def kind(request):
+    """What the trainer and its workers speak."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from support.remote.members import FOR_EVER
 
 
 @pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield lambda count, keeper=None: new(count).connect("distributed", keeper=keeper)
+def ranks(fleet):
+    """ranks(2) -> a Fleet that is connected."""
+    return lambda count, keeper=None: fleet(count).connect("distributed", keeper=keeper)
 
 
 def until_sent(worker):
@@ -31,24 +31,15 @@ def test_every_backend_but_gloo_is_refused():
 
 
 @pytest.mark.parametrize(("sync", "strategy"), [(True, "state_dict"), (False, "tensordict")])
-def test_every_rank_gets_every_version(fleet, sync, strategy):
-    group = fleet(2).open(sync=sync, strategy=strategy)
+def test_every_rank_gets_every_version(ranks, sync, strategy):
+    group = ranks(2).open(sync=sync, strategy=strategy)
     for version in (1, 2, 3):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 2
 
 
-def test_a_send_in_two_halves(fleet):
-    group = fleet(2).open()
-    assert group.trainer.call(parts.send_async, 7) == 1
-    with pytest.raises(RuntimeError, match="pending"):
-        group.send(8)
-    assert group.trainer.call(parts.wait_async) == 1
-    assert group.look() == [(7, 1), (7, 1)]
-
-
-def test_the_default_process_group_tells_the_store_and_the_ranks(fleet):
-    group = fleet(2)
+def test_the_default_process_group_tells_the_store_and_the_ranks(ranks):
+    group = ranks(2)
     for worker in group.workers:
         worker.call(members.make_member_of_the_group, 500)
     group.trainer.call(parts.make_sender_with, 500)
@@ -56,20 +47,13 @@ def test_the_default_process_group_tells_the_store_and_the_ranks(fleet):
     assert group.look() == [(3, 1), (3, 1)]
 
 
-def test_only_the_ranks_that_were_given(fleet):
-    group = fleet(2)
+def test_only_the_ranks_that_were_given(ranks):
+    group = ranks(2)
     for worker in group.workers:
         worker.call(members.make_member, 500)
     group.trainer.call(parts.make_sender_with, 500, own_store=True, ranks=[2])
     assert group.send(3) == 1
     assert group.look() == [(0, 0), (3, 1)]
-
-
-def test_worker_ids_choose_ranks(fleet):
-    group = fleet(2).open()
-    group.send(1, workers=[1])
-    group.send(2, workers=0)
-    assert group.look() == [(2, 2), (1, 1)]
 
 
 def test_without_a_process_group_a_sender_says_what_it_needs():
@@ -82,8 +66,8 @@ def test_without_a_process_group_a_sender_says_what_it_needs():
 
 @pytest.mark.parametrize("size", [500, 1_000_000])  # the large one does not fit the buffers of a connection
 @pytest.mark.parametrize("when", ["before", "under way", "unanswered", "between"])
-def test_a_killed_rank_is_named_and_the_next_send_goes_on_without_it(fleet, when, size):
-    group = fleet(2)
+def test_a_killed_rank_is_named_and_the_next_send_goes_on_without_it(ranks, when, size):
+    group = ranks(2)
     victim, witness = group.workers
     victim.call(members.make_member, size, loop=False)
     witness.call(members.make_member, size)
@@ -121,9 +105,9 @@ def test_a_killed_rank_is_named_and_the_next_send_goes_on_without_it(fleet, when
         group.send(3, workers=0)
 
 
-def test_a_rank_that_dies_before_it_was_ever_a_worker_is_late(fleet):
+def test_a_rank_that_dies_before_it_was_ever_a_worker_is_late(ranks):
     # It never said where it is, so only the deadline tells.
-    group = fleet(2)
+    group = ranks(2)
     group.workers[1].call(members.make_member, 500)
     group.workers[0].kill()
     group.trainer.call(parts.make_sender, "distributed", 2, 500, timeout=5.0)
@@ -133,26 +117,8 @@ def test_a_rank_that_dies_before_it_was_ever_a_worker_is_late(fleet):
     assert group.look(1) == [(1, 1)]
 
 
-def test_a_stopped_rank_is_late_and_gets_one_message_however_often_it_is_sent_to(fleet):
-    group = fleet(2).open()
-    group.send(1)
-    group.trainer.call(parts.count_isends)
-    group.workers[0].stop()
-    for value, workers, timeout in [(2, None, 5.0), (3, 0, 0.5), (4, [0], 0.5)]:
-        with pytest.raises(shmsync.AckTimeout, match="worker 0") as caught:
-            group.send(value, workers=workers, timeout=timeout)
-        assert caught.value.missing == [0]
-    assert [rank for rank, _ in group.trainer.call(parts.isends)] == [1, 2]
-    assert group.look(1) == [(2, 2)]
-    group.workers[0].resume()
-    assert group.send(5) == 5
-    assert group.look() == [(5, 5), (5, 5)]
-    group.workers[0].call(members.wait_applied, 5)
-    assert group.workers[0].call(members.attribute, "applied") == [1, 2, 5]
-
-
-def test_a_late_answer_counts_for_nothing(fleet):
-    group = fleet(1).open()
+def test_a_late_answer_counts_for_nothing(ranks):
+    group = ranks(1).open()
     (worker,) = group.workers
     worker.stop()
     with pytest.raises(shmsync.AckTimeout):
@@ -167,8 +133,8 @@ def test_a_late_answer_counts_for_nothing(fleet):
     assert group.look() == [(3, 3)]
 
 
-def test_what_a_worker_raises_while_it_applies_raises_in_the_send(fleet):
-    group = fleet(2).open()
+def test_what_a_worker_raises_while_it_applies_raises_in_the_send(ranks):
+    group = ranks(2).open()
     group.send(1)
     with pytest.raises(shmsync.ManifestMismatch, match="weight") as caught:
         group.trainer.call(parts.send_other_model, 3)
@@ -181,62 +147,51 @@ def test_what_a_worker_raises_while_it_applies_raises_in_the_send(fleet):
     assert group.workers[0].call(members.attribute, "errors") == []  # its receive() said False, and went on
 
 
-def test_two_models_go_to_one_rank(fleet):
-    group = fleet(1)
-    group.workers[0].call(members.make_actor)
-    group.trainer.call(parts.make_actor_senders)
-    assert group.trainer.call(parts.send_both, 3, 4) == (1, 1)
-    assert group.workers[0].call(members.actor_values) == {"policy": (3, 1), "env.value_net": (4, 1)}
-    assert group.trainer.call(parts.send_both, 5, 6, at_once=True) == (2, 2)
-    assert group.workers[0].call(members.actor_values) == {"policy": (5, 2), "env.value_net": (6, 2)}
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a process namespace")
 @pytest.mark.parametrize("when", ["idle", "under way", "unanswered", "stopped"])
-def test_a_rank_whose_pid_means_nothing_here_is_seen_to_die(start, server, when):
+def test_a_rank_whose_pid_means_nothing_here_is_seen_to_die(fleet, server, when):
     """As on another machine: the end of a connection tells."""
-    with parts.fleets(start) as new:
-        group = new(1)
-        far = parts.ElsewhereWorker(server)
-        group.add(far)
-        group.connect("distributed")
-        group.workers[0].call(members.make_member, 1_000_000)
-        far.call(members.make_member, 1_000_000, loop=False)
-        group.trainer.call(parts.make_sender, "distributed", 2, 1_000_000, timeout=FOR_EVER)
-        far.start(members.receive, FOR_EVER)
-        group.send(1)
-        assert far.result()
-        if when == "idle":
-            far.kill()
-            group.trainer.start(parts.send, 2)
-        elif when == "stopped":  # it counts as alive
-            far.stop()
-            with pytest.raises(shmsync.AckTimeout) as late:
-                group.send(2, timeout=5.0)
-            assert late.value.missing == [1]
-            far.kill()
-            group.trainer.start(parts.send, 2)
-        elif when == "under way":
-            far.stop()
-            group.trainer.start(parts.send, 2)
-            until_sent(far)
-            far.kill()
-        else:
-            far.start(members.take_unanswered)
-            group.trainer.start(parts.send, 2)
-            far.result()
-            far.kill()
-        with pytest.raises(shmsync.WorkerDied, match="worker 1 ") as caught:
-            group.trainer.result()
-        assert caught.value.missing == [1]
-        assert group.look(0)[0][0] == 2
-        group.send(3)
-        assert group.look(0)[0][0] == 3
+    group = fleet(1)
+    far = parts.ElsewhereWorker(server)
+    group.add(far)
+    group.connect("distributed")
+    group.workers[0].call(members.make_member, 1_000_000)
+    far.call(members.make_member, 1_000_000, loop=False)
+    group.trainer.call(parts.make_sender, "distributed", 2, 1_000_000, timeout=FOR_EVER)
+    far.start(members.receive, FOR_EVER)
+    group.send(1)
+    assert far.result()
+    if when == "idle":
+        far.kill()
+        group.trainer.start(parts.send, 2)
+    elif when == "stopped":  # it counts as alive
+        far.stop()
+        with pytest.raises(shmsync.AckTimeout) as late:
+            group.send(2, timeout=5.0)
+        assert late.value.missing == [1]
+        far.kill()
+        group.trainer.start(parts.send, 2)
+    elif when == "under way":
+        far.stop()
+        group.trainer.start(parts.send, 2)
+        until_sent(far)
+        far.kill()
+    else:
+        far.start(members.take_unanswered)
+        group.trainer.start(parts.send, 2)
+        far.result()
+        far.kill()
+    with pytest.raises(shmsync.WorkerDied, match="worker 1 ") as caught:
+        group.trainer.result()
+    assert caught.value.missing == [1]
+    assert group.look(0)[0][0] == 2
+    group.send(3)
+    assert group.look(0)[0][0] == 3
 
 
-def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(fleet, start):
+def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(ranks, start):
     keeper = start()
-    group = fleet(1, keeper=keeper)
+    group = ranks(1, keeper=keeper)
     (worker,) = group.workers
     worker.call(members.make_member, 4_000_000, loop=False)
     group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # ranks on its own read them where they lie
@@ -258,34 +213,33 @@ def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(fleet, start):
 
 @pytest.mark.parametrize("keeper", ["the trainer", "another"])
 @pytest.mark.parametrize("when", ["idle", "waiting", "under way"])
-def test_receive_outlives_the_trainer(start, when, keeper):
+def test_receive_outlives_the_trainer(fleet, start, when, keeper):
     """Whoever has the store: the trainer, or a process that lives on."""
-    with parts.fleets(start) as new:
-        another = start()
-        group = new(1).connect("distributed", keeper=another if keeper == "another" else None)
-        (worker,) = group.workers
-        worker.call(members.make_member, 2_000_000, loop=False)
-        group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # so that they go by gloo
-        group.trainer.call(parts.make_sender, "distributed", 1, 2_000_000, timeout=FOR_EVER)
-        worker.start(members.receive, FOR_EVER)
-        group.send(1)
-        assert worker.result()
-        if when == "under way":
-            worker.stop()
-            group.trainer.start(parts.send, 2)
-            until_sent(worker)
-        elif when == "waiting":
-            worker.begin(members.receive, FOR_EVER if keeper == "the trainer" else 2.0)
-        group.trainer.kill()
-        worker.resume()
-        raises = keeper == "the trainer" or when == "under way"
-        seconds = FOR_EVER if raises else 0.3
-        result = worker.result if when == "waiting" else lambda: worker.call(members.receive, seconds)
-        if raises:
-            with pytest.raises(shmsync.WriterDied):
-                result()
-        else:
-            assert not result()
-        if keeper == "another":  # what was under way does not come any more
-            assert not worker.call(members.receive, 0.3)
-        assert group.look() == [(1, 1)]
+    another = start()
+    group = fleet(1).connect("distributed", keeper=another if keeper == "another" else None)
+    (worker,) = group.workers
+    worker.call(members.make_member, 2_000_000, loop=False)
+    group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # so that they go by gloo
+    group.trainer.call(parts.make_sender, "distributed", 1, 2_000_000, timeout=FOR_EVER)
+    worker.start(members.receive, FOR_EVER)
+    group.send(1)
+    assert worker.result()
+    if when == "under way":
+        worker.stop()
+        group.trainer.start(parts.send, 2)
+        until_sent(worker)
+    elif when == "waiting":
+        worker.begin(members.receive, FOR_EVER if keeper == "the trainer" else 2.0)
+    group.trainer.kill()
+    worker.resume()
+    raises = keeper == "the trainer" or when == "under way"
+    seconds = FOR_EVER if raises else 0.3
+    result = worker.result if when == "waiting" else lambda: worker.call(members.receive, seconds)
+    if raises:
+        with pytest.raises(shmsync.WriterDied):
+            result()
+    else:
+        assert not result()
+    if keeper == "another":  # what was under way does not come any more
+        assert not worker.call(members.receive, 0.3)
+    assert group.look() == [(1, 1)]

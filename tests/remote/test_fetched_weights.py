@@ -6,18 +6,12 @@ import pytest
 
 import shmsync
 from support import processes
+from support.descriptors import exhaust
 from support.processes import until
 from support.remote import fetching, members, parts
 from support.remote.fetching import MANY
 
 
-@pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield new
-
-
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids=["beside the trainer", "one elsewhere"])
 def test_every_worker_gets_large_weights_and_the_trainer_keeps_none(fleet, kind, nodes):
     group = fleet(2, nodes=nodes, home="a").connect(kind).open(MANY)
@@ -31,7 +25,7 @@ def test_every_worker_gets_large_weights_and_the_trainer_keeps_none(fleet, kind,
 def test_a_worker_that_cannot_fetch_them_gets_them_by_rpc_itself(fleet, node):
     group = fleet(2, nodes=["a", node], home="a").connect("rpc").open(MANY)
     group.trainer.call(fetching.log)
-    group.workers[1].call(fetching.take_all_descriptors)
+    group.workers[1].call(exhaust)
     for version in (1, 2, 3):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 2
@@ -104,7 +98,6 @@ def test_a_rank_waits_no_longer_than_it_is_told_for_the_weights_of_a_stopped_tra
 # ---- fan_out="node", and a node with one worker
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 @pytest.mark.parametrize("size", [500, MANY])
 def test_the_only_worker_of_a_node_is_asked_once(fleet, kind, size):
     group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(size, fan_out="node")
@@ -136,7 +129,6 @@ def test_a_second_worker_that_joins_a_node_shares_the_arena_of_the_first(fleet):
     until(lambda: group.workers[0].call(fetching.relays_here) == 0)
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_the_only_worker_of_a_node_that_was_killed_is_named_alone(fleet, kind):
     group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
     group.send(1)
@@ -148,7 +140,6 @@ def test_the_only_worker_of_a_node_that_was_killed_is_named_alone(fleet, kind):
     assert group.send(3) == 3
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_what_the_only_worker_cannot_publish_raises_in_the_trainer(fleet, kind):
     group = fleet(1, nodes=["b"], home="a").connect(kind).open(fan_out="node")
     group.send(1)

@@ -17,11 +17,6 @@ from support.processes import until
 from support.remote import parts
 
 
-@pytest.fixture(params=["rpc", "distributed"])
-def kind(request):
-    return request.param
-
-
 def ip(*arguments):
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
@@ -65,44 +60,41 @@ def spread(group, names, cable, ends):
 
 
 @pytest.mark.parametrize(("fan_out", "copies"), [("node", 1), (None, 4)])
-def test_so_many_copies_cross_the_network(start, namespaces, kind, fan_out, copies):
+def test_so_many_copies_cross_the_network(namespaces, fleet, kind, fan_out, copies):
     names, cable = namespaces
-    with parts.fleets(start) as new:
-        group = spread(new(4), names, cable, [0, 1, 1, 1, 1])
-        group.connect(kind, host="10.231.0.1").open(500_000, fan_out=fan_out)
-        group.send(1)  # with whatever is needed once
-        before = group.trainer.call(parts.transmitted, cable[0])
-        group.send(2)
-        crossed = group.trainer.call(parts.transmitted, cable[0]) - before
-        assert group.look() == [(2, 2)] * 4
+    group = spread(fleet(4), names, cable, [0, 1, 1, 1, 1])
+    group.connect(kind, host="10.231.0.1").open(500_000, fan_out=fan_out)
+    group.send(1)  # with whatever is needed once
+    before = group.trainer.call(parts.transmitted, cable[0])
+    group.send(2)
+    crossed = group.trainer.call(parts.transmitted, cable[0]) - before
+    assert group.look() == [(2, 2)] * 4
     assert crossed == pytest.approx(copies * 8_000_000, rel=0.25)
 
 
 @pytest.mark.parametrize("fan_out", ["node", None])
-def test_a_network_that_fails_for_a_while_makes_workers_late(start, namespaces, kind, fan_out):
+def test_a_network_that_fails_for_a_while_makes_workers_late(namespaces, fleet, kind, fan_out):
     names, cable = namespaces
-    with parts.fleets(start) as new:
-        group = spread(new(2), names, cable, [0, 1, 1]).connect(kind, host="10.231.0.1").open(fan_out=fan_out)
-        group.send(1)
-        ip("-n", names[1], "link", "set", cable[1], "down")
-        with pytest.raises(shmsync.AckTimeout) as caught:
-            group.send(2, timeout=1.0)
-        assert {0, 1} <= set(caught.value.missing)
-        ip("-n", names[1], "link", "set", cable[1], "up")
-        assert group.send(3) == 3
-        assert group.look() == [(3, 3)] * 2
+    group = spread(fleet(2), names, cable, [0, 1, 1]).connect(kind, host="10.231.0.1").open(fan_out=fan_out)
+    group.send(1)
+    ip("-n", names[1], "link", "set", cable[1], "down")
+    with pytest.raises(shmsync.AckTimeout) as caught:
+        group.send(2, timeout=1.0)
+    assert {0, 1} <= set(caught.value.missing)
+    ip("-n", names[1], "link", "set", cable[1], "up")
+    assert group.send(3) == 3
+    assert group.look() == [(3, 3)] * 2
 
 
-def test_a_rank_that_the_network_gives_back_is_no_dead_one(start, namespaces):
+def test_a_rank_that_the_network_gives_back_is_no_dead_one(namespaces, fleet):
     """Longer than the kernel keeps up the connection that tells of its death."""
     names, cable = namespaces
-    with parts.fleets(start) as new:
-        group = spread(new(2), names, cable, [0, 1, 1]).connect("distributed", host="10.231.0.1").open()
-        group.send(1)
-        ip("-n", names[1], "link", "set", cable[1], "down")
-        with pytest.raises(shmsync.AckTimeout):
-            group.send(2, timeout=8.0)
-        ip("-n", names[1], "link", "set", cable[1], "up")
-        assert group.send(3) == 3
-        assert group.look() == [(3, 3)] * 2
-        assert group.trainer.call(parts.dead) == []
+    group = spread(fleet(2), names, cable, [0, 1, 1]).connect("distributed", host="10.231.0.1").open()
+    group.send(1)
+    ip("-n", names[1], "link", "set", cable[1], "down")
+    with pytest.raises(shmsync.AckTimeout):
+        group.send(2, timeout=8.0)
+    ip("-n", names[1], "link", "set", cable[1], "up")
+    assert group.send(3) == 3
+    assert group.look() == [(3, 3)] * 2
+    assert group.trainer.call(parts.dead) == []

@@ -15,20 +15,14 @@ from support.processes import segments, unread, until
 from support.remote import members, parts
 
 
-@pytest.fixture(params=["rpc", "distributed"])
-def kind(request):
-    return request.param
-
-
 @pytest.fixture
-def fleet(start, kind):
-    """fleet(["a", "a", "b"]) -> a Fleet whose workers are on these nodes, and its trainer on another one."""
-    with parts.fleets(start) as new:
-        yield (
-            lambda nodes, home="home", **kwargs: (
-                new(len(nodes), nodes=nodes, home=home).connect(kind).open(fan_out="node", **kwargs)
-            )
-        )
+def on_nodes(fleet, kind):
+    """on_nodes(["a", "a", "b"]) -> a Fleet whose workers are on these nodes, and its trainer on another one."""
+
+    def make(nodes, home="home", **options):
+        return fleet(len(nodes), nodes=nodes, home=home).connect(kind).open(fan_out="node", **options)
+
+    return make
 
 
 def mappings(group, *who):
@@ -36,8 +30,8 @@ def mappings(group, *who):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(fleet, slots):
-    group = fleet(["a", "b", "a", "b"], slots=slots)
+def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(on_nodes, slots):
+    group = on_nodes(["a", "b", "a", "b"], slots=slots)
     for version in (1, 2, 3):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 4
@@ -49,8 +43,8 @@ def test_the_workers_of_a_node_share_one_slab_that_they_cannot_write(fleet, slot
     assert inodes[0] != inodes[1]
 
 
-def test_one_copy_goes_to_each_node(fleet, kind):
-    group = fleet(["a", "b", "a", "b"])
+def test_one_copy_goes_to_each_node(on_nodes, kind):
+    group = on_nodes(["a", "b", "a", "b"])
     group.send(1)
     if kind == "rpc":
         # What the method of the class gets tells only where they lie.
@@ -63,8 +57,8 @@ def test_one_copy_goes_to_each_node(fleet, kind):
         assert all(nbytes >= 4 * 501 * 4 for _, nbytes in sent)
 
 
-def test_on_the_trainers_own_node_there_is_no_relay(fleet, kind):
-    group = fleet(["a", "a"], home="a")
+def test_on_the_trainers_own_node_there_is_no_relay(on_nodes, kind):
+    group = on_nodes(["a", "a"], home="a")
     if kind == "distributed":
         group.trainer.call(parts.count_isends)
     group.send(1)
@@ -79,8 +73,8 @@ def test_on_the_trainers_own_node_there_is_no_relay(fleet, kind):
         assert group.trainer.call(parts.isends) == []
 
 
-def test_a_trainer_that_shares_a_node_sends_one_copy_to_the_other(fleet):
-    group = fleet(["a", "b", "b"], home="a")
+def test_a_trainer_that_shares_a_node_sends_one_copy_to_the_other(on_nodes):
+    group = on_nodes(["a", "b", "b"], home="a")
     group.send(4)
     assert group.look() == [(4, 1)] * 3
     inodes = [inode for _, inode, _ in mappings(group, 0, 1, 2)]
@@ -90,8 +84,8 @@ def test_a_trainer_that_shares_a_node_sends_one_copy_to_the_other(fleet):
 
 
 @pytest.mark.parametrize("when", ["first", "idle", "under way"])
-def test_a_killed_relay_is_named_and_replaced_in_the_same_send(fleet, when):
-    group = fleet(["a", "b", "a", "b"], size=500 if when != "under way" else 500_000)
+def test_a_killed_relay_is_named_and_replaced_in_the_same_send(on_nodes, when):
+    group = on_nodes(["a", "b", "a", "b"], size=500 if when != "under way" else 500_000)
     version = itertools.count(1)
     if when != "first":
         group.send(next(version))
@@ -124,8 +118,8 @@ def test_a_killed_relay_is_named_and_replaced_in_the_same_send(fleet, when):
     assert members.can_write(group.workers[2].pid, inode)
 
 
-def test_when_the_next_relay_dies_too_both_are_named_and_the_send_after_it_goes_on(fleet):
-    group = fleet(["a", "b", "a", "a"])
+def test_when_the_next_relay_dies_too_both_are_named_and_the_send_after_it_goes_on(on_nodes):
+    group = on_nodes(["a", "b", "a", "a"])
     for index in (0, 2):
         group.workers[index].call(members.die_as_relay)
     with pytest.raises(shmsync.WorkerDied, match="the relay on node a") as caught:
@@ -137,8 +131,8 @@ def test_when_the_next_relay_dies_too_both_are_named_and_the_send_after_it_goes_
     assert group.look(1, 3) == [(2, 2)] * 2
 
 
-def test_a_node_whose_workers_are_all_dead_keeps_nobody_else(fleet):
-    group = fleet(["a", "b", "a"])
+def test_a_node_whose_workers_are_all_dead_keeps_nobody_else(on_nodes):
+    group = on_nodes(["a", "b", "a"])
     group.send(1)
     for index in (0, 2):
         group.workers[index].kill()
@@ -150,8 +144,8 @@ def test_a_node_whose_workers_are_all_dead_keeps_nobody_else(fleet):
     assert group.look(1) == [(3, 3)]
 
 
-def test_a_killed_worker_that_is_no_relay_is_named_alone(fleet):
-    group = fleet(["a", "b", "a"])
+def test_a_killed_worker_that_is_no_relay_is_named_alone(on_nodes):
+    group = on_nodes(["a", "b", "a"])
     group.send(1)
     group.workers[2].kill()
     with pytest.raises(shmsync.WorkerDied, match="worker 2 ") as caught:
@@ -162,8 +156,8 @@ def test_a_killed_worker_that_is_no_relay_is_named_alone(fleet):
     assert group.look(0, 1) == [(3, 3)] * 2
 
 
-def test_a_stopped_relay_makes_its_node_late_and_no_other(fleet):
-    group = fleet(["a", "b", "a"])
+def test_a_stopped_relay_makes_its_node_late_and_no_other(on_nodes):
+    group = on_nodes(["a", "b", "a"])
     group.send(1)
     group.workers[0].stop()
     with pytest.raises(shmsync.AckTimeout, match="the relay on node a") as caught:
@@ -175,8 +169,8 @@ def test_a_stopped_relay_makes_its_node_late_and_no_other(fleet):
     assert group.look() == [(3, 3)] * 3
 
 
-def test_a_part_of_a_node_is_refused(fleet):
-    group = fleet(["a", "b", "a"])
+def test_a_part_of_a_node_is_refused(on_nodes):
+    group = on_nodes(["a", "b", "a"])
     group.send(1)
     with pytest.raises(ValueError, match=r"workers \[0, 2\] share one arena on node a"):
         group.send(2, workers=[0])
@@ -186,8 +180,8 @@ def test_a_part_of_a_node_is_refused(fleet):
     assert group.look() == [(3, 2), (4, 3), (3, 2)]
 
 
-def test_a_trainer_that_is_started_again_counts_anew_in_new_arenas(fleet, kind):
-    group = fleet(["a", "b", "b"], home="b")
+def test_a_trainer_that_is_started_again_counts_anew_in_new_arenas(on_nodes, kind):
+    group = on_nodes(["a", "b", "b"], home="b")
     group.send(1)
     assert group.send(2) == 2
     old = mappings(group, 0, 1)
@@ -200,60 +194,56 @@ def test_a_trainer_that_is_started_again_counts_anew_in_new_arenas(fleet, kind):
 
 
 @pytest.mark.parametrize("fan_out", ["node", None])
-def test_a_worker_that_comes_late_gets_what_was_sent_before(start, fan_out):
-    with parts.fleets(start) as new:
-        group = new(2, nodes=["a", "a"], home="home").connect("distributed")
-        group.workers[0].call(members.make_member, 500, fan_out=fan_out)
-        group.trainer.call(parts.make_sender, "distributed", 2, 500, fan_out=fan_out, timeout=members.FOR_EVER)
-        group.trainer.call(parts.note_questions)
-        group.trainer.start(parts.send, 3)
-        until(lambda: group.workers[1].call(parts.store, "check", ["NODE_2_asked"]))  # before it was there
-        assert not group.trainer.done()
-        group.workers[1].call(members.make_member, 500, fan_out=fan_out)
-        assert group.trainer.result() == 1
-        assert group.look() == [(3, 1)] * 2
+def test_a_worker_that_comes_late_gets_what_was_sent_before(fleet, fan_out):
+    group = fleet(2, nodes=["a", "a"], home="home").connect("distributed")
+    group.workers[0].call(members.make_member, 500, fan_out=fan_out)
+    group.trainer.call(parts.make_sender, "distributed", 2, 500, fan_out=fan_out, timeout=members.FOR_EVER)
+    group.trainer.call(parts.note_questions)
+    group.trainer.start(parts.send, 3)
+    until(lambda: group.workers[1].call(parts.store, "check", ["NODE_2_asked"]))  # before it was there
+    assert not group.trainer.done()
+    group.workers[1].call(members.make_member, 500, fan_out=fan_out)
+    assert group.trainer.result() == 1
+    assert group.look() == [(3, 1)] * 2
 
 
-def test_a_worker_that_joins_a_node_attaches_to_its_arena(start):
-    with parts.fleets(start) as new:
-        group = new(3, nodes=["a", "a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
-        group.send(1)
-        old = mappings(group, 0)
-        for rank in (2, 3):
-            group.trainer.call(parts.add_collector, rank, 500)
-        assert group.send(2) == 2
-        assert group.look() == [(2, 2)] * 3
-        assert mappings(group, 0, 1) == old * 2
-        group.trainer.call(parts.remove_collector, 0)  # with the relay
-        assert group.send(3) == 3
-        assert group.look(1, 2) == [(3, 3)] * 2
-        assert mappings(group, 1) != old
+def test_a_worker_that_joins_a_node_attaches_to_its_arena(fleet):
+    group = fleet(3, nodes=["a", "a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
+    group.send(1)
+    old = mappings(group, 0)
+    for rank in (2, 3):
+        group.trainer.call(parts.add_collector, rank, 500)
+    assert group.send(2) == 2
+    assert group.look() == [(2, 2)] * 3
+    assert mappings(group, 0, 1) == old * 2
+    group.trainer.call(parts.remove_collector, 0)  # with the relay
+    assert group.send(3) == 3
+    assert group.look(1, 2) == [(3, 3)] * 2
+    assert mappings(group, 1) != old
 
 
-def test_the_first_of_two_receivers_in_the_relays_process_may_leave(start):
-    with parts.fleets(start) as new:
-        group = new(2, nodes=["a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
-        group.trainer.call(parts.add_collector, 1, 500, "second")
-        group.send(1)
-        group.trainer.call(parts.remove_collector, 0)  # the relay was of its
-        for value in (2, 3):
-            assert group.send(value) == value
-            assert group.workers[0].call(members.look, "second") == (value, value)
+def test_the_first_of_two_receivers_in_the_relays_process_may_leave(fleet):
+    group = fleet(2, nodes=["a", "b"], home="home").connect("rpc").open(workers=1, fan_out="node")
+    group.trainer.call(parts.add_collector, 1, 500, "second")
+    group.send(1)
+    group.trainer.call(parts.remove_collector, 0)  # the relay was of its
+    for value in (2, 3):
+        assert group.send(value) == value
+        assert group.workers[0].call(members.look, "second") == (value, value)
 
 
-def test_a_node_that_all_workers_have_left_keeps_no_arena(start):
-    with parts.fleets(start) as new:
-        group = new(2, nodes=["a", "b"], home="home").connect("rpc").open(fan_out="node")
-        group.send(1)
-        assert len(segments(group.workers[1].pid)) == 1
-        group.trainer.call(parts.remove_collector, 1)
-        assert group.send(2) == 2
-        until(lambda: not segments(group.workers[1].pid))
-        assert group.look() == [(2, 2), (1, 1)]  # it keeps what it has
+def test_a_node_that_all_workers_have_left_keeps_no_arena(fleet):
+    group = fleet(2, nodes=["a", "b"], home="home").connect("rpc").open(fan_out="node")
+    group.send(1)
+    assert len(segments(group.workers[1].pid)) == 1
+    group.trainer.call(parts.remove_collector, 1)
+    assert group.send(2) == 2
+    until(lambda: not segments(group.workers[1].pid))
+    assert group.look() == [(2, 2), (1, 1)]  # it keeps what it has
 
 
-def test_shutdown_ends_the_arenas(fleet, kind):
-    group = fleet(["a", "b"], home="b")
+def test_shutdown_ends_the_arenas(on_nodes, kind):
+    group = on_nodes(["a", "b"], home="b")
     group.send(1)
     group.trainer.call(parts.shut_down)
     assert segments(group.trainer.pid) == []
@@ -261,22 +251,21 @@ def test_shutdown_ends_the_arenas(fleet, kind):
         group.workers[0].call(members.wait_without_segments)
 
 
-def test_a_process_namespace_is_a_node_of_its_own(start, server, kind):
+def test_a_process_namespace_is_a_node_of_its_own(fleet, server, kind):
     if os.geteuid() != 0:
         pytest.skip("needs root, to make process namespaces")
-    with parts.fleets(start) as new:
-        group = new(0)
-        for _ in range(2):
-            group.add(parts.ElsewhereWorker(server))
-        group.connect(kind).open(fan_out="node")
-        assert group.send(1) == 1
-        assert group.look() == [(1, 1)] * 2
-        inodes = [worker.call(members.mapping)[1] for worker in group.workers]
-        assert inodes[0] != inodes[1]
-        group.workers[0].kill()
-        with pytest.raises(shmsync.WorkerDied, match="worker 0 ") as caught:
-            group.send(2)
-        assert 0 in caught.value.missing and 1 not in caught.value.missing
-        assert group.look(1) == [(2, 2)]
-        assert group.send(3) == 3
-        assert group.look(1) == [(3, 3)]
+    group = fleet(0)
+    for _ in range(2):
+        group.add(parts.ElsewhereWorker(server))
+    group.connect(kind).open(fan_out="node")
+    assert group.send(1) == 1
+    assert group.look() == [(1, 1)] * 2
+    inodes = [worker.call(members.mapping)[1] for worker in group.workers]
+    assert inodes[0] != inodes[1]
+    group.workers[0].kill()
+    with pytest.raises(shmsync.WorkerDied, match="worker 0 ") as caught:
+        group.send(2)
+    assert 0 in caught.value.missing and 1 not in caught.value.missing
+    assert group.look(1) == [(2, 2)]
+    assert group.send(3) == 3
+    assert group.look(1) == [(3, 3)]

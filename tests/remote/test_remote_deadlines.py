@@ -13,12 +13,6 @@ ALLOWED = 0.1
 TIMEOUT = 0.3
 
 
-@pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield new
-
-
 @contextlib.contextmanager
 def stopped(worker):
     worker.stop()
@@ -38,7 +32,6 @@ def send_until_applied(group, value):
 @pytest.mark.parametrize("call", [deadlines.send, deadlines.send_in_halves])
 @pytest.mark.parametrize("fan_out", [None, "node"])
 @pytest.mark.parametrize("first", [True, False], ids=["the first send", "a later one"])
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_stopped_worker(fleet, kind, first, fan_out, call):
     group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out=fan_out)
     if not first:
@@ -81,7 +74,6 @@ def test_a_stopped_host_of_the_store_keeps_no_worker(fleet, start, call, timeout
     assert group.look() == [(3, 1)]
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 @pytest.mark.parametrize("call", [deadlines.send_by_hand, deadlines.send_by_hand_in_halves])
 def test_a_stopped_worker_at_a_transport(fleet, kind, call):
     group = fleet(1).connect(kind)
@@ -113,7 +105,6 @@ def test_a_worker_that_does_not_receive_its_initial_weights(fleet):
     assert group.trainer.call(deadlines.send_initial, TIMEOUT) < ALLOWED
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_shutdown_with_stopped_relays(fleet, kind):
     group = fleet(3, nodes=["a", "b", "c"], home="home").connect(kind).open(fan_out="node")
     group.send(1)

@@ -9,10 +9,24 @@ from support.processes import segments
 from support.remote import members, parts, transports, troubles
 
 
-@pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield new
+def test_a_stopped_worker_is_late_and_gets_one_message_however_often_it_is_sent_to(fleet, kind):
+    group = fleet(2).connect(kind).open()
+    group.send(1)
+    if kind == "distributed":
+        group.trainer.call(parts.count_isends)
+    group.workers[0].stop()
+    for value, workers, timeout in [(2, None, 5.0), (3, 0, 0.5), (4, [0], 0.5)]:
+        with pytest.raises(shmsync.AckTimeout, match="worker 0") as caught:
+            group.send(value, workers=workers, timeout=timeout)
+        assert caught.value.missing == [0]
+    if kind == "distributed":
+        assert [rank for rank, _ in group.trainer.call(parts.isends)] == [1, 2]
+    assert group.look(1) == [(2, 2)]
+    group.workers[0].resume()
+    assert group.send(5) == 5
+    assert group.look() == [(5, 5), (5, 5)]
+    group.workers[0].call(members.wait_applied, 5)
+    assert group.workers[0].call(members.attribute, "applied") == [1, 2, 5]
 
 
 def test_bytes_of_a_message_that_nobody_took_are_not_taken_for_the_next_ones(fleet):
@@ -119,7 +133,6 @@ def test_weights_of_an_interrupted_send_are_not_taken_for_those_of_the_next(flee
     assert group.look() == [(9, version)] * 2
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_relay_that_dies_before_its_workers_attached_is_named_and_replaced(fleet, kind):
     group = fleet(3, nodes=["a", "a", "a"], home="home").connect(kind).open(fan_out="node")
     group.trainer.call(troubles.kill_before_the_announcements, group.workers[0].pid)
@@ -131,7 +144,6 @@ def test_a_relay_that_dies_before_its_workers_attached_is_named_and_replaced(fle
     assert group.look(1, 2) == [(8, 2)] * 2
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_whoever_waits_behind_two_relays_is_named(fleet, kind):
     group = fleet(3, nodes=["a", "a", "a"], home="home").connect(kind).open(fan_out="node")
     first, second, _ = group.workers
@@ -144,7 +156,6 @@ def test_whoever_waits_behind_two_relays_is_named(fleet, kind):
     assert group.look(1, 2) == [(8, 2)] * 2
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_death_that_only_a_look_at_the_others_found_is_named_by_the_next_send(fleet, kind):
     group = fleet(3, nodes=["a", "a", "b"], home="home").connect(kind).open(fan_out="node")
     group.workers[2].kill()
@@ -155,7 +166,6 @@ def test_a_death_that_only_a_look_at_the_others_found_is_named_by_the_next_send(
     assert group.look(0, 1) == [(2, 2)] * 2
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_sender_that_was_shut_down_makes_no_new_arena(fleet, kind):
     group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
     group.send(1)

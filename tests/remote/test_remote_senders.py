@@ -16,12 +16,6 @@ from support.processes import segments, until
 from support.remote import members, parts, transports
 
 
-@pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield new
-
-
 def packed(model, model_id):
     """What a call brings."""
     build, arguments = Packer().pack(model.state_dict(), model_id, 1).__reduce__()
@@ -50,7 +44,6 @@ def _nobody(scheme):
     return {"collector_infos": ["w1"], "collector_rrefs": [None], "collector_class": members.Member}
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_second_init_on_sender_ends_what_the_first_has_made(fleet, kind):
     group = fleet(3, nodes=["a", "a", "b"], home="a").connect(kind).open(fan_out="node")
     assert group.send(1) == 1
@@ -87,7 +80,6 @@ def test_weights_of_another_model_are_refused_by_name():
     assert not models["policy"].weight.equal(before)
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
     group = fleet(1).connect(kind).open()
     if kind == "rpc":

@@ -8,12 +8,6 @@ from support.remote import members, parts, threads, transports
 
 
 @pytest.fixture
-def fleet(start):
-    with parts.fleets(start) as new:
-        yield new
-
-
-@pytest.fixture
 def open_transport(fleet):
     """open_transport(kind, timeout) -> a fleet whose trainer has a transport to a worker with a receiver."""
 
@@ -29,7 +23,6 @@ def open_transport(fleet):
 
 
 @pytest.mark.parametrize("fan_out", [None, "node"])
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_one_sender_in_two_threads(fleet, kind, fan_out):
     group = fleet(2, nodes=["a", "a"], home="home").connect(kind).open(fan_out=fan_out)
     assert group.send(1) == 1
@@ -40,14 +33,12 @@ def test_one_sender_in_two_threads(fleet, kind, fan_out):
     assert group.look() == [(9, version)] * 2
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_one_transport_in_two_threads(open_transport, kind):
     group = open_transport(kind, 10.0)
     assert group.trainer.call(threads.send_over_one_transport, 2, 60, 10.0)[0][0] == []
     assert group.look()[0][0] == 5.0
 
 
-@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_a_transport_that_is_busy_in_this_thread_refuses_at_once(open_transport, kind):
     group = open_transport(kind, members.FOR_EVER)
     assert group.trainer.call(threads.refuse_in_the_same_thread) == ["WriterBusy"]

@@ -15,6 +15,7 @@ import ray
 
 from shmsync import AckTimeout, RayTransport, RayWeightSyncScheme, WorkerDied
 from support import processes
+from support.conformance.contexts import Context
 from support.processes import until
 from support.remote import ray_parts as parts
 
@@ -47,13 +48,6 @@ def sender_to(actors, **options):
     return scheme.get_sender()
 
 
-class Context:
-    """A collector as init_on_sender() sees it."""
-
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
 def test_constructors_take_what_the_api_says():
     transport = inspect.signature(RayTransport).parameters
     assert list(transport)[:2] == ["remote_collector", "tensor_transport"]
@@ -81,12 +75,6 @@ def test_waiting_for_no_send_is_an_error(crew):
 def test_a_transport_by_itself_sends_and_waits(crew):
     RayTransport(crew[0]).send_weights("policy", parts.net(3.0).state_dict())
     assert ray.get(crew[0].look.remote())[0] == 3.0
-
-
-def test_another_tensor_transport_is_refused(crew):
-    for make in (RayTransport, RayWeightSyncScheme):
-        with pytest.raises(ValueError, match="carrier pigeon"):
-            make(tensor_transport="carrier pigeon")
 
 
 @pytest.mark.parametrize("count", ["num_workers", "num_collectors"])
@@ -287,17 +275,3 @@ def test_actors_that_join_and_leave_the_list_are_seen_at_the_next_send(crew, sta
         sender.send(parts.net(3.0))
         assert sender.worker_ids == [0]
         assert parts.ask(crew, "look") == [(2.0, 2), (3.0, 3)]
-
-
-def test_two_models_of_one_actor_have_versions_of_their_own(starts):
-    schemes = {name: RayWeightSyncScheme() for name in ("policy", "value")}
-    actors = starts(schemes)
-    for name, scheme in schemes.items():
-        scheme.init_on_sender(name, remote_collectors=actors)
-    policy, value = (scheme.get_sender() for scheme in schemes.values())
-    assert [policy.send(parts.net(1.0)), policy.send(parts.net(2.0)), value.send(parts.net(9.0))] == [1, 2, 1]
-    assert ray.get([actors[0].look.remote(name) for name in schemes]) == [(2.0, 2), (9.0, 1)]
-    policy.send_async(parts.net(3.0))
-    value.send_async(parts.net(8.0))
-    assert (value.wait_async(), policy.wait_async()) == (2, 3)
-    assert ray.get([actors[0].look.remote(name) for name in schemes]) == [(3.0, 3), (8.0, 2)]

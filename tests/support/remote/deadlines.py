@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 
 import torch.distributed as dist
 
 from shmsync import DistributedTransport, DistributedWeightSyncScheme
+from support.calls import Call, outcome
 from support.remote import transports
 from support.remote.members import linear, members
 
@@ -43,16 +43,10 @@ def send_in_halves(state, timeout):
 
 def send_while_another_does(state, timeout, busy):
     """A send in one thread while another thread's lasts."""
-    other = threading.Thread(target=_quietly, args=(lambda: state.sender.send(timeout=busy),), daemon=True)
-    other.start()
+    other = Call(outcome, state.sender.send, timeout=busy)
     result = send(state, timeout)
-    other.join()
+    other.result()
     return result
-
-
-def _quietly(call):
-    with contextlib.suppress(Exception):
-        call()
 
 
 def use_transport(state, call, timeout, *args, **kwargs):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import resource
 
 from shmsync.schemes.remote import relay
 from shmsync.schemes.remote.packed_weights import PackedWeights
@@ -28,18 +26,6 @@ def log(state):
 
 def logged(state):
     return state.logged
-
-
-def take_all_descriptors(state):
-    """Nothing can be opened in this process any more, and nobody be connected to."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
-    state.taken = []
-    try:
-        while True:
-            state.taken.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        pass
 
 
 def block_the_port(state):

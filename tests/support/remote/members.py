@@ -16,16 +16,15 @@ from torch import nn
 from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, Publisher
+from support.holdings import mapping_at
 from support.processes import segments, until
+from support.weights import fill
 
 FOR_EVER = 3600.0  # a send that waited for this deadline would run into the test's watchdog
 
 
 def linear(size, value=0.0):
-    model = nn.Linear(size, 4)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
+    return fill(nn.Linear(size, 4), value)
 
 
 members = {}  # of this process, by name
@@ -179,10 +178,4 @@ def die_as_relay(state):
 
 def mapping(state):
     """(permissions, inode, path) of the memory that the model's weights lie in."""
-    address = members["policy"].model.weight.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _, _, inode, *path = line.split(maxsplit=5)
-        first, last = (int(bound, 16) for bound in span.split("-"))
-        if first <= address < last:
-            return permissions, int(inode), path[0] if path else ""
-    raise LookupError(hex(address))
+    return mapping_at(members["policy"].model.weight.data_ptr())

@@ -22,8 +22,10 @@ from torch.distributed import rpc
 
 from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.schemes.remote.distributed import rank_sender
+from support.conformance.contexts import Context
 from support.processes import remove_segments
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
+from support.weights import fill
 from support.worker import Worker, serve
 
 SCHEMES = {"rpc": RPCWeightSyncScheme, "distributed": DistributedWeightSyncScheme}
@@ -201,6 +203,10 @@ def make_sender_with(state, size, *, own_store=False, **arguments):
     state.scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
     if own_store:
         arguments["store"] = state.store
+    init_sender(state, arguments)
+
+
+def init_sender(state, arguments):
     state.scheme.init_on_sender("policy", model=state.model, **arguments)
     state.sender = state.scheme.get_sender()
 
@@ -211,39 +217,26 @@ def make_sender(state, kind, count, size, *, workers=None, context=False, **opti
     state.scheme = SCHEMES[kind](**options)
     if kind == "rpc":
         roster = {"collector_infos": [], "collector_rrefs": [], "collector_class": Member}
-        state.roster = Roster(roster)
+        state.roster = Context(**roster)
         for rank in range(1, (count if workers is None else workers) + 1):
             add_collector(state, rank, size)
         arguments = {"context": state.roster} if context else roster
     else:
         arguments = {"store": state.store, "num_workers": count}
-    state.scheme.init_on_sender("policy", model=state.model, **arguments)
-    state.sender = state.scheme.get_sender()
+    init_sender(state, arguments)
 
 
 def make_sender_anew(state, kind, **options):
     """As a trainer that was started again has it, for the same workers."""
     state.scheme.shutdown()
-    count = len(state.sender.worker_ids)
     state.scheme = SCHEMES[kind](timeout=FOR_EVER, **options)
-    arguments = {"context": state.roster} if kind == "rpc" else {"store": state.store, "num_workers": count}
-    state.scheme.init_on_sender("policy", model=state.model, **arguments)
-    state.sender = state.scheme.get_sender()
+    init_again(state, kind)
 
 
 def init_again(state, kind):
     """init_on_sender() of the scheme that has a sender already, with the same workers."""
     count = len(state.sender.worker_ids)
-    arguments = {"context": state.roster} if kind == "rpc" else {"store": state.store, "num_workers": count}
-    state.scheme.init_on_sender("policy", model=state.model, **arguments)
-    state.sender = state.scheme.get_sender()
-
-
-class Roster:
-    """A context."""
-
-    def __init__(self, attributes):
-        self.__dict__.update(attributes)
+    init_sender(state, {"context": state.roster} if kind == "rpc" else {"store": state.store, "num_workers": count})
 
 
 def add_collector(state, rank, size, name="policy"):
@@ -256,14 +249,12 @@ def remove_collector(state, index):
 
 
 def send(state, value, workers=None, **kwargs):
-    for parameter in state.model.parameters():
-        nn.init.constant_(parameter, value)
+    fill(state.model, value)
     return state.sender.send(None, workers, **kwargs)
 
 
 def send_async(state, value):
-    for parameter in state.model.parameters():
-        nn.init.constant_(parameter, value)
+    fill(state.model, value)
     return state.sender.send_async()
 
 
@@ -289,10 +280,6 @@ def send_until_told(state, first):
     return state.sender.version, errors
 
 
-def told(state):
-    pass
-
-
 def threads(state):
     gc.collect()
     return threading.active_count()
@@ -304,15 +291,6 @@ def make_actor_senders(state):
         scheme = DistributedWeightSyncScheme(timeout=FOR_EVER)
         scheme.init_on_sender(name, store=state.store, num_workers=1)
         state.senders.append(scheme.get_sender())
-
-
-def send_both(state, policy, value_net, at_once=False):
-    pairs = list(zip(state.senders, [linear(500, policy), linear(300, value_net)], strict=True))
-    if not at_once:
-        return tuple(sender.send(model) for sender, model in pairs)
-    for sender, model in pairs:
-        sender.send_async(model)
-    return tuple(sender.wait_async() for sender, _ in pairs)
 
 
 def send_other_model(state, features):

@@ -17,9 +17,11 @@ from ray._private import state
 from ray.cluster_utils import Cluster
 from torch import nn
 
+from support.holdings import mapping_at
 from support.processes import until
 from support.remote import one_ray
 from support.remote.one_ray import instead_of_the_last
+from support.weights import fill
 
 SIZE = 256  # a net is 257 KiB: more than Ray would put into its messages
 CHUNK = 64 << 10  # bytes that Ray's object managers send at a time here
@@ -79,11 +81,7 @@ def _session():
 
 def net(value=0.0, size=SIZE):
     """A net whose parameters are all `value`."""
-    module = nn.Linear(size, size)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(value)
-    return module
+    return fill(nn.Linear(size, size), value)
 
 
 def value_of(module):
@@ -93,16 +91,6 @@ def value_of(module):
         outputs = module(torch.ones(size)) / (size + 1)
     assert outputs.min() == outputs.max()
     return outputs[0].item()
-
-
-def mapping_at(address):
-    """(permissions, inode, path) of the memory at an address of this process."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, permissions, _, _, inode, *path = line.split(maxsplit=5)
-        first, last = (int(bound, 16) for bound in bounds.split("-"))
-        if first <= address < last:
-            return permissions, int(inode), path[0] if path else ""
-    raise LookupError(hex(address))
 
 
 class Refusal(ValueError):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
-import random
-import signal
 import threading
 import time
 
-from torch import nn
-
 from shmsync import DistributedWeightSyncScheme
+from support.interrupts import alarms
 from support.processes import PATIENCE
 from support.remote.members import FOR_EVER, linear, members
 from support.remote.threads import filled
+from support.weights import fill
 
 ENOUGH = 20  # interrupts that land
 
@@ -25,65 +21,25 @@ def storm(action, seconds, longest):
 
     So many seconds, and on a busy machine longer, until enough of them have come in the middle of a call.
     """
-    armed, landed, others = False, 0, []
-    chance = random.Random(0)
-
-    def handler(number, frame):
-        nonlocal armed
-        if armed:  # a busy machine may deliver it when the call is over
-            armed = False
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGALRM, signal.SIGINT)}
-    strikes = queue.SimpleQueue()  # a Semaphore may stay locked after an interrupt
-
-    def press():  # a real Ctrl-C comes from outside
-        while (pause := strikes.get()) is not None:
-            time.sleep(pause)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    presser = threading.Thread(target=press, daemon=True)
-    presser.start()
-    try:
-        end, rounds = time.monotonic() + seconds, 0
-        while time.monotonic() < end or (landed <= ENOUGH and time.monotonic() < end + PATIENCE / 4):
-            rounds += 1
+    others, end = [], time.monotonic() + seconds
+    with alarms(pressed=True) as interrupted:
+        while (left := end - time.monotonic()) > 0 or (interrupted.landed <= ENOUGH and left > -PATIENCE / 4):
             try:
-                armed = True
-                if rounds % 2:
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-6, longest))
-                else:
-                    strikes.put(chance.uniform(0, longest))
-                action()
-                armed = False
-            except KeyboardInterrupt:
-                landed += 1
+                interrupted(action, longest)
             except Exception as error:
-                armed = False
                 others.append(f"{type(error).__name__}: {error}")
-    finally:
-        armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        strikes.put(None)
-        presser.join()
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-    return landed, others
+    return interrupted.landed, others
 
 
 def storm_of_sends(state, how, seconds, longest=0.004):
     values = iter(range(1, 10**9))
 
-    def fill():
-        for parameter in state.model.parameters():
-            nn.init.constant_(parameter, float(next(values)))
-
     def whole():
-        fill()
+        fill(state.model, float(next(values)))
         state.sender.send()
 
     def halves():
-        fill()
+        fill(state.model, float(next(values)))
         with contextlib.suppress(RuntimeError):  # one is pending
             state.sender.send_async()
         state.sender.wait_async()

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 
-from torch import nn
-
+from support.calls import Call
 from support.remote.members import FOR_EVER, linear
+from support.weights import fill
 
 
 def all_at_once(*functions):
     """Run these, each on a thread; what each of them returned. The first exception of them raises."""
-    results, errors = [None] * len(functions), []
-
-    def run(number, function):
-        try:
-            results[number] = function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(functions)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return [call.result() for call in [Call(function) for function in functions]]
 
 
 def repeated(call, rounds, timeout):
@@ -50,10 +34,7 @@ def repeated(call, rounds, timeout):
 
 def filled(state, value):
     """A copy of the trainer's model that is this value everywhere."""
-    model = copy.deepcopy(state.model)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
+    return fill(copy.deepcopy(state.model), value)
 
 
 def send_in_threads(state, count, rounds, timeout):

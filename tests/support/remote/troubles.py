@@ -14,14 +14,15 @@ from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCar
 from shmsync.schemes.remote.distributed.rank_worker import Inbox
 from shmsync.schemes.remote.packed_weights import Announcement, Stamp
 from shmsync.schemes.remote.rpc.rpc_scheme import RPCTransport
+from support.calls import outcome
 from support.processes import wait_until_dead
 from support.remote.members import Trouble, members
+from support.weights import fill
 
 
 def leave_a_version(state, value):
     """What a send leaves that was interrupted when its weights were published here, and nobody knew of them."""
-    for parameter in state.model.parameters():
-        parameter.data.fill_(value)
+    fill(state.model, value)
     sender = state.sender
     stamp = Stamp(sender._packer.session, "policy", sender.version + 1)
     sender._fan_out._local.publish_as(stamp, state.model.state_dict(), math.inf)
@@ -110,8 +111,4 @@ def send_what_only_the_trainer_can_unpickle(state):
 def use_after_shutdown(state):
     """The name of the error."""
     state.scheme.shutdown()
-    try:
-        state.sender.send()
-    except Exception as error:
-        return type(error).__name__
-    return None
+    return outcome(state.sender.send)
