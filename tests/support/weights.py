@@ -93,14 +93,6 @@ def fail_half_way(pub, leaf, value=2):
         raise AssertionError("update() hid the error")
 
 
-def fill(module, value):
-    """Every element of its parameters and buffers is `value`; the module."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.fill_(value)
-    return module
-
-
 class Counting(nn.Module):
     """Each result is the version of the weights that made it; a mixture of versions is no whole number."""
 

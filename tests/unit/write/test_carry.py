@@ -13,8 +13,11 @@ from support.calls import Call
 from support.faults.interrupts import Interrupt, interrupt_at
 from support.weights import fail_half_way
 
+WRITER = tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves"))
+
+
 def of_the_writer(code):
-    return code.co_filename.endswith(tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves")))
+    return code.co_filename.endswith(WRITER)
 
 
 class Reference:
