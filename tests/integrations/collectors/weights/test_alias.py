@@ -30,6 +30,13 @@ def test_workers_see_what_the_trainer_writes_before_any_update(collector, aliase
         assert weights(collecting) == [value, value]
 
 
+def test_without_alias_they_do_not(collector):
+    policy = Tagged()
+    collecting = collector(policy)
+    policy.set(1)
+    assert tags(collecting) == [0, 0]
+
+
 def test_the_trainers_policy_stays_one_that_can_be_trained(collector, aliased):
     policy = Tagged(1)
     collecting = collector(policy, scheme=aliased)
