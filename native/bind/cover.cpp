@@ -139,9 +139,13 @@ class Cover {
   }
 
   nb::object finished(nb::handle self, nb::object out, nb::handle args, nb::handle kwargs) {
-    if (out.type().is(tensor_type()) && clones_ && lies(out) == WeightsMemory::Lies::inside)
-      return nb::object(out.attr("clone")());
-    if (stays(out, 8)) return out;
+    if (out.type().is(tensor_type()) && clones_) {
+      const WeightsMemory::Lies found = lies(out);
+      if (found == WeightsMemory::Lies::inside) return nb::object(out.attr("clone")());
+      if (found == WeightsMemory::Lies::apart) return out;
+    } else if (stays(out, 8)) {
+      return out;
+    }
     return kwargs.is_valid() ? call_method(self, "_finish", out, args, kwargs)
                              : call_method(self, "_finish", out, args);
   }
