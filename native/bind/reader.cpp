@@ -67,7 +67,7 @@ class Section {
     reader_->enter(owner_, asked_, timeout_);
     ++entered_;
     version = version_of(reader_->side->held());
-    session_ = reader_->labels.used_session();
+    session_ = reader_->thread_versions.used_session();
     torn = false;
   }
   void exit() {
@@ -84,7 +84,7 @@ class Section {
   }
   // For a generator, whose steps may run in any thread: what this one computes is of the section's version too.
   void used_again() const {
-    if (entered_ > 0) reader_->labels.use(version);
+    if (entered_ > 0) reader_->thread_versions.use(version);
   }
   nb::object weights() const { return owner_.attr("weights"); }
   nb::object numpy() const { return values().attr("arrays_of")(owner_.attr("weights")); }
@@ -285,21 +285,25 @@ void bind_reader(nb::module_& m) {
       .def("_enter_final", [](Reader& r) { return r.side->final(); })
       .def("_applied", &Reader::applied)
       .def_prop_ro(
-          "_version", [](const Reader& r) { return r.labels.applied(); }, "The applied one.")
+          "_version", [](const Reader& r) { return r.thread_versions.applied(); }, "The applied one.")
       .def_prop_ro(
-          "_used_version", [](const Reader& r) { return r.labels.version(); },
+          "_used_version", [](const Reader& r) { return r.thread_versions.version(); },
           "What the calling thread has used last; the applied one if it has used none.")
       .def_prop_ro(
           "_used_session",
-          [](const Reader& r) { return nb::bytes(r.labels.session().data(), r.labels.session().size()); },
+          [](const Reader& r) {
+            return nb::bytes(r.thread_versions.session().data(), r.thread_versions.session().size());
+          },
           nb::sig("def _used_session(self) -> bytes"), "The session of _used_version.")
       .def_prop_ro(
-          "_session", [](const Reader& r) { return nb::bytes(r.labels.reads().data(), r.labels.reads().size()); },
+          "_session",
+          [](const Reader& r) { return nb::bytes(r.thread_versions.reads().data(), r.thread_versions.reads().size()); },
           nb::sig("def _session(self) -> bytes"), "The session of the arena that is read.")
-      .def_prop_ro("_has_used", [](const Reader& r) { return r.labels.has_used(); })
+      .def_prop_ro("_has_used", [](const Reader& r) { return r.thread_versions.has_used(); })
       .def(
-          "_use_applied", [](Reader& r) { r.labels.use(r.labels.applied()); }, "As refresh(), but nothing is applied.")
-      .def("_forget_use", [](Reader& r) { r.labels.forget(); })
+          "_use_applied", [](Reader& r) { r.thread_versions.use(r.thread_versions.applied()); },
+          "As refresh(), but nothing is applied.")
+      .def("_forget_use", [](Reader& r) { r.thread_versions.forget(); })
       .def("_forget", [](Reader& r) { r.side->forget(); })
       .def(
           "_abandon", [](nb::handle self) { return nb::inst_ptr<Reader>(self)->abandon(self); },

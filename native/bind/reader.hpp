@@ -20,8 +20,8 @@
 #include "control.hpp"
 #include "device.hpp"
 #include "gil.hpp"
-#include "labels.hpp"
 #include "section_lock.hpp"
+#include "thread_versions.hpp"
 #include "weights_memory.hpp"
 
 namespace shmsync::bind {
@@ -104,7 +104,7 @@ class Reader {
           call_method(self, hook, nb::cast(outcome), version, timeout);
         }
       }
-      labels.use(version_of(side->held()));
+      thread_versions.use(version_of(side->held()));
       ++depth;
     } catch (...) {
       unlock(self);
@@ -160,7 +160,7 @@ class Reader {
     check();
     if (inside()) return false;
     if (side->unchanged() && !lost && !should_look() && !side->is_asked()) {
-      labels.use(labels.applied());
+      thread_versions.use(thread_versions.applied());
       return false;
     }
     lock(self, nb::none());
@@ -168,7 +168,7 @@ class Reader {
       if (side->is_asked()) heed(self, false);  // the hook answers
       const Entering mark(entering);
       const bool moved = nb::cast<bool>(call_method(self, nothing_compiles() ? "_refresh_now" : "_refresh_slow"));
-      labels.use(labels.applied());
+      thread_versions.use(thread_versions.applied());
       unlock(self);
       return moved;
     } catch (...) {
@@ -219,7 +219,8 @@ class Reader {
                  consistency);
     if (before) side->go_on_from(*before);
     if (reads != nullptr) side->read_by(reads->reads);
-    labels.move_to({reinterpret_cast<const char*>(mapped.identity().session), sizeof mapped.identity().session});
+    thread_versions.move_to(
+        {reinterpret_cast<const char*>(mapped.identity().session), sizeof mapped.identity().session});
     control_ = std::move(control);
     row_ = row;
   }
@@ -229,7 +230,7 @@ class Reader {
 
   // The views show the held version: ack it.
   void applied() {
-    labels.apply(version_of(side->held()));
+    thread_versions.apply(version_of(side->held()));
     side->applied();
   }
 
@@ -364,7 +365,7 @@ class Reader {
  public:
   std::optional<ReadSide> side;
   SectionLock mutex;
-  Labels labels;
+  ThreadVersions thread_versions;
   WeightsMemory memory;
   int depth = 0;    // sections that are open
   int dropped = 0;  // of these, those whose object is gone

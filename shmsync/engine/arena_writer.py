@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import ManifestMismatch, ProtocolError, WriterBusy
 from ..memory.arena import create
 from ..memory.control import segment
-from ..memory.control.reader_table import RowId
+from ..memory.control.reader_figures import RowId
 from ..memory.manifest import Key, Manifest
 from ..memory.system.exiting import exiting, watch_exit
 from ..memory.system.process import me

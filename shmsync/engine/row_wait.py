@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from .. import _native
-from ..memory.control.reader_table import RowId
+from ..memory.control.reader_figures import RowId
 from ..memory.system.process import Peers, ProcessState, pid_of
 from .outcome import Outcome, Wording
 

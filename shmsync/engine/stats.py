@@ -1,6 +1,6 @@
 """What publishers and subscribers report about themselves: frozen dataclasses, times in seconds.
 
-A publisher's figures are counted in write/writing.py and write/slot_wait.py, a subscriber's in
+A publisher's figures are counted in write/writing.py and write/pin_wait.py, a subscriber's in
 native/src/read_side.cpp, read/reading.py and read/waiting.py.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .. import _native
-from ..memory.control import reader_table
+from ..memory.control.reader_figures import figures
 from ..memory.system.process import Peers, ProcessState
 from .deadlines import Latency, Samples
 
@@ -118,4 +118,4 @@ def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[R
     """What Publisher.readers() returns; `version` is the published one."""
     rows = control.rows()
     peers.keep_only({row.owner for row in rows})
-    return [ReaderInfo(state=peers.state(row.owner), **reader_table.figures(row, version)) for row in rows]
+    return [ReaderInfo(state=peers.state(row.owner), **figures(row, version)) for row in rows]

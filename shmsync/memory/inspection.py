@@ -19,7 +19,7 @@ from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .control import header as _header
 from .control.header import Header, check_readable, locked, opened
 from .control.leftovers import may_live
-from .control.reader_table import figures
+from .control.reader_figures import figures
 from .manifest import Manifest, checked_manifest
 from .slab.slab import slab_bytes
 from .system.calls import refusals

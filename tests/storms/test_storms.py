@@ -1,4 +1,7 @@
-"""Short storms; `make storm` makes long ones. See support/storms/storm.py."""
+"""No torn weights, hang, leak or false death while workers and trainers are killed, stopped and interrupted.
+
+These storms are short; `make storm` makes long ones. What is judged: support/storms/judge.py.
+"""
 
 from __future__ import annotations
 

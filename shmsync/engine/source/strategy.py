@@ -18,7 +18,7 @@ from ...memory.manifest import Key, tie
 from ...memory.torch_modes import counts_changes, run_plainly
 from . import extra_state
 from .aliases import shared_in_part
-from .casting import cast_tensors, cast_weights
+from .cast_before_send import cast_tensors, cast_weights
 from .dtypes import Dtypes, check_dtypes, kept_leaves
 from .leaf_check import problem_with
 from .manifest_check import plain, same_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ... import _native
-from ...memory.control.reader_table import RowId
+from ...memory.control.reader_figures import RowId
 from ...memory.system.process import Peers
 from ..deadlines import slice_until
 from ..outcome import Wording

@@ -75,7 +75,7 @@ def begin_all(sides: Sequence[WriteSide], deadline: float, version: int | None =
     """
     for side in sides:
         side.touched = False
-        side.slot_wait.died.clear()
+        side.pin_wait.died.clear()
     while True:
         for side in sides:
             if version is not None:

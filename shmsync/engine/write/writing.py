@@ -34,7 +34,7 @@ from .acks import Acks, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
-from .slot_wait import SlotWait
+from .pin_wait import PinWait
 from .worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class WriteSide:
         self.updating_thread: int | None = None
         self.worker_watch: WorkerWatch | None = None
         self.close_request = CloseRequest(self.lock)
-        self.slot_wait = SlotWait(arena, name, self._writer, self.peers, owner, self.close_request)
+        self.pin_wait = PinWait(arena, name, self._writer, self.peers, owner, self.close_request)
         self.traces = TraceSwitch(self._writer, arena.control, name)
         self._hand_out: HandOut | None = None
         self._watched = False
@@ -237,7 +237,7 @@ class WriteSide:
         """Get a slot to write if no wait is needed, which is nearly always; False: call begin_all()."""
         if version is not None:
             self.skip_to(version)
-        self.slot_wait.died.clear()
+        self.pin_wait.died.clear()
         self.touched = False
         return self.later is None and self._writer.begin()
 
@@ -253,7 +253,7 @@ class WriteSide:
             return True
         started = time.perf_counter()
         try:
-            return self.slot_wait.until_free(deadline)
+            return self.pin_wait.until_free(deadline)
         finally:
             ended = writer.marked_at if writer.writing else 0  # there the write begins, in the trace too
             self._waited(self.counts.pin_wait, "wait for readers", started, int(writer.next_version), ended)
@@ -261,7 +261,7 @@ class WriteSide:
     def wait_while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
         started = time.perf_counter()
-        self.slot_wait.while_stopped(deadline)
+        self.pin_wait.while_stopped(deadline)
         self._waited(self.counts.pin_wait, "wait for a stopped reader", started, self.next_version)
 
     def address(self) -> int:
@@ -324,7 +324,7 @@ class WriteSide:
         started = time.perf_counter()
         try:
             workers, control = acks.workers, self.arena.control
-            died, watch = self.slot_wait.died, self.worker_watch
+            died, watch = self.pin_wait.died, self.worker_watch
 
             def ending() -> bool:
                 if watch is not None:
@@ -361,5 +361,5 @@ class WriteSide:
         """Counts and latencies so far."""
         counted = vars(self.counts).items()
         each: Any = {name: value.latency() if isinstance(value, Samples) else value for name, value in counted}
-        waits = self.slot_wait
+        waits = self.pin_wait
         return PublisherStats(version=self.current[0], reaped=waits.reaped, stalls=waits.stalls, **each)

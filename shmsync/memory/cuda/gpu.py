@@ -22,7 +22,7 @@ from ..torch_modes import plainly
 from .blocks import Block, Blocks
 from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
-from .handle import SlabHandle, named, unpacked
+from .handle_format import SlabHandle, named, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
 from .torch_side import TorchSide
 

@@ -11,7 +11,7 @@ from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
 from .calls import Bindings, CudaCalls
 from .gpu import Gpu, uuid_of
-from .handle import named, unpacked
+from .handle_format import named, unpacked
 from .torch_side import TorchSide
 
 _DRIVER = "libcuda.so.1"

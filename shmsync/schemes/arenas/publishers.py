@@ -13,7 +13,7 @@ from torch import nn
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source import extra_state
-from ...engine.source.casting import matching_dtypes
+from ...engine.source.cast_before_send import matching_dtypes
 from ...engine.source.dtypes import Dtypes, dtypes_of
 from ...engine.source.second_names import tied_along
 from ...engine.source.sources import EVERYTHING, Weights, collect, not_saved

@@ -206,7 +206,7 @@ class RemoteSend:
             if record is True and step.name not in outcome.done:
                 outcome.done.append(step.name)
         except Unreached as error:
-            self._send_by_other_means(step, str(error))
+            self._fall_back_to_network(step, str(error))
             return
         except Gone as gone:
             result = gone
@@ -225,7 +225,7 @@ class RemoteSend:
         if step.then is not None:
             step.then(result)
 
-    def _send_by_other_means(self, step: Step, why: str) -> None:
+    def _fall_back_to_network(self, step: Step, why: str) -> None:
         """The worker could not fetch the weights: from now on they are sent to it without a ticket."""
         if step.destination.call is step.call:
             step.destination.call = None

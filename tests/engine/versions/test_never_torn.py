@@ -1,6 +1,7 @@
 """Readers never act on torn weights, while the writer publishes without pause.
 
 Every word of every leaf carries the version. Bounded by counts of sections and versions, never by time.
+No process is killed here; storms/test_storms.py does that.
 """
 
 import math

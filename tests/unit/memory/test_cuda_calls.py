@@ -24,7 +24,7 @@ from shmsync.memory.cuda import causes, visible
 from shmsync.memory.cuda.blocks import Blocks
 from shmsync.memory.cuda.calls import Bindings
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
-from shmsync.memory.cuda.handle import SlabHandle, unpacked
+from shmsync.memory.cuda.handle_format import SlabHandle, unpacked
 from support.calls import Call
 from support.devices.standin_cuda import BLOCK, GIVE_BACK, MEMORY, TALK, Code, Proxy, World, torch_event, torch_stream
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.copy.converting import STAGED_BYTES
-from shmsync.engine.source.casting import cast_weights
+from shmsync.engine.source.cast_before_send import cast_weights
 from shmsync.memory.manifest import Manifest
 from support.choice import first
 

@@ -17,7 +17,7 @@ from ....engine.source.dtypes import Dtypes, dtypes_of
 from ....engine.source.sources import EVERYTHING, collect
 from ....errors import ManifestMismatch
 from ....memory.arena import nested
-from ....memory.control.reader_table import RowId
+from ....memory.control.reader_figures import RowId
 from ....memory.control.segment import new_name
 from ....memory.devices import usual
 from .own_weights import UNCHANGED

@@ -1,4 +1,8 @@
-"""The carrier of Ray: weights in its object store, relays as actors that it starts where they are needed."""
+"""The carrier of Ray: weights in its object store, relays as actors that it starts where they are needed.
+
+Whether weights are fetched from the trainer or go through the store is decided in ../delivery.py, and for a worker that
+could not fetch in ../remote_requests.py.
+"""
 
 from __future__ import annotations
 

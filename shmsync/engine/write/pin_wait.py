@@ -8,7 +8,7 @@ import time
 from ... import _native
 from ...errors import ClosedError, ProtocolError, ReaderStalled
 from ...memory.arena import Arena
-from ...memory.control.reader_table import RowId
+from ...memory.control.reader_figures import RowId
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, ProcessState, pid_of
 from ..deadlines import slice_until
@@ -19,7 +19,7 @@ _log = logging.getLogger("shmsync")
 _LOOK_AT_STOPPED = 0.005  # seconds between two looks at a stopped process
 
 
-class SlotWait:
+class PinWait:
     """The writer's wait for a slot that no reader holds.
 
     Attributes:

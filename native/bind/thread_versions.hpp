@@ -1,8 +1,8 @@
 // Which version each thread has used last, for each subscriber: what it computed is of that version, whatever other
 // threads have applied since.
 //
-// A thread's labels are its own, and end with it. Those of a subscriber that is gone are removed with the next new one,
-// so there are never more than subscribers.
+// A thread's labels, one for each subscriber that it has used, are its own, and end with it. Those of a subscriber
+// that is gone are removed with the next new one, so there are never more than subscribers.
 //
 // INV: a thread that has a label and applies a version gets that version's label, so its label is never older than what
 //      it has made the views show.
@@ -17,7 +17,7 @@
 
 namespace shmsync::bind {
 
-class Labels {
+class ThreadVersions {
  public:
   // The subscriber reads this arena from now on, and has applied nothing of it.
   void move_to(std::string session) {
