@@ -124,7 +124,7 @@ def test_resend_and_workers_that_join(rig):
         deliver(rig, Large(value))
     net = rig.join(Large(0))
     for _ in range(2):  # as bytes at first, then beside the message
-        rig.receive_until(Call(rig.sender.resend, 2, timeout=60))
+        rig.receive_until(Call(rig.sender.resend, 2, timeout=60), [2])
         assert net() == (2, 2)
         torch.nn.init.constant_(net.layer.weight, 9)
 

@@ -182,7 +182,7 @@ def test_resend_brings_a_late_joiner_whole_weights(kind):
     rig.deliver(Stamped(1))
     rig.deliver(leaf(2))
     late = rig.join(Stamped(0))
-    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60)) == 2
+    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60), [2]) == 2
     assert held(late) == {"layer.weight": 1, "layer.bias": 2, "count": 1}
     rig.deliver(leaf(3, "count"))
     for net in (*rig.nets, late):
@@ -229,7 +229,7 @@ def test_leaves_that_are_one_tensor_stay_so_for_whoever_joins_late():
     rig.deliver({"tied.weight": torch.full((2, 2), 2.0)}, [0])
     rig.deliver({"layer.weight": torch.full((2, 2), 3.0)}, [0])
     late = rig.join(Tied(0))
-    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60)) == 3
+    assert rig.receive_until(Call(rig.sender.resend, 2, timeout=60), [2]) == 3
     rig.deliver({"tied.bias": torch.full((2,), 4.0)}, [0, 2])
     expected = {"layer.weight": 3, "tied.weight": 3, "layer.bias": 1, "tied.bias": 4, "count": 1}
     assert held(late) == held(rig.nets[0]) == expected

@@ -49,7 +49,7 @@ def test_late_refusal_before_a_resend(rig):
     send_late(rig, WRONG)
     rig.receive()
     late = rig.join(Stamped(0))
-    rig.receive_until(Call(rig.sender.resend, 2, timeout=60))
+    rig.receive_until(Call(rig.sender.resend, 2, timeout=60), [2])
     assert ask(late) == 1
 
 

@@ -162,14 +162,14 @@ class Rig:
         self.receive()
         return self.sender.wait_async(timeout=60)
 
-    def receive(self):
-        for receiver in self.receivers:
+    def receive(self, workers=None):
+        for receiver in self.receivers if workers is None else [self.receivers[index] for index in workers]:
             receiver.receive(timeout=0.05)
 
-    def receive_until(self, call):
-        """Let every worker receive until this Call has returned; what it returned."""
+    def receive_until(self, call, workers=None):
+        """Let these workers receive, by default all, until this Call has returned; what it returned."""
         while call.is_alive():
-            self.receive()
+            self.receive(workers)
             call.join(0.01)
         return call.result()
 
