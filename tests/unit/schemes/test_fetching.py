@@ -15,6 +15,7 @@ import torch
 from shmsync.errors import WriterDied
 from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.link.serial_executor import SerialExecutor
+from shmsync.schemes.remote import packed_weights
 from shmsync.schemes.remote.delivery import APART, Deliveries
 from shmsync.schemes.remote.location import Location, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
@@ -53,6 +54,12 @@ class Sender:
 
     def ticket(self, delivery):
         return delivery.ticket._replace(where=self.where)
+
+
+@pytest.fixture(autouse=True)
+def only_readers(monkeypatch):
+    """The readers of this process are those of the test: another test may have left one that is not collected yet."""
+    monkeypatch.setattr(packed_weights, "_readers", weakref.WeakSet())
 
 
 @pytest.fixture
