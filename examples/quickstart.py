@@ -15,10 +15,10 @@ def work(sub):
 if __name__ == "__main__":
     policy = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    with shmsync.Publisher(policy) as pub, shmsync.Workers(pub, work, 2):
+    with shmsync.Publisher(policy) as pub, shmsync.Workers(pub, work, 2):  # publishes version 1
         for _ in range(100):
             x = torch.randn(64, 4)
             optimizer.zero_grad()
             (policy(x) - x.sum(1, keepdim=True)).square().mean().backward()
             optimizer.step()
-            pub.publish(wait=True)  # returns when both workers have applied it
+            pub.publish(wait=True)  # returns the version when both workers have applied it
