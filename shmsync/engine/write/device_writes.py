@@ -77,6 +77,7 @@ class DeviceWrites:
         self._writer = writer
         self._staging: torch.Tensor | None = None
         self._commit: _native.HostCall | None = None
+        self._asked = False  # for copies, since the last version that was published
         self._left_over = False  # copies of a version that was given up may be under way
         self._number = 0  # the version that is under way
 
@@ -111,6 +112,7 @@ class DeviceWrites:
                     version=self._number,
                 )
         self._commit = None
+        self._asked = False
         return True
 
     def follow(self, after: object) -> None:
@@ -143,10 +145,12 @@ class DeviceWrites:
 
     def carry(self, pieces: list[Piece]) -> None:
         """Copy within the slab."""
+        self._asked = True
         self._device.copy(self._stream, pieces)
 
     def write(self, plan: CopyPlan, address: int, slot: int) -> None:
         """Copy what the plan has into the slot, which begins at `address`."""
+        self._asked = True
         mine = self._device.current()
         self._device.follow(self._stream, mine)
         pieces = plan.convert(slot)
@@ -188,7 +192,7 @@ class DeviceWrites:
 
     def take_back(self) -> None:
         """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
-        self._left_over = True
+        self._left_over, self._asked = self._left_over or self._asked, False
         commit, self._commit = self._commit, None
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):

@@ -113,7 +113,7 @@ def test_the_next_publish_waits_for_the_one_under_way(arena, slots):
     assert value(sub) == (3, 3.0)
 
 
-@pytest.mark.parametrize("slots", SLOTS)
+@pytest.mark.parametrize("slots", [2, 3])  # with one slot an update() that fails has asked for no copies
 @pytest.mark.parametrize("again", ["publish", "update"])
 def test_a_write_waits_until_its_deadline_for_one_that_was_given_up(arena, device, slots, again):
     source = {"t": torch.full((100,), 1.0)}
