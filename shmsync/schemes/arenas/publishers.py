@@ -163,7 +163,7 @@ class Publishers:
 
     def of_worker(self, model_id: str, worker: int) -> Publisher:
         """The model's publisher for the group of this worker. Raises ValueError when nothing was sent to it yet."""
-        publisher = self._publishers.get(model_id, {}).get(self.group_of(worker))
+        publisher = self.known_publisher(model_id, [self.group_of(worker)])
         if publisher is None:
             raise ValueError(f"no weights of {model_id!r} were sent to the group of worker {worker} yet; send() first")
         return publisher

@@ -133,8 +133,8 @@ class SharedMemCarrier(PipeCarrier):
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:
         # A forward uses a version before receive() answers for it, so a worker may leave with its work done.
-        publisher = self.publishers.of_worker(model_id, index)
-        return index in writer_of(publisher).applied_by(publisher.version)
+        publisher = self.publishers.known_publisher(model_id, [self.publishers.group_of(index)])
+        return publisher is not None and index in writer_of(publisher).applied_by(publisher.version)
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:

@@ -42,6 +42,20 @@ def test_a_shutdown_beside_a_write_is_finished_by_the_next(busy):
             end.close()
 
 
+def test_a_worker_that_leaves_when_there_is_no_arena_has_used_nothing():
+    ours, theirs = multiprocessing.Pipe()
+    scheme = SharedMemWeightSyncScheme()
+    scheme.init_on_sender("policy", pipes=[ours])
+    sender = scheme.get_sender()
+    assert not sender.carrier.done_before_leaving("policy", 0)
+    sender.send_async(WEIGHTS)
+    assert not sender.carrier.done_before_leaving("policy", 0)
+    scheme.shutdown()
+    assert not sender.carrier.done_before_leaving("policy", 0)
+    for end in (ours, theirs):
+        end.close()
+
+
 @pytest.mark.parametrize("busy", ["first", "second"])
 def test_a_receiver_that_is_closed_beside_a_section_is_closed_by_the_next(busy):
     with shmsync.Publisher(WEIGHTS) as first, shmsync.Publisher(WEIGHTS) as second:
