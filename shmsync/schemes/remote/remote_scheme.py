@@ -274,7 +274,8 @@ class RemoteSender(WeightSender):
         alive = self._alive(workers)
         questions = {index: self._sums.of(each, self._model_id, index) for index, each in alive.items()}
         sending = RemoteSend(self._carrier.wait)
-        packed = {id(each): self._packer.ask(each, self._model_id, self._version) for each in questions.values()}
+        distinct = {id(each): each for each in questions.values()}
+        packed = {key: self._packer.ask(each, self._model_id, self._version) for key, each in distinct.items()}
         payloads = {key: self._carrier.payload(each, deadline) for key, each in packed.items()}
         for index, transport in alive.items():
             sending.add(Step(index, transport, partial(transport.post, payloads[id(questions[index])])))
