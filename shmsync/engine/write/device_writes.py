@@ -77,8 +77,7 @@ class DeviceWrites:
         self._writer = writer
         self._staging: torch.Tensor | None = None
         self._commit: _native.HostCall | None = None
-        self._asked = False  # for copies, since the last version that was published
-        self._left_over = False  # copies of a version that was given up may be under way
+        self._asked = False  # for copies since the last version that was published; before a write: by one given up
         self._number = 0  # the version that is under way
 
     @property
@@ -128,13 +127,13 @@ class DeviceWrites:
         they may read the staging memory. DeviceFailed.
         """
         self._refuse_capture(self._device.current())
-        if self._left_over:
+        if self._asked:
             late = (
                 f"copies of an earlier write to arena {self._name!r}, which was given up, are still under way on "
                 f"{self._device.name}, and nothing was published; give it more time with timeout="
             )
             _await(self._device, self._stream, deadline, late)
-            self._left_over = False
+            self._asked = False
 
     def _refuse_capture(self, stream: Stream) -> None:
         if self._device.capturing(stream):
@@ -192,7 +191,6 @@ class DeviceWrites:
 
     def take_back(self) -> None:
         """The write that was begun ends here: from now on the device commits nothing, unless it has done so already."""
-        self._left_over, self._asked = self._left_over or self._asked, False
         commit, self._commit = self._commit, None
         if commit is not None and not commit.cancel():
             while not commit.wait(_SLICE):
