@@ -77,11 +77,7 @@ class Cover {
 
   bool inside() const { return thread_.load(std::memory_order_relaxed) == this_thread(); }
 
-  bool aliases(nb::handle tensor) const {
-    for (const Covered& each : *readers_)
-      if (each.reader->memory.aliases(tensor)) return true;
-    return false;
-  }
+  bool aliases(nb::handle tensor) const { return lies(tensor) == WeightsMemory::Lies::inside; }
 
   WeightsMemory::Lies lies(nb::handle tensor) const {
     for (const Covered& each : *readers_)
