@@ -16,7 +16,7 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """Of all that starts from here on: one thread each, and bench/ on its path, which fork servers and actors lack."""
+    """Each process that starts from here on has one thread, and bench/ on its path, as fork servers and actors need."""
     before = dict(os.environ)
     os.environ |= dict.fromkeys(ONE_THREAD, "1")
     os.environ |= {"PYTHONWARNINGS": "ignore", "RL_WARNINGS": "0", "RL_LOGGING_LEVEL": "WARNING"}

@@ -1,4 +1,4 @@
-"""What one call costs when nobody else is there: sections, guards, update(), moving to a version, attaching."""
+"""What one call costs in a process of its own: sections, guards, update(), moving to a version, attaching."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support.environments.basic import Constant, Counting, Policy
-from support.interrupts import alarms
+from support.faults.interrupts import alarms
 from support.processes import segments, until
 
 PROGRAM = """

@@ -25,6 +25,18 @@ def until_sent(worker):
     until(lambda: processes.unread(worker.pid) > 200)
 
 
+def connect_alone(group, size, value):
+    """Its one rank, which gets weights by gloo, as on another node, and has this value as version 1."""
+    (worker,) = group.workers
+    worker.call(members.make_member, size, loop=False)
+    group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # ranks on its own read them where they lie
+    group.trainer.call(parts.make_sender, "distributed", 1, size, timeout=FOR_EVER)
+    worker.start(members.receive, FOR_EVER)
+    group.send(value)
+    assert worker.result()
+    return worker
+
+
 def test_every_backend_but_gloo_is_refused():
     with pytest.raises(ValueError, match="'nccl'"):
         DistributedWeightSyncScheme("nccl")
@@ -192,13 +204,7 @@ def test_a_rank_whose_pid_means_nothing_here_is_seen_to_die(fleet, server, when)
 def test_a_trainer_that_is_stopped_in_the_middle_keeps_nobody(ranks, start):
     keeper = start()
     group = ranks(1, keeper=keeper)
-    (worker,) = group.workers
-    worker.call(members.make_member, 4_000_000, loop=False)
-    group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # ranks on its own read them where they lie
-    group.trainer.call(parts.make_sender, "distributed", 1, 4_000_000, timeout=FOR_EVER)
-    worker.start(members.receive, FOR_EVER)
-    group.send(9)  # which connects to it
-    assert worker.result()
+    worker = connect_alone(group, 4_000_000, 9)
     worker.stop()
     group.trainer.start(parts.send, 1)
     until_sent(worker)  # gloo has told it of the weights, and sends them when it asks
@@ -217,13 +223,7 @@ def test_receive_outlives_the_trainer(fleet, start, when, keeper):
     """Whoever has the store: the trainer, or a process that lives on."""
     another = start()
     group = fleet(1).connect("distributed", keeper=another if keeper == "another" else None)
-    (worker,) = group.workers
-    worker.call(members.make_member, 2_000_000, loop=False)
-    group.trainer.call(parts.set_environment, SHMSYNC_NODE="another")  # so that they go by gloo
-    group.trainer.call(parts.make_sender, "distributed", 1, 2_000_000, timeout=FOR_EVER)
-    worker.start(members.receive, FOR_EVER)
-    group.send(1)
-    assert worker.result()
+    worker = connect_alone(group, 2_000_000, 1)
     if when == "under way":
         worker.stop()
         group.trainer.start(parts.send, 2)

@@ -19,6 +19,7 @@ from support.choice import first
 from support.conformance import peers
 from support.conformance.nets import Stamped, ask, stamp
 from support.conformance.table import MP, PIPES, SHM, in_processes, only
+from support.faults.interrupts import on_alarm
 from support.processes import until
 
 
@@ -179,13 +180,9 @@ def test_a_meeting_that_an_error_ends_leaves_no_half_of_it(worker, breaks):
         with pytest.raises(Exception, match="no message of shmsync"):
             receivers[0].receive(timeout=1)
     else:
-        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        try:
+        with on_alarm(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, 0.3)
-            with pytest.raises(KeyboardInterrupt):
-                receivers[0].receive(timeout=1)
-        finally:
-            signal.signal(signal.SIGALRM, before)
+            receivers[0].receive(timeout=1)
     pipe.send_bytes(dumps(messages_of["b"]))
     drain(receivers)
     assert (ask(models["a"]), ask(models["b"])) == (1, 1)

@@ -13,7 +13,7 @@ from shmsync.schemes import send_together
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import MP, in_processes, only, over_pipes
-from support.interrupts import alarms
+from support.faults.interrupts import alarms
 
 pytestmark = in_processes
 

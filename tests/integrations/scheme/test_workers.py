@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import shmsync
-from support.interrupts import alarms
+from support.faults.interrupts import alarms
 from support.processes import until
 from support.torchrl.pair import Pair, filled, net
 

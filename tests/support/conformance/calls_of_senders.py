@@ -10,6 +10,7 @@ import time
 from shmsync.schemes import send_together
 from support.calls import Call
 from support.conformance.nets import Stamped
+from support.faults.interrupts import on_alarm
 from support.processes import until_waits
 
 ENOUGH = 60.0  # seconds: more than anything here takes
@@ -39,13 +40,9 @@ def send_beside(sender, timeout):
 def send_in_handler(sender, timeout):
     """What a send says in a signal handler that has interrupted a send of the same thread; and what that one says."""
     inner = []
-    before = signal.signal(signal.SIGALRM, lambda *_: inner.append(outcome_of(sender, "send", ENOUGH)))
-    try:
+    with on_alarm(lambda *_: inner.append(outcome_of(sender, "send", ENOUGH))):
         signal.setitimer(signal.ITIMER_REAL, timeout / 2)
         outer = outcome_of(sender, "send", timeout)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     return inner, outer
 
 

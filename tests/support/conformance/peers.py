@@ -21,7 +21,7 @@ from shmsync.schemes.link.worker_end import WorkerEnd
 from support import holdings
 from support.conformance.contexts import Context, Failing, Lookup, Stubborn
 from support.conformance.nets import Stamped, ask
-from support.interrupts import alarms
+from support.faults.interrupts import alarms
 
 # ---- a worker's life
 

@@ -62,7 +62,7 @@ class Nested(Counting):
 
 
 class Failing(Counting):
-    """Raises, dies, or stays for ever, at a step of an episode; only if `when` says so."""
+    """Raises, dies, or does not return, at a step of an episode, if `when` is true then."""
 
     def __init__(self, how, at=3, when=lambda: True):
         super().__init__(length=50)

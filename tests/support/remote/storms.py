@@ -7,7 +7,7 @@ import threading
 import time
 
 from shmsync import DistributedWeightSyncScheme
-from support.interrupts import alarms
+from support.faults.interrupts import alarms
 from support.processes import PATIENCE
 from support.remote.members import FOR_EVER, linear, members
 from support.remote.threads import filled
