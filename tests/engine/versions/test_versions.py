@@ -99,7 +99,7 @@ def test_a_loop_inside_a_section_is_refused():
 def test_a_name_is_waited_for(open_trainer, start, name):
     worker = start()
     worker.start(attach, name, timeout=for_ever)
-    open_trainer(3)
+    open_trainer(first_version=3)  # there is no other version that it could find
     assert worker.result() == 3
 
 
