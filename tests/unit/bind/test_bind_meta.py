@@ -24,7 +24,7 @@ class Holding(nn.Module):
 
     def __init__(self, holder):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.weight = nn.Parameter(torch.randn(3, 3))
         self.held = holder(self.weight)
 
     def forward(self, x):
