@@ -127,6 +127,9 @@ class Workers:
             exception of `work` is raised all the same.
         timeout: seconds to start, and to end, all workers. None: 300 to start, and the publisher's default to end.
 
+    Without a `with`, as in a notebook, call `start()` and `close()`. Until the workers are started, calls of `pub` that
+    wait for acks raise ProtocolError.
+
     Waits of the workers' Subscribers have no limit of their own: the trainer's death ends them, and so does leaving.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with
     `torch.initial_seed() + rank`.
@@ -175,6 +178,9 @@ class Workers:
         self._members: dict[int, _RankProcess] = {}
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
         self._memory_kills = 0
+        self._watch = None
+        if self._side.worker_watch is None:  # else others run, and the waits watch those
+            self._watch = self._side.watch_workers(self._refuse_to_wait, lambda error: False, started=False)
 
     @property
     def procs(self) -> list[Any]:
@@ -198,20 +204,34 @@ class Workers:
         member.end(_TERMINATED)
         self._start([rank])
 
-    def __enter__(self) -> Workers:
+    def start(self) -> Workers:
+        """Start the workers and return when all are attached, as entering the `with` does. Returns these Workers.
+
+        Raises:
+            ProtocolError: the publisher has Workers that run.
+            WorkerFailed, WorkerDied, AckTimeout: not all workers are attached; none runs.
+        """
         self._side.check()
-        if self._members or self._side.worker_watch is not None:
+        watch = self._side.worker_watch
+        if watch is not None and watch.started:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._side.watch_workers(self._look, self._explains)
+        self._watch = self._side.watch_workers(self._look, self._explains)
         try:
             self._start(range(self._count))
         except BaseException:
             self._end(0.0)
             raise
         return self
+
+    def close(self) -> None:
+        """End the workers, as leaving the `with` does. Does nothing if none was started. Raises as leaving does."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Workers:
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -237,6 +257,14 @@ class Workers:
             _log.warning("worker %d failed (%s)%s", member.rank, Peer(process=member.process), trace)
         if error is None and lost:
             self._raise(lost[0], self._side.current[0])
+
+    def _refuse_to_wait(self, version: int) -> None:
+        raise ProtocolError(
+            f"version {version} is published, and no worker can apply it: the {self._count} Workers of arena "
+            f"{self._pub.name!r} were made but not started. Write `with shmsync.Workers(...) as workers:`, or call "
+            "workers.start()",
+            version=version,
+        )
 
     def _look(self, version: int) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
@@ -318,8 +346,11 @@ class Workers:
             except KeyboardInterrupt as error:
                 interrupted, grace = error, 0.0
             else:
+                if not self._side.closed:  # the row of a killed one would be a death to later waits
+                    writer_of(self._pub).forget_acks(rank)
                 del self._members[rank]
-        self._side.worker_watch = None
+        if self._side.worker_watch is self._watch:
+            self._side.worker_watch = None
         if interrupted is not None:
             raise interrupted
 

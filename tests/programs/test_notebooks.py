@@ -64,7 +64,8 @@ class Notebook:
 
     def children(self):
         kernel = psutil.Process(self.manager.provisioner.process.pid)
-        return [child for child in kernel.children(recursive=True) if "spawn_main" in " ".join(child.cmdline())]
+        server = [child for child in kernel.children() if "forkserver" in " ".join(child.cmdline())]
+        return [worker for each in server for worker in each.children()]
 
     def end(self):
         self.client.stop_channels()

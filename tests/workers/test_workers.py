@@ -18,7 +18,7 @@ import torch
 import shmsync
 from support.jobs import workers as jobs
 from support.processes import alive, kill, stop, until
-from support.weights import stamped
+from support.weights import stamp, stamped
 
 METHODS = ["forkserver", "spawn", "fork"]
 pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
@@ -252,6 +252,8 @@ def test_what_does_not_return_is_terminated(pub, caplog):
         assert not alive(pid)
         assert "worker 0 had not returned in time" in caplog.text
         assert "must end when sub.publisher_alive is False" in caplog.text
+        assert pub.readers() == []
+        assert pub.publish(stamped(2), wait=True) == pub.version  # an end on purpose is no death to later waits
 
 
 def test_a_stopped_worker_is_ended_too(pub):
@@ -259,7 +261,7 @@ def test_a_stopped_worker_is_ended_too(pub):
         pid = pids(workers)[0]
         stop(pid)
         workers._timeout = 0.2
-    assert not alive(pid)
+    assert not alive(pid) and pub.readers() == []
 
 
 def test_each_worker_draws_numbers_of_its_own_and_the_same_in_each_run(pub):
@@ -320,6 +322,31 @@ def test_what_forked_processes_alone_can_use_is_refused_with_the_cure(pub, kind,
     assert pub.readers() == []
     with shmsync.Workers(pub, jobs.ignore, 1, args=(forked,), start_method="fork") as workers:
         assert workers.alive == [0]
+
+
+def test_workers_without_a_with(pub):
+    answers = queue()
+    workers = shmsync.Workers(pub, jobs.report_versions, 2, args=(answers,))
+    for wait in (True, [0, 1]):  # nobody is attached, and nobody will be
+        with pytest.raises(shmsync.ProtocolError, match=r"2 Workers .* were made but not started.*workers\.start\(\)"):
+            pub.publish(stamped(2), wait=wait)
+    with pytest.raises(shmsync.ProtocolError, match="not started"), pub.update(wait=True) as weights:
+        stamp(weights, 2)
+    assert workers.start() is workers
+    assert pub.publish(stamped(3), wait=True) == pub.version
+    with pytest.raises(shmsync.ProtocolError, match="has Workers already"):
+        workers.start()
+    ended, others = pids(workers), shmsync.Workers(pub, jobs.apply, 1)
+    others.close()  # never started; it ends nothing of the others
+    kill(ended[1])
+    with pytest.raises(shmsync.WorkerDied, match=r"worker 1 died .*SIGKILL"):
+        pub.publish(stamped(4), wait=True)
+    for _ in range(2):
+        workers.close()
+        assert workers.procs == [] and not any(map(alive, ended))
+    pub.publish(stamped(5), wait=True)  # these workers have ended, and others need not follow
+    with workers:
+        assert workers.alive == [0, 1]
 
 
 def test_wrong_arguments(pub):

@@ -201,9 +201,12 @@ class WriteSide:
         finally:
             self.adopted = None
 
-    def watch_workers(self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool]) -> None:
+    def watch_workers(
+        self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool], *, started: bool = True
+    ) -> WorkerWatch:
         """Let waits for acks call these from now on; see WorkerWatch. `worker_watch = None` ends it."""
-        self.worker_watch = WorkerWatch(look, explains)
+        self.worker_watch = WorkerWatch(look, explains, started)
+        return self.worker_watch
 
     def set_updating(self, thread: int | None) -> None:
         """This thread is in update() from now on; None: no thread is."""
