@@ -13,6 +13,7 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 from shmsync import ForkedHandle, ProtocolError
+from shmsync.engine.source.strategy import WeightStrategy
 from shmsync.schemes.link.proved import PROOF
 from shmsync.schemes.remote.distributed import rank_worker
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
@@ -142,6 +143,28 @@ def test_a_message_is_given_again_until_it_is_answered(ends):
     assert take(inbox) is received
     assert take(inbox, 0.0, after=received) is None
     inbox.answer(received)
+    assert finish(call) is None
+
+
+def test_a_message_that_one_thread_answers_is_not_given_to_another(ends):
+    inbox, end = ends.worker(), ends.sender()
+    call = posted(end)
+
+    def receive(seconds):
+        return inbox.receive_weights(time.monotonic() + seconds, (), WeightStrategy())
+
+    assert receive(SOON)[0] == "policy"
+    (channel,) = inbox._keeper.door.senders.values()
+    send, others = channel.send, []
+
+    def send_while_another_receives(payload):
+        others.append(Call(receive, 0.0))
+        time.sleep(0.2)  # it asks for the next one meanwhile
+        send(payload)
+
+    channel.send = send_while_another_receives
+    inbox.acknowledge("updated")
+    assert others.pop().result() is None
     assert finish(call) is None
 
 

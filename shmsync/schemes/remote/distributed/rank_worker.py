@@ -61,7 +61,8 @@ class Inbox:
         self._transport_lock = TransportLock(f"the end of rank {rank}")
         self._waiting: deque[tuple[Channel, RankMessage]] = deque()  # read, and not taken
         self._received: Received | None = None  # and not answered
-        self._given: Received | None = None  # what receive_weights() has returned
+        self._given: Received | None = None  # what receive_weights() has returned, until acknowledge() answers it
+        self._answering = threading.RLock()  # held by acknowledge(), so that what it answers is not given again
         self._asked: Task | None = None  # a look for the next one, that a call has not waited for to its end
         self._looked = 0.0  # when the store was last looked for
         self._closed = False
@@ -141,7 +142,9 @@ class Inbox:
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
         with self.lock(deadline) as hold:
-            received = self.next(deadline, after=self._given) if hold.taken else None
+            with self._answering:
+                given = self._given
+            received = self.next(deadline, after=given) if hold.taken else None
             if received is None:
                 return None
             try:
@@ -161,10 +164,11 @@ class Inbox:
 
     def acknowledge(self, word: str) -> None:
         """Answer what receive_weights() returned last; without one it is a word of the worker's own."""
-        received, self._given = self._given, None
-        if received is not None:
-            self.answer(received, word)
-            return
+        with self._answering:
+            received, self._given = self._given, None
+            if received is not None:
+                self.answer(received, word)
+                return
         payload, door = dumps(RankAnswer(None, word)), self._keeper.door
         if door is not None:
             door.send(payload)
