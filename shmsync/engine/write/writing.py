@@ -305,9 +305,12 @@ class WriteSide:
     def refuse_poisoned(self) -> None:
         """Raise if the last update() failed half way."""
         if self.writer.poisoned:
+            whole = "with all weights, or without an argument for those that the Publisher was made of"
+            if self.adopted is not None:
+                whole = "without an argument: it takes the adopted module as it is now"
             raise Poisoned(
                 f"update() to version {self.next_version} of arena {self.name!r} failed half way, so this would leave "
-                "torn weights; publish() all weights first",
+                f"torn weights; call publish() first, {whole}",
                 version=self.next_version,
             )
 

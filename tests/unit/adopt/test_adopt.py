@@ -53,6 +53,18 @@ def test_adopt_needs_one_slot(publisher):
         pub.adopt(nn.Linear(2, 2))
 
 
+def test_a_failed_update_of_an_adopted_module_says_how_to_go_on(adopted):
+    module = nn.Linear(2, 2)
+    pub, sub = adopted(module)
+    with pytest.raises(ZeroDivisionError), pub.update(), torch.no_grad():
+        module.weight.fill_(7)
+        raise ZeroDivisionError
+    with pytest.raises(shmsync.Poisoned, match=r"call publish\(\) first, without an argument"), pub.update():
+        pass
+    assert pub.publish() == 2
+    assert sub.state_dict()["weight"].eq(7).all() and module.weight.eq(7).all()
+
+
 def test_a_failing_close_still_ends_the_arena(adopted, monkeypatch):
     module = nn.Linear(2, 2)
     pub, _ = adopted(module)

@@ -48,7 +48,7 @@ def test_a_failed_update_poisons_one_slot_until_a_whole_publish(both, partial):
     fail_half_way(pub, "a")
     with pytest.raises(shmsync.Poisoned), sub.read(timeout=0.05):
         pass
-    with pytest.raises(shmsync.Poisoned), pub.update():
+    with pytest.raises(shmsync.Poisoned, match=r"call publish\(\) first, with all weights, or without"), pub.update():
         pass
     if partial:
         with pytest.raises(shmsync.Poisoned):
