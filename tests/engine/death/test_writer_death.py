@@ -184,6 +184,6 @@ def test_attaching_to_an_arena_whose_creator_died_does_not_wait_for_ever(start, 
     until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
     victim.kill()
     with pytest.raises(GONE):
-        shmsync.Subscriber(name, timeout=30)
+        shmsync.Subscriber(name, timeout=2)
     with shmsync.Publisher(stamped(1), name=name) as pub:  # sweeps it
         assert shmsync.Subscriber(pub.handle).close() is None
