@@ -86,8 +86,14 @@ class Section {
   void used_again() const {
     if (entered_ > 0) reader_->thread_versions.use(version);
   }
-  nb::object weights() const { return owner_.attr("weights"); }
-  nb::object numpy() const { return values().attr("arrays_of")(owner_.attr("weights")); }
+  nb::object weights() const {
+    if (session_ == nullptr)
+      raise("ProtocolError",
+            "the section was not entered, so its weights would be unprotected; write "
+            "`with sub.read() as section:`, or take sub.state_dict() for a private copy");
+    return owner_.attr("weights");
+  }
+  nb::object numpy() const { return values().attr("arrays_of")(weights()); }
   nb::object stamp() const {
     const std::string_view session = session_ ? std::string_view(*session_) : std::string_view();
     return values().attr("VersionStamp")(nb::bytes(session.data(), session.size()), version);

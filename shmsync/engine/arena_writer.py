@@ -20,7 +20,7 @@ from ..memory.control import segment
 from ..memory.control.reader_figures import RowId
 from ..memory.manifest import Key, Manifest
 from ..memory.system.exiting import exiting, watch_exit
-from ..memory.system.process import me
+from ..memory.system.process import me, pid_of
 from ..memory.torch_modes import plainly, run_plainly
 from .adopt.adopting import Adoption
 from .by_value import copy_by_value
@@ -227,6 +227,7 @@ class ArenaWriter:
         """
         side = self.side
         side.check()
+        side.refuse_not_started(workers)
         refuse_without_checksums(self.arena.manifest, side.name)
         if self.arena.rows_held_by_this_thread():
             raise ProtocolError(
@@ -260,6 +261,13 @@ class ArenaWriter:
                 continue
             if row.owner == 0 or (not self.side.peers.alive(row.owner) and control.reap(*row.id, mine)):
                 control.forget(row.number, mine)
+
+    def free_rows_of(self, pid: int) -> None:
+        """This process was ended on purpose: its rows are no deaths that a later wait should report."""
+        control, mine = self.arena.control, me().owner
+        for row in control.rows():
+            if pid_of(row.owner) == pid and not self.side.peers.alive(row.owner):
+                control.reap(*row.id, mine)
 
     def attached_rows(self) -> dict[int, RowId]:
         """The row of each attached worker, by its index."""

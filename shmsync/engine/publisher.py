@@ -177,7 +177,7 @@ class Publisher:
             ReaderStalled: readers held every slot that it could write until the deadline.
             WriterBusy: another thread is writing.
             Poisoned: only a part of the weights was given, after an update() that failed.
-            ProtocolError: this thread is inside a read section that is in the way.
+            ProtocolError: this thread is inside a read section that is in the way, or Workers were not started.
             WorkerDied: published, but these workers died before they had applied it.
             AckTimeout: published, but these workers have not applied it in time.
         """
@@ -237,13 +237,15 @@ class Publisher:
 
         Raises:
             WorkerDied: one of them ended, and is not attached. AckTimeout: these are not attached in time. ClosedError:
-            the arena was closed meanwhile. TypeError, ValueError: wrong arguments.
+            the arena was closed meanwhile. ProtocolError: they are those of Workers that were not started. TypeError,
+            ValueError: wrong arguments.
         """
         side = self._writer.side
         deadline = deadline_after(timeout, side.timeout)
         wanted = check_workers(workers)
         processes = processes_of(wanted, procs)
         side.check()
+        side.refuse_not_started(wanted)
         wait_for_readers(side.arena.control, wanted, processes, deadline, self.version, side.check)
 
     def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:

@@ -29,14 +29,22 @@ class Attached(NamedTuple):
     owner: int  # the owner word of this process
 
 
-def attach(name: str, session: bytes | None, worker: int | None, timeout: float, peers: Peers) -> Attached:
-    """Check and map an arena, and take a row of its reader table. `session`: the handle's; None accepts any.
+def attach(
+    name: str,
+    session: bytes | None,
+    worker: int | None,
+    timeout: float,
+    peers: Peers,
+    *,
+    pass_over_dead: bool = False,
+) -> Attached:
+    """Check and map an arena, and take a row of its reader table. See segment.attach().
 
     Raises ArenaNotFound, ArenaCorrupt, WriterDied, ReaderTableFull, NoSpace.
     """
     watch_exit()
     with refusals(f"attaching to arena {name!r}"):
-        control, header = segment.attach(name, session, time.monotonic() + timeout)
+        control, header = segment.attach(name, session, time.monotonic() + timeout, pass_over_dead=pass_over_dead)
         manifest = manifest_of(name, control, header)
         size = slab.slab_bytes(header.slots, header.slot_bytes)
         device = of_kind(header.slab_kind, name, header.slab_handle)

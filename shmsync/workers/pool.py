@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -127,8 +128,8 @@ class Workers:
             exception of `work` is raised all the same.
         timeout: seconds to start, and to end, all workers. None: 300 to start, and the publisher's default to end.
 
-    Without a `with`, as in a notebook, call `start()` and `close()`. Until the workers are started, calls of `pub` that
-    wait for acks raise ProtocolError.
+    Without a `with`, as in a notebook, call `start()` and `close()`. Before that, calls of `pub` that would wait for
+    these workers raise ProtocolError.
 
     Waits of the workers' Subscribers have no limit of their own: the trainer's death ends them, and so does leaving.
     Worker `rank` draws other random numbers than the others: torch, random and numpy are seeded with
@@ -164,7 +165,7 @@ class Workers:
         times: Any = restart
         if isinstance(times, bool) or not isinstance(times, Integral) or times < 0:
             raise ValueError(f"restart is a whole number, 0 or more, not {times!r}")
-        self._restarts_left = dict.fromkeys(range(self._count), int(times))
+        self._restarts = int(times)
         check_importable(work, start_method)
         self._pub = pub
         self._side = writer_of(pub).side
@@ -178,9 +179,9 @@ class Workers:
         self._members: dict[int, _RankProcess] = {}
         self._started = 0  # processes so far, so that a restarted worker draws new random numbers
         self._memory_kills = 0
-        self._watch = None
-        if self._side.worker_watch is None:  # else others run, and the waits watch those
-            self._watch = self._side.watch_workers(self._refuse_to_wait, lambda error: False, started=False)
+        self._ending = False
+        self._side.not_started[self] = self._count
+        self._used = False  # neither started nor closed
 
     @property
     def procs(self) -> list[Any]:
@@ -197,11 +198,13 @@ class Workers:
 
         It begins `work` from its start. Raises ValueError for a `rank` that there is not, else as entering does.
         """
+        self._side.check()
         member = self._members.get(rank)
         if member is None:
-            raise ValueError(f"there is no worker {rank!r}, the workers are {sorted(self._members)}")
+            known = f"the workers are {sorted(self._members)}" if self._members else "none was started"
+            raise ValueError(f"there is no worker {rank!r}, {known}")
         member.reported = True
-        member.end(_TERMINATED)
+        self._end_member(member, _TERMINATED)
         self._start([rank])
 
     def start(self) -> Workers:
@@ -211,24 +214,33 @@ class Workers:
             ProtocolError: the publisher has Workers that run.
             WorkerFailed, WorkerDied, AckTimeout: not all workers are attached; none runs.
         """
+        self._used = True
         self._side.check()
-        watch = self._side.worker_watch
-        if watch is not None and watch.started:
+        if self._side.worker_watch is not None:
             raise ProtocolError(
                 f"the publisher of arena {self._pub.name!r} has Workers already; leave those first, or "
                 "give them a larger n"
             )
-        self._watch = self._side.watch_workers(self._look, self._explains)
+        self._restarts_left = dict.fromkeys(range(self._count), self._restarts)
+        self._started, self._ending = 0, False
         try:
+            self._side.not_started.pop(self, None)
+            self._side.watch_workers(self._look, self._explains)
             self._start(range(self._count))
         except BaseException:
             self._end(0.0)
+            self._side.not_started[self] = self._count
             raise
         return self
 
     def close(self) -> None:
-        """End the workers, as leaving the `with` does. Does nothing if none was started. Raises as leaving does."""
-        self.__exit__(None, None, None)
+        """End the workers, as leaving the `with` does. Does nothing if none was started.
+
+        Raises as leaving does; where another exception is on its way, as in a `finally`, it logs that instead.
+        """
+        self._used = True
+        self._side.not_started.pop(self, None)
+        self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> Workers:
         return self.start()
@@ -236,10 +248,10 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._pid != os.getpid():  # a fork of the trainer ends; the workers are the trainer's
+        if self._pid != os.getpid() or not self._members:  # a fork's workers are the trainer's; or none was started
             return
-        members = list(self._members.values())
         try:
+            members = list(self._members.values())
             late = self._leave(members)
         except BaseException:  # Ctrl-C while it waits
             self._end(0.0)
@@ -258,16 +270,18 @@ class Workers:
         if error is None and lost:
             self._raise(lost[0], self._side.current[0])
 
-    def _refuse_to_wait(self, version: int) -> None:
-        raise ProtocolError(
-            f"version {version} is published, and no worker can apply it: the {self._count} Workers of arena "
-            f"{self._pub.name!r} were made but not started. Write `with shmsync.Workers(...) as workers:`, or call "
-            "workers.start()",
-            version=version,
-        )
+    def __del__(self) -> None:
+        if not getattr(self, "_used", True):
+            warnings.warn(
+                f"Workers of arena {self._pub.name!r} were made and never started; write `with shmsync.Workers(...):`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _look(self, version: int) -> None:
         """Restart the dead as often as that is allowed; raise what a worker failed with, or how it died."""
+        if self._ending:  # in another thread: their deaths are on purpose
+            return
         for member in list(self._members.values()):
             member.listen()
             if member.reported:
@@ -286,9 +300,10 @@ class Workers:
             if member is not None:
                 member.process.join(_EXIT_CODE)
         self._look(error.version or 0)
-        return len(members) == len(error.missing) and all(
-            member is not None and self._members[member.rank].running for member in members
-        )
+        if self._ending:
+            return True
+        now = [self._members.get(rank) for rank in error.missing if isinstance(rank, int)]
+        return len(now) == len(error.missing) and all(member is not None and member.running for member in now)
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""
@@ -335,6 +350,7 @@ class Workers:
 
     def _end(self, grace: float) -> None:
         """End every worker, also if it is interrupted meanwhile."""
+        self._ending = True
         interrupted: BaseException | None = None
         while self._members:
             try:
@@ -342,17 +358,19 @@ class Workers:
                     if member.running:
                         member.process.terminate()
                 rank, member = next(iter(self._members.items()))
-                member.end(grace)
+                self._end_member(member, grace)
+                del self._members[rank]
             except KeyboardInterrupt as error:
                 interrupted, grace = error, 0.0
-            else:
-                if not self._side.closed:  # the row of a killed one would be a death to later waits
-                    writer_of(self._pub).forget_acks(rank)
-                del self._members[rank]
-        if self._side.worker_watch is self._watch:
-            self._side.worker_watch = None
+        self._side.worker_watch = None
         if interrupted is not None:
             raise interrupted
+
+    def _end_member(self, member: _RankProcess, grace: float) -> None:
+        pid = member.process.pid
+        member.end(grace)
+        if pid is not None and not self._side.closed:
+            writer_of(self._pub).free_rows_of(pid)
 
     def _raise(self, member: _RankProcess, version: int | None = None) -> None:
         member.reported = True

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import shmsync
+from support.calls import Call
 from support.jobs import workers as jobs
 from support.processes import alive, kill, stop, until
-from support.weights import stamp, stamped
+from support.weights import stamped
 
 METHODS = ["forkserver", "spawn", "fork"]
 pytestmark = pytest.mark.timeout(600)  # a spawned process imports torch afresh
@@ -250,10 +251,11 @@ def test_what_does_not_return_is_terminated(pub, caplog):
             (pid,) = pids(workers)
             workers._timeout = 0.2  # the entry had all of its time
         assert not alive(pid)
-        assert "worker 0 had not returned in time" in caplog.text
+        assert "worker 0 had not returned in time" in caplog.text, work
         assert "must end when sub.publisher_alive is False" in caplog.text
         assert pub.readers() == []
-        assert pub.publish(stamped(2), wait=True) == pub.version  # an end on purpose is no death to later waits
+        pub.publish(stamped(2), wait=True)  # an end on purpose is no death to later waits
+        caplog.clear()
 
 
 def test_a_stopped_worker_is_ended_too(pub):
@@ -324,29 +326,94 @@ def test_what_forked_processes_alone_can_use_is_refused_with_the_cure(pub, kind,
         assert workers.alive == [0]
 
 
+def test_workers_that_are_not_started_are_not_waited_for(pub):
+    """Refused before anything is written; other waits go on."""
+    workers = shmsync.Workers(pub, jobs.apply, 2)
+    calls = [lambda wait=wait: pub.publish(stamped(2), wait=wait) for wait in (True, "all", [0], [5, 1])]
+    calls += [lambda: pub.update(wait=True).__enter__(), lambda: pub.wait_readers([1]), pub.verify]
+    for call in calls:
+        with pytest.raises(shmsync.ProtocolError, match=r"2 Workers .* made but not started.*workers\.start\(\)"):
+            call()
+        assert pub.version == 1
+    with shmsync.Subscriber(pub.handle, worker=2):
+        with pytest.raises(shmsync.AckTimeout):
+            pub.publish(stamped(2), wait=[2], timeout=0.1)
+        pub.wait_readers([2])
+    pub.publish(stamped(3), wait=[])
+    workers.close()  # they will not be started
+    pub.publish(stamped(4), wait=True)
+    with pytest.warns(RuntimeWarning, match="never started"):
+        shmsync.Workers(pub, jobs.apply, 2)
+    pub.publish(stamped(5), wait=True)
+
+
+def test_a_failed_start_may_be_tried_again(pub, tmp_path):
+    flag = tmp_path / "flag"
+    workers = shmsync.Workers(pub, jobs.fail_without, 1, args=(str(flag),))
+    for _ in range(2):
+        with pytest.raises(shmsync.WorkerFailed, match="no flag"):
+            workers.start(), pub.publish(stamped(2), wait=True)
+        workers.close()
+    flag.touch()
+    with workers:
+        assert pub.publish(stamped(3), wait=True) and pub.readers()[0].acked == pub.version
+
+
 def test_workers_without_a_with(pub):
-    answers = queue()
-    workers = shmsync.Workers(pub, jobs.report_versions, 2, args=(answers,))
-    for wait in (True, [0, 1]):  # nobody is attached, and nobody will be
-        with pytest.raises(shmsync.ProtocolError, match=r"2 Workers .* were made but not started.*workers\.start\(\)"):
-            pub.publish(stamped(2), wait=wait)
-    with pytest.raises(shmsync.ProtocolError, match="not started"), pub.update(wait=True) as weights:
-        stamp(weights, 2)
+    workers = shmsync.Workers(pub, jobs.apply, 2)
+    with pytest.raises(ValueError, match="none was started"):
+        workers.restart(0)
     assert workers.start() is workers
-    assert pub.publish(stamped(3), wait=True) == pub.version
+    pub.publish(stamped(2), wait=True)
+    assert [(reader.worker, reader.acked) for reader in pub.readers()] == [(0, 2), (1, 2)]
     with pytest.raises(shmsync.ProtocolError, match="has Workers already"):
         workers.start()
     ended, others = pids(workers), shmsync.Workers(pub, jobs.apply, 1)
     others.close()  # never started; it ends nothing of the others
     kill(ended[1])
     with pytest.raises(shmsync.WorkerDied, match=r"worker 1 died .*SIGKILL"):
-        pub.publish(stamped(4), wait=True)
+        pub.publish(stamped(3), wait=True)
     for _ in range(2):
         workers.close()
         assert workers.procs == [] and not any(map(alive, ended))
-    pub.publish(stamped(5), wait=True)  # these workers have ended, and others need not follow
+    pub.publish(stamped(4), wait=True)  # these workers have ended, and others need not follow
     with workers:
         assert workers.alive == [0, 1]
+
+
+def test_closing_in_a_finally_keeps_the_callers_error(pub, caplog):
+    workers = shmsync.Workers(pub, jobs.fail_at, 1, args=(2,)).start()
+    with pytest.raises(ZeroDivisionError), caplog.at_level(logging.WARNING, "shmsync"):
+        try:
+            pub.publish(stamped(2))
+            until(lambda: not workers.alive)
+            raise ZeroDivisionError
+        finally:
+            workers.close()
+    assert "the environment broke" in caplog.text
+
+
+def test_closing_is_no_death_to_a_wait_of_another_thread(pub):
+    """The workers never apply a version; restart= would start them again while they are ended."""
+    ready = multiprocessing.get_context("forkserver").Event()
+    workers = shmsync.Workers(pub, jobs.deaf, 3, args=(ready,), restart=3).start()
+    ready.wait()
+    ended = pids(workers)
+    waiting = Call(pub.publish, stamped(2), wait=True)
+    until(lambda: pub.version == 2)
+    workers._timeout = 0.1
+    workers.close()
+    assert waiting.result() == 2
+    assert workers.procs == [] and pub.readers() == [] and not any(map(alive, ended))
+    pub.publish(stamped(3), wait=True)
+
+
+def test_every_row_of_an_ended_worker_is_freed_and_no_other(pub):
+    with shmsync.Workers(pub, jobs.attach_more, 1) as workers, shmsync.Subscriber(pub.handle, worker=5):
+        until(lambda: sorted(reader.worker or 0 for reader in pub.readers()) == [0, 0, 5, 7])
+        workers._timeout = 0.1
+    assert [reader.worker for reader in pub.readers()] == []  # the last one has left by itself
+    pub.publish(stamped(2), wait=True)
 
 
 def test_wrong_arguments(pub):

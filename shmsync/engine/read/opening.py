@@ -27,7 +27,9 @@ def open_reader(
     name, session = _name_and_session(handle_or_name)
     peers = Peers()
     try:
-        attached = attaching.attach(name, session, worker, timeout, peers)
+        # A reader that follows restarts may itself start between the death and the restart.
+        await_restart = follow and session is None
+        attached = attaching.attach(name, session, worker, timeout, peers, pass_over_dead=await_restart)
     except BaseException:
         peers.close()
         raise

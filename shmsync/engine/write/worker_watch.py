@@ -19,9 +19,7 @@ class WorkerWatch(NamedTuple):
             with, or WorkerDied for a dead one that is not to be started again.
         explains: called when the reader table shows the deaths that this error names: raises an error that says more.
             True: all of these workers run again, so the error is not to be raised.
-        started: False until the workers are started; look() then says so, instead of a wait for nobody.
     """
 
     look: Callable[[int], None]
     explains: Callable[[WorkerDied], bool]
-    started: bool = True

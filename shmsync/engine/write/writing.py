@@ -63,6 +63,7 @@ class WriteSide:
         self.adopted: Adoption | None = None
         self.updating_thread: int | None = None
         self.worker_watch: WorkerWatch | None = None
+        self.not_started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # Workers, and how many
         self.close_request = CloseRequest(self.lock)
         self.pin_wait = PinWait(arena, name, self._writer, self.peers, owner, self.close_request)
         self.traces = TraceSwitch(self._writer, arena.control, name)
@@ -201,12 +202,19 @@ class WriteSide:
         finally:
             self.adopted = None
 
-    def watch_workers(
-        self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool], *, started: bool = True
-    ) -> WorkerWatch:
+    def watch_workers(self, look: Callable[[int], None], explains: Callable[[WorkerDied], bool]) -> None:
         """Let waits for acks call these from now on; see WorkerWatch. `worker_watch = None` ends it."""
-        self.worker_watch = WorkerWatch(look, explains, started)
-        return self.worker_watch
+        self.worker_watch = WorkerWatch(look, explains)
+
+    def refuse_not_started(self, workers: list[int] | None) -> None:
+        """Raise if a call would wait for these workers (None: all), and Workers that have them were not started."""
+        for count in self.not_started.values():
+            if workers is None or any(worker < count for worker in workers):
+                raise ProtocolError(
+                    f"the {count} Workers of arena {self.name!r} were made but not started, so waiting for them is "
+                    "in vain. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
+                    version=self.next_version,
+                )
 
     def set_updating(self, thread: int | None) -> None:
         """This thread is in update() from now on; None: no thread is."""
@@ -314,8 +322,10 @@ class WriteSide:
                 version=self.next_version,
             )
 
-    def refuse_own_section(self, acks: Acks) -> None:
-        """Raise if this call would wait for an ack that only its own thread could give."""
+    def refuse_vain_wait(self, acks: Acks) -> None:
+        """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
+        if self.not_started:
+            self.refuse_not_started(acks.workers)
         held = self.arena.rows_held_by_this_thread()
         rows = [self.arena.control.row(index) for index in held]
         if any(acks.workers is None or row.worker in acks.workers for row in rows):

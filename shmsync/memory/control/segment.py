@@ -158,10 +158,13 @@ def make_ready(created: Created) -> None:
         fcntl.flock(created.fd, fcntl.LOCK_UN)
 
 
-def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.Control, Header]:
+def attach(
+    name: str, session: bytes | None, deadline: float, *, pass_over_dead: bool = False
+) -> tuple[_native.Control, Header]:
     """Map the segment of a live arena, after checking all of its header.
 
     `session`: the handle's. None accepts any, and waits until there is one; a handle's arena was there already.
+    `pass_over_dead`: wait also while there is the arena of a publisher that has died, for the one that replaces it.
     """
     check_name(name)
     began = time.monotonic()
@@ -181,11 +184,18 @@ def attach(name: str, session: bytes | None, deadline: float) -> tuple[_native.C
                         f"{session.hex()}; the publisher was restarted, pass the new handle"
                     )
                 check_ours(name, fd)
-                _check_header(name, header)
+                try:
+                    _check_header(name, header)
+                except WriterDied:
+                    if not pass_over_dead or time.monotonic() >= deadline:
+                        raise
+                    time.sleep(min(_LOOK_FOR_NAME, max(0.0, deadline - time.monotonic())))
+                    continue
                 control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
                 return control, header
             unlocked_since = None if locked(fd) else unlocked_since or time.monotonic()
-            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
+            gone = unlocked_since is not None and time.monotonic() - unlocked_since > 1.0
+            if gone and not (pass_over_dead and time.monotonic() < deadline):
                 raise WriterDied(
                     f"the publisher of arena {name!r} died while it was creating the arena; start it again"
                 )

@@ -13,9 +13,9 @@ import torch
 
 import shmsync
 from support.calls import Call
-from support.jobs.engine import attach, begin_update, close_publisher, open_arena, publish, read
+from support.jobs.engine import attach, begin_update, close_publisher, create_and_stall, open_arena, publish, read
 from support.jobs.restarts import count_readers, follow_until, open_net, open_other_layout
-from support.processes import until, until_waits
+from support.processes import segment_path, until, until_waits
 from support.weights import Net, bytes_of
 
 
@@ -179,6 +179,32 @@ def test_waits_have_their_deadline_though_nobody_comes_back(open_trainer, name, 
     with pytest.raises(shmsync.WriterDied), sub.read(version=2, timeout=0.2):
         pass
     assert sub.wait_version(1) == 1
+
+
+@pytest.mark.parametrize("end", END)
+def test_a_follower_may_start_while_no_trainer_runs(open_trainer, name, end):
+    trainer = open_trainer(5)
+    END[end](trainer)
+    for follow in (True, False):
+        with pytest.raises((shmsync.WriterDied, shmsync.ArenaNotFound)):  # a publisher of another test may sweep it
+            shmsync.Subscriber(name, follow=follow, timeout=0.2)
+    attaching = Call(shmsync.Subscriber, name, follow=True, timeout=60.0)
+    until_waits(attaching, "attach")
+    open_trainer(2)
+    with attaching.result() as sub:
+        assert read(sub) == (2, 2, 2)
+
+
+def test_a_follower_waits_past_a_trainer_that_died_while_it_started(start, open_trainer, name):
+    victim = start()
+    victim.start(create_and_stall, name)
+    until(lambda: segment_path(name).exists() and segment_path(name).stat().st_size > 0)
+    victim.kill()
+    attaching = Call(shmsync.Subscriber, name, follow=True, timeout=60.0)
+    until_waits(attaching, "attach")
+    open_trainer(2)
+    with attaching.result() as sub:
+        assert read(sub) == (2, 2, 2)
 
 
 def test_a_section_keeps_the_arena_it_has_entered(open_trainer, name, follower):

@@ -82,6 +82,18 @@ def fail_at_once(sub):
     raise ZeroDivisionError("before the first version")
 
 
+def fail_without(sub, flag):
+    if not os.path.exists(flag):
+        raise ValueError("no flag")
+    apply(sub)
+
+
+def attach_more(sub):
+    """Two more subscribers of the same process, and then nothing: the trainer terminates it."""
+    others = [shmsync.Subscriber(sub.name), shmsync.Subscriber(sub.name, worker=7)]
+    never_returns(others)
+
+
 def return_at_once(sub, answers):
     answers.put(sub.worker)
 

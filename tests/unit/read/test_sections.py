@@ -71,6 +71,16 @@ def test_a_waiting_reader_enters_when_the_gate_opens(pair):
     assert reading.result() in ((2, 5, 5), (1, 0, 0))
 
 
+def test_a_section_that_was_not_entered_shows_nothing(pair):
+    pub, sub = pair(2)
+    section = sub.read()
+    for show in (lambda: section.weights, section.numpy):
+        with pytest.raises(shmsync.ProtocolError, match="with sub.read.. as section"):
+            show()
+    with section:
+        assert section.weights["t"].tolist() == section.numpy()["t"].tolist() == [0] * 4
+
+
 def test_close_inside_a_section_is_refused(pair):
     _, sub = pair()
     with sub.read(), pytest.raises(shmsync.ProtocolError):
