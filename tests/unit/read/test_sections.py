@@ -72,7 +72,7 @@ def test_a_waiting_reader_enters_when_the_gate_opens(pair):
 
 
 def test_a_section_that_was_not_entered_shows_nothing(pair):
-    pub, sub = pair(2)
+    _, sub = pair(2)
     section = sub.read()
     for show in (lambda: section.weights, section.numpy):
         with pytest.raises(shmsync.ProtocolError, match="with sub.read.. as section"):
