@@ -48,12 +48,13 @@ class Subscriber(_native.Sections):
         follow: if the publisher was closed or died, and another one publishes the same leaves under the same name, move
             to its arena: at the next section (noticed within 50 ms), refresh() or wait_version(). Versions start from 1
             again there, and `session` is another one. An arena with other leaves is ManifestMismatch in refresh() and
-            wait_version(); sections warn, and keep reading the old weights.
+            wait_version(); sections warn, and keep reading the old weights. By name, the arena of a publisher that died
+            before is passed over: the next one is waited for.
 
     Raises:
         ArenaNotFound: no arena of this name after `timeout` seconds, or the arena of the handle has ended.
         ArenaCorrupt: the segment of this name is not an arena that this version of shmsync can read.
-        WriterDied: its publisher is dead.
+        WriterDied: its publisher is dead; with follow=True and a name, still so after `timeout` seconds.
         ReaderTableFull: all rows are taken; see Publisher(max_readers=).
         NoSpace: no memory or no descriptor is free to map the arena.
         WriterBusy: an in-place update took too long.

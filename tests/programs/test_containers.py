@@ -56,8 +56,8 @@ with shmsync.Publisher({"w": torch.arange(4.0)}, name="policy"):
     sys.stdin.readline()
 """
 WORKER = """
-from attach import attach
-with attach("policy", seconds=float({seconds}), worker=0) as sub, sub.read() as section:
+import shmsync
+with shmsync.Subscriber("policy", follow=True, timeout={seconds}, worker=0) as sub, sub.read() as section:
     print("sum", section.weights["w"].sum().item())
 """
 
