@@ -22,10 +22,10 @@ BARS = {
     "multiprocessing, a queue for each worker": "a queue for each worker",
 }
 SLOWER = {  # what the README names as slower: how the row and its floor or peer begin
-    "100 MB copied by two threads": ("publish 100 MB in 14 tensors, 2 threads", "torch.copy_"),
-    "acks of one or two readers": ('publish(wait="all") 4 bytes, 2 readers', "one-byte ping-pong"),
-    "two workers with four CartPoles each": ("frames, CartPole, 2 workers x 4", "SyncVectorEnv"),
-    "1 MB to another node": ("torch.distributed, 1 MB, 2 nodes, 4 workers", "bare broadcast"),
+    "1 MB copied by two threads": ("publish 1 MB in 14 tensors, 2 threads", "torch.copy_"),
+    "a send of 200 small tensors": ("SharedMem, 5k parameters, 200 tensors, 4 workers", "ping-pong"),
+    "environments that sleep in turns": ("frames, sleeps 1 ms, 2 workers x 4", "AsyncVectorEnv"),
+    "1 MB over Ray to another node": ("Ray, 1 MB, 2 nodes, 4 workers, to each worker", "TorchRL"),
 }
 
 
