@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import random
 import re
 import signal
 import socket
@@ -157,8 +158,11 @@ def transmitted(state, interface):
 
 
 def free_port(state, host):
-    with socket.create_server((host, 0)) as server:
-        return server.getsockname()[1]
+    """A port that no process gets by asking for any: other tests connect meanwhile, until the agents listen."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
 
 
 def host_store(state, host):
