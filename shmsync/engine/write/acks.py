@@ -18,7 +18,9 @@ _WORDING = Wording(
     sent="is published",
     after_death='The others have it. Start the dead again, or go on without them: wait="all" leaves them out, a list '
     "must not name them",
-    after_lateness="A worker that is merely late still applies it; give more time with timeout=",
+    after_lateness="A worker that is merely late still applies it; give more time with timeout=. One that is idle, or "
+    "waits for this process at a full queue, never does: let it call refresh(), empty the queue first, or publish "
+    "without wait=",
 )
 
 
