@@ -295,15 +295,11 @@ class Workers:
 
     def _explains(self, error: WorkerDied) -> bool:
         """As _look(), when the reader table shows deaths. Do all of these workers run again?"""
-        members = [self._members.get(rank) for rank in error.missing if isinstance(rank, int)]
-        for member in members:
-            if member is not None:
+        for rank, member in list(self._members.items()):
+            if rank in error.missing:
                 member.process.join(_EXIT_CODE)
         self._look(error.version or 0)
-        if self._ending:
-            return True
-        now = [self._members.get(rank) for rank in error.missing if isinstance(rank, int)]
-        return len(now) == len(error.missing) and all(member is not None and member.running for member in now)
+        return self._ending or set(error.missing) <= set(self.alive)
 
     def _start(self, ranks: Iterable[int]) -> None:
         """Start these workers and wait until they are attached."""

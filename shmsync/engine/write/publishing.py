@@ -15,7 +15,7 @@ def publish_plan(
 ) -> int:
     """Carry out a checked plan; the new version. `version`: publish this one instead of the next."""
     if acks.wanted:
-        side.refuse_vain_wait(acks)
+        side.refuse_wait(acks)
     if plan.from_devices:
         side.await_sources(plan, deadline)
     plan.stage()

@@ -56,7 +56,7 @@ class Update(_native.Scope):
         side.ready(deadline_after(self._timeout, side.timeout))
         side.refuse_poisoned()
         if self._acks.wanted:
-            side.refuse_vain_wait(self._acks)
+            side.refuse_wait(self._acks)
         if side.adopted is not None:
             side.adopted.look(self._optimizer)
         if side.arena.slots == 1:

@@ -211,8 +211,8 @@ class WriteSide:
         for count in self.not_started.values():
             if workers is None or any(worker < count for worker in workers):
                 raise ProtocolError(
-                    f"the {count} Workers of arena {self.name!r} were made but not started, so waiting for them is "
-                    "in vain. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
+                    f"the {count} Workers of arena {self.name!r} were made but not started, so they cannot "
+                    "apply a version. Write `with shmsync.Workers(...) as workers:`, or call workers.start() first",
                     version=self.next_version,
                 )
 
@@ -322,7 +322,7 @@ class WriteSide:
                 version=self.next_version,
             )
 
-    def refuse_vain_wait(self, acks: Acks) -> None:
+    def refuse_wait(self, acks: Acks) -> None:
         """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
         if self.not_started:
             self.refuse_not_started(acks.workers)

@@ -169,13 +169,20 @@ def attach(
     check_name(name)
     began = time.monotonic()
     unlocked_since: float | None = None
+
+    def wait_for_next(wanted: bool) -> bool:
+        """Was another look wanted, and is there time for it?"""
+        left = deadline - time.monotonic()
+        if wanted and left > 0:
+            time.sleep(min(_LOOK_FOR_NAME, left))
+        return wanted and left > 0
+
     while True:
         with opened(name) as fd:
             header = None if fd is None else read(fd)
             if fd is None or (header is not None and header.ready):
                 if fd is None or header is None:
-                    if session is None and time.monotonic() < deadline:
-                        time.sleep(min(_LOOK_FOR_NAME, max(0.0, deadline - time.monotonic())))
+                    if wait_for_next(session is None):
                         continue
                     raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
                 if session is not None and header.session != session:
@@ -187,15 +194,15 @@ def attach(
                 try:
                     _check_header(name, header)
                 except WriterDied:
-                    if not pass_over_dead or time.monotonic() >= deadline:
-                        raise
-                    time.sleep(min(_LOOK_FOR_NAME, max(0.0, deadline - time.monotonic())))
-                    continue
+                    if wait_for_next(pass_over_dead):
+                        continue
+                    raise
                 control = _native.Control.attach(fd, header.slots, header.readers, header.manifest_bytes)
                 return control, header
             unlocked_since = None if locked(fd) else unlocked_since or time.monotonic()
-            gone = unlocked_since is not None and time.monotonic() - unlocked_since > 1.0
-            if gone and not (pass_over_dead and time.monotonic() < deadline):
+            if unlocked_since is not None and time.monotonic() - unlocked_since > 1.0:  # its creator is gone
+                if wait_for_next(pass_over_dead):
+                    continue
                 raise WriterDied(
                     f"the publisher of arena {name!r} died while it was creating the arena; start it again"
                 )
