@@ -182,24 +182,25 @@ class Subscriber(_native.Sections):
 
     def _versions(self, timeout: float | None) -> Iterator[int]:
         shown = None  # session and version: those of a followed publisher may begin again
+        waited = False
         while True:
-            self.refresh()
+            self.refresh()  # once for each version that is given: it acks, and the publisher goes on at once
             now = self.session, self.version
             if now != shown:
-                shown = now
+                shown, waited = now, False
                 yield self.version
                 continue
+            if waited:
+                raise ProtocolError(
+                    "versions() applies nothing inside a read section; leave the section first", version=self.version
+                )
             try:
                 self.wait_version(self.version + 1, timeout)
             except ClosedError:
                 if not self._reader._follows and not self.publisher_alive:  # which raises if the subscriber is closed
                     return
                 raise
-            self.refresh()
-            if (self.session, self.version) == now:
-                raise ProtocolError(
-                    "versions() applies nothing inside a read section; leave the section first", version=self.version
-                )
+            waited = True
 
     def bind(
         self,

@@ -29,6 +29,29 @@ def test_each_version_that_is_waited_for_is_given_until_the_publisher_closes(sta
     assert collected(start(), slots, reads=False) in ([1, 2, 3, 4, 5], [2, 3, 4, 5])
 
 
+def test_an_acked_version_is_given_though_the_next_one_is_published_at_once():
+    """A publish that waits goes on when the loop acks: what it publishes then must not take this version's place."""
+
+    class Prompt(shmsync.Subscriber):
+        waited = False
+
+        def wait_version(self, version, timeout=None, **kwargs):
+            self.waited = True
+            pub.publish(stamped(version))
+            return super().wait_version(version, timeout, **kwargs)
+
+        def refresh(self):
+            applied = super().refresh()
+            if self.waited:
+                self.waited = False
+                pub.publish(stamped(applied + 1))
+            return applied
+
+    with shmsync.Publisher(stamped(1), slots=2) as pub, Prompt(pub.handle) as sub:
+        versions = sub.versions(timeout=0.05)
+        assert [next(versions) for _ in range(7)] == list(range(1, 8))
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_section_in_the_loop_has_that_version_or_a_newer_one(start, slots):
     seen = collected(start(), slots, reads=True)
