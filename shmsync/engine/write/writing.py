@@ -30,12 +30,11 @@ from ..deadlines import Samples
 from ..stats import Counts, PublisherStats
 from ..verify.checksums import ChecksumWriter
 from ..verify.tracing import TraceSwitch
-from .acks import Acks, wait_for_acks
+from .acks import Acks, WorkerWatch, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
 from .pin_wait import PinWait
-from .worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -71,7 +70,6 @@ class WriteSide:
         self._watched = False
         self.touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
-        self._me = owner
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
         self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
         arena.writer = weakref.ref(self)
@@ -339,8 +337,7 @@ class WriteSide:
         self.settle(deadline)
         started = time.perf_counter()
         try:
-            workers, control = acks.workers, self.arena.control
-            died, watch = self.pin_wait.died, self.worker_watch
+            watch = self.worker_watch
 
             def ending() -> bool:
                 if watch is not None:
@@ -349,7 +346,7 @@ class WriteSide:
 
             with self.close_request.waiting():
                 try:
-                    wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, ending)
+                    wait_for_acks(self.pin_wait, version, acks.workers, deadline, ending)
                 except WorkerDied as error:
                     if watch is None or not watch.explains(error):
                         raise
