@@ -16,9 +16,9 @@ def publish_plan(
     """Carry out a checked plan; the new version. `version`: publish this one instead of the next."""
     if acks.wanted:
         side.refuse_wait(acks)
-    if plan.from_devices:
+    if not plan.conversions.none:
         side.await_sources(plan, deadline)
-    plan.stage()
+        plan.conversions.stage()
     started = time.perf_counter()
     try:
         if not side.begin_at_once(version):
@@ -39,9 +39,9 @@ def publish_plan(
 def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | None, deadline: float) -> list[int]:
     """Carry out each plan in its arena: all of the versions become visible, or none does. Waits for no acks."""
     for side, plan in plans:
-        if plan.from_devices:
+        if not plan.conversions.none:
             side.await_sources(plan, deadline)
-        plan.stage()
+            plan.conversions.stage()
     try:
         begin_all([side for side, _ in plans], deadline, version)
     except BaseException:

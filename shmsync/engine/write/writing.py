@@ -137,7 +137,7 @@ class WriteSide:
             if after is not None:
                 self.later.follow(after)
         else:
-            fetch_order(plan.devices, self.name, deadline, after)
+            fetch_order(plan.conversions.devices, self.name, deadline, after)
 
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
