@@ -311,9 +311,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
     dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
-    return tensors, Manifest.of(
-        tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved
-    )
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,32 +11,35 @@ from ...memory.arena import has_address
 from ...memory.manifest import Key, tie
 from .leaf_check import extent, problem_with
 
+K = TypeVar("K", bound=Hashable)
+
 
 def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) -> list[tuple[str, str]]:
     """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size(), name)
-        for name, tensor in tensors.items()
-        if has_address(tensor) and tensor.numel()
-    )
-    found = []
-    open_until: list[tuple[int, str]] = []  # (end, name) of those that may reach into the next ones
-    shown: set[object] = set()
-    for begin, end, name in spans:
-        # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
-        same = (tie(tensors[name]), id(tensors[name]) in moving)
-        if same in shown:
-            continue
-        shown.add(same)
-        open_until = [(until, other) for until, other in open_until if until > begin]
-        found += [
-            (other, name)
-            for _, other in open_until
-            if (id(tensors[name]) in moving or id(tensors[other]) in moving)
-            and tie(tensors[name]) != tie(tensors[other])
-        ]
-        open_until.append((end, name))
-    return found
+    # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
+    shown: dict[object, str] = {}
+    held = [name for name, tensor in tensors.items() if has_address(tensor) and tensor.numel()]
+    for name in sorted(held, key=lambda name: (_bytes_spanned(tensors[name]), name)):
+        shown.setdefault((tie(tensors[name]), id(tensors[name]) in moving), name)
+    return [
+        (one, two)
+        for one, two in meeting({name: tensors[name] for name in shown.values()})
+        if (id(tensors[one]) in moving or id(tensors[two]) in moving) and tie(tensors[one]) != tie(tensors[two])
+    ]
+
+
+def meeting(tensors: Mapping[K, torch.Tensor]) -> Iterator[tuple[K, K]]:
+    """Pairs of tensors whose ranges of memory meet, in the order of where they begin."""
+    reaching: list[tuple[int, K]] = []  # (end, key) of those that reach beyond where the next one begins
+    for key in sorted(tensors, key=lambda key: (str(tensors[key].device), tensors[key].data_ptr())):
+        begin, device = tensors[key].data_ptr(), tensors[key].device
+        reaching = [each for each in reaching if each[0] > begin and tensors[each[1]].device == device]
+        yield from ((other, key) for _, other in reaching)
+        reaching.append((begin + _bytes_spanned(tensors[key]), key))
+
+
+def _bytes_spanned(tensor: torch.Tensor) -> int:
+    return extent(tensor) * tensor.element_size()
 
 
 def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:

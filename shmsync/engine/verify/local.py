@@ -236,4 +236,3 @@ def _not_delivered(looking: _Look, name: str) -> NotDelivered:
         version=looking.version,
         leaves=dict.fromkeys(leaf for leaf, _ in wrong.values()),
     )
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from ...errors import NotDelivered, WriterBusy
 from ...memory.arena import Arena
@@ -40,15 +40,11 @@ class VerifyRequest:
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
         control, manifest, what = self._arena.control, self._arena.manifest, f"version {version}"
-        peers = Peers()
-        try:
-            with self._asking(deadline, version) as question:
-                asked = [row.id for row in control.rows()] if workers is None else ()
-                rows = RowWait(control, peers, asked, workers, lambda row: row.question == question)
-                rows.until(deadline, check, lambda: time.sleep(NAP))
-                outcome = rows.outcome(_WORDING)
-        finally:
-            peers.close()
+        with closing(Peers()) as peers, self._asking(deadline, version) as question:
+            asked = [row.id for row in control.rows()] if workers is None else ()
+            rows = RowWait(control, peers, asked, workers, lambda row: row.question == question)
+            rows.until(deadline, check, lambda: time.sleep(NAP))
+            outcome = rows.outcome(_WORDING)
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}
         if wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from numbers import Integral
 from types import SimpleNamespace
 from typing import Any
@@ -100,8 +100,7 @@ def wait_for_readers(
     """
     what = f"version {version}"
     with ExitStack() as stack:
-        peers = Peers()
-        stack.callback(peers.close)
+        peers = stack.enter_context(closing(Peers()))
         for peer in procs.values():
             stack.callback(peer.close)
         rows = RowWait(control, peers, (), workers, done=None)
