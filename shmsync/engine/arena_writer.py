@@ -27,7 +27,6 @@ from .by_value import copy_by_value
 from .copy.copy_plan import CopyPlan
 from .copy.plan_cache import PlanCache
 from .deadlines import deadline_after
-from .read.state import copied_state
 from .source.arena_device import place_for
 from .source.dtypes import Dtypes, cast_leaves, kept_leaves
 from .source.leaf_check import problem_with
@@ -95,24 +94,10 @@ class ArenaWriter:
         segment.make_ready(self._created)
 
     @property
-    def version(self) -> int:
-        """The published version."""
-        return self.side.current[0]
-
-    @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only."""
         self.side.check()
         return self.arena.weights(self.side.current[1])
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """As Publisher.state_dict()."""
-        side = self.side
-        side.check()
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            side.refuse_poisoned()
-            return copied_state(self.arena, side.current[1])
 
     def publish(
         self,
@@ -121,13 +106,14 @@ class ArenaWriter:
         acks: Acks = NO_ACKS,
         after: object = None,
         version: int | None = None,
+        optional: Container[Key] | None = None,
     ) -> int:
-        """As Publisher.publish(). `version`: publish this one instead of the next."""
+        """As Publisher.publish(). `version`: publish this one instead of the next; `optional`: as in plan()."""
         self.side.check()
         with self.side.lock:
             self.side.ready(deadline)
             try:
-                plan = self.plan(weights)
+                plan = self.plan(weights, optional)
                 if after is not None:
                     self.side.await_sources(plan, deadline, after)
                 return publish_plan(self.side, plan, deadline, acks, version)
@@ -144,9 +130,6 @@ class ArenaWriter:
         if side.adopted is not None:
             side.adopted.look()
         plan = self.plans.find(source, default=source is self.source)
-        return self._checked(plan, optional)
-
-    def _checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
         if optional is not None and not plan.whole:
             missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
             if missing:
@@ -202,7 +185,9 @@ class ArenaWriter:
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
         if self._differs(plan.tensors):
-            publish_plan(side, self._checked(plan), deadline)
+            if plan.in_place:
+                side.refuse_poisoned()
+            publish_plan(side, plan, deadline)
             side.settle(deadline)
         side.adopted = adoption
         adoption.move_in(side.writer)
@@ -232,19 +217,19 @@ class ArenaWriter:
         if self.arena.rows_held_by_this_thread():
             raise ProtocolError(
                 "verify() inside a read section of this thread would wait for it to leave; leave the section first",
-                version=self.version,
+                version=side.current[0],
             )
         if self.arena.slots == 1 and side.updating_thread == threading.get_ident():
             raise ProtocolError(
                 "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
-                version=self.version,
+                version=side.current[0],
             )
 
         def look() -> None:
             side.check()
             meanwhile()
 
-        return self._verify_request.ask(workers, self.version, deadline, look)
+        return self._verify_request.ask(workers, side.current[0], deadline, look)
 
     # Which workers have applied what.
 
@@ -299,11 +284,9 @@ class ArenaWriter:
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
     everything = collect(weights, EVERYTHING, watch=False).tensors
-    tensors = everything
-    if filter.filters:
-        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
+    problems = filter.idle(".".join(key) for key in everything)
     problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
     if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]

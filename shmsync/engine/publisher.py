@@ -26,6 +26,7 @@ from .deadlines import (
     timeout_or_default,
     timeout_or_none,
 )  # fmt: skip
+from .read.state import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
@@ -127,7 +128,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The published version."""
-        return self._writer.version
+        return self._writer.side.current[0]
 
     @property
     def weights(self) -> TensorDictBase:
@@ -140,7 +141,12 @@ class Publisher:
         It has the leaves that the module's own state_dict() has. Raises Poisoned after an update() that failed half
         way, and WriterBusy while another call writes.
         """
-        return self._writer.state_dict()
+        side = self._writer.side
+        side.check()
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            side.refuse_poisoned()
+            return copied_state(side.arena, side.current[1])
 
     @property
     def handle(self) -> Handle:
