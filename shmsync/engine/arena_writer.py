@@ -35,7 +35,7 @@ from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, no
 from .verify.checksums import check_checksum, refuse_without_checksums
 from .verify.local import Proof
 from .verify.request import VerifyRequest
-from .write.acks import NO_ACKS, Acks
+from .write.acks import Acks
 from .write.publishing import publish_plan
 from .write.update import load_inside_update, step_inside_update
 from .write.writing import WriteSide
@@ -103,7 +103,7 @@ class ArenaWriter:
         self,
         weights: Weights | None,
         deadline: float,
-        acks: Acks = NO_ACKS,
+        acks: Acks | None = None,
         after: object = None,
         version: int | None = None,
         optional: Container[Key] | None = None,

@@ -14,6 +14,7 @@ from torch import nn
 from .. import _native
 from ..errors import WriterBusy
 from ..memory.control import segment
+from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
 from .adopt.optimizer_hooks import as_list
@@ -30,10 +31,10 @@ from .read.state import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
-from .stats import PublisherStats, ReaderInfo, reader_infos
+from .stats import PublisherStats, ReaderInfo
 from .verify.local import Proof
 from .verify.tracing import Tracing
-from .write.acks import NO_ACKS, Acks
+from .write.acks import Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 
@@ -228,7 +229,9 @@ class Publisher:
         """Every subscriber, including dead ones whose rows are not yet free."""
         side = self._writer.side
         side.check()
-        return reader_infos(side.arena.control, side.peers, self.version)
+        version, rows = self.version, side.arena.control.rows()
+        side.peers.keep_only({row.owner for row in rows})
+        return [ReaderInfo(state=side.peers.state(row.owner), **figures(row, version)) for row in rows]
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
@@ -344,11 +347,11 @@ def writer_of(publisher: Publisher) -> ArenaWriter:
     return publisher._writer
 
 
-def _acks(wait: Wait) -> Acks:
+def _acks(wait: Wait) -> Acks | None:
     if wait is None or wait is False:
-        return NO_ACKS
+        return None
     if wait is True or (isinstance(wait, str) and wait == "all"):
-        return Acks(True)
+        return Acks(None)
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is False (or None), True (or "all"), or a list of worker indices, not {wait!r}')
-    return Acks(True, [check_worker(worker) for worker in wait])
+    return Acks([check_worker(worker) for worker in wait])

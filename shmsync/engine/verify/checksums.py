@@ -86,7 +86,10 @@ class ChecksumWriter:
 
         On a device the leaves are fetched, and must be there; the checksums are there when its current stream is done.
         """
-        arena, changed = self._arena, self._changed()
+        arena = self._arena
+        changed: Collection[int] = self._places  # the leaves whose checksums are not known
+        if self._given is not None:
+            changed = {offset for offset in self._places if offset in self._given or offset not in self._known}
         whole: memoryview | None = None
         if arena.on_device is None:
             whole = memory(arena.slot_address(slot), arena.manifest.slot_bytes)
@@ -107,12 +110,6 @@ class ChecksumWriter:
         elif new:
             place = _raw(arena, slot, self._at, self._at + len(words))
             assign(place, torch.frombuffer(bytearray(words), dtype=torch.uint8))
-
-    def _changed(self) -> Collection[int]:
-        """The offsets of the leaves whose checksums are not known."""
-        if self._given is None:
-            return self._places
-        return {offset for offset in self._places if offset in self._given or offset not in self._known}
 
     def committed(self) -> None:
         """What was written is published."""

@@ -27,11 +27,7 @@ _WORDING = Wording(
 class Acks(NamedTuple):
     """Whose acks a call waits for."""
 
-    wanted: bool
-    workers: list[int] | None = None  # their indices; None: all workers
-
-
-NO_ACKS = Acks(False)
+    workers: list[int] | None  # their indices; None: all workers
 
 
 class WorkerWatch(NamedTuple):
