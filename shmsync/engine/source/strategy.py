@@ -112,8 +112,6 @@ class WeightStrategy:
             ManifestMismatch (a ValueError): lists the missing, the unexpected and the mismatched keys; nothing was
                 written. ValueError: the destination, or the weights, are of another type.
         """
-        if weights is None:
-            return
         self.apply_checked(self.check_weights(destination, weights))
 
     def apply_checked(self, fit: Fit) -> None:

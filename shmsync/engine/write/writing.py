@@ -107,9 +107,7 @@ class WriteSide:
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
-        if self.later is not None:
-            return self._writer.published
-        return int(self._writer.version), int(self._writer.current_slot)
+        return self._writer.published
 
     def settle(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published.
