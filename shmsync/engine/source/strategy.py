@@ -270,7 +270,7 @@ def _refuse_odd_module(module: nn.Module) -> None:
 
 def _values_of(module: nn.Module) -> dict[Key, torch.Tensor]:
     """The module's tensors. Raises ManifestMismatch if one of them has no values that could be sent."""
-    tensors = collect(module, EVERYTHING).tensors
+    tensors = collect(module, EVERYTHING, watch=False).tensors
     refuse_odd(tensors)
     return tensors
 

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import _native
-from ...errors import (
-    ClosedError,
-    DeviceFailed,
-    ForkedHandle,
-    Poisoned,
-    ProtocolError,
-    WorkerDied,
-)
+from ...errors import ClosedError, DeviceFailed, ForkedHandle, Poisoned, ProtocolError, WorkerDied
 from ...memory.arena import Arena
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers
@@ -322,8 +315,7 @@ class WriteSide:
         """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
         if self.not_started:
             self.refuse_not_started(acks.workers)
-        held = self.arena.rows_held_by_this_thread()
-        rows = [self.arena.control.row(index) for index in held]
+        rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
         if any(acks.workers is None or row.worker in acks.workers for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
