@@ -248,7 +248,7 @@ class Publisher:
         processes = processes_of(wanted, procs)
         side.check()
         side.refuse_not_started(wanted)
-        wait_for_readers(side.arena.control, wanted, processes, deadline, self.version, side.check)
+        wait_for_readers(side, wanted, processes, deadline)
 
     def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:
         """Let every worker prove what it holds: that its bound modules compute with the published weights.

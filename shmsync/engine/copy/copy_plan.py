@@ -36,14 +36,7 @@ class CopyPlan:
     """
 
     def __init__(
-        self,
-        collected: Collected,
-        arena: Arena,
-        name: str,
-        *,
-        partial: bool,
-        any_device: bool,
-        seen: Seen | None = None,
+        self, collected: Collected, arena: Arena, name: str, *, partial: bool, any_device: bool, seen: Seen | None
     ) -> None:
         problems = mismatches(collected.tensors, arena, partial=partial, any_device=any_device)
         apart = [] if problems else untied(collected.tensors, arena)
