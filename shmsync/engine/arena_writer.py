@@ -284,9 +284,11 @@ class ArenaWriter:
 
 def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool) -> tuple[dict[Key, Any], Manifest]:
     everything = collect(weights, EVERYTHING, watch=False).tensors
-    tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
+    tensors = everything
+    if filter.filters:
+        tensors = {key: value for key, value in everything.items() if filter.admits(".".join(key))}
     check_keys(tensors)
-    problems = filter.idle(".".join(key) for key in everything)
+    problems = filter.idle(".".join(key) for key in everything) if filter.filters else []
     problems += [f"{'.'.join(key)} {reason}" for key, value in tensors.items() if (reason := problem_with(value))]
     if not tensors and not problems:
         problems = ["there is no tensor to publish (after include= and exclude=)"]
