@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -11,35 +11,37 @@ from ...memory.arena import has_address
 from ...memory.manifest import Key, tie
 from .leaf_check import extent, problem_with
 
-K = TypeVar("K", bound=Hashable)
+K = TypeVar("K")
 
 
 def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) -> list[tuple[str, str]]:
     """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
+    spans = sorted((*span(each), name) for name, each in tensors.items() if has_address(each) and each.numel())
     # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
-    shown: dict[object, str] = {}
-    held = [name for name, tensor in tensors.items() if has_address(tensor) and tensor.numel()]
-    for name in sorted(held, key=lambda name: (_bytes_spanned(tensors[name]), name)):
-        shown.setdefault((tie(tensors[name]), id(tensors[name]) in moving), name)
+    shown: dict[object, tuple[int, int, str]] = {}
+    for each in spans:
+        tensor = tensors[each[2]]
+        shown.setdefault((tie(tensor), id(tensor) in moving), each)
     return [
         (one, two)
-        for one, two in meeting({name: tensors[name] for name in shown.values()})
+        for one, two in meeting(shown.values())
         if (id(tensors[one]) in moving or id(tensors[two]) in moving) and tie(tensors[one]) != tie(tensors[two])
     ]
 
 
-def meeting(tensors: Mapping[K, torch.Tensor]) -> Iterator[tuple[K, K]]:
-    """Pairs of tensors whose ranges of memory meet, in the order of where they begin."""
-    reaching: list[tuple[int, K]] = []  # (end, key) of those that reach beyond where the next one begins
-    for key in sorted(tensors, key=lambda key: (str(tensors[key].device), tensors[key].data_ptr())):
-        begin, device = tensors[key].data_ptr(), tensors[key].device
-        reaching = [each for each in reaching if each[0] > begin and tensors[each[1]].device == device]
-        yield from ((other, key) for _, other in reaching)
-        reaching.append((begin + _bytes_spanned(tensors[key]), key))
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    begin = tensor.data_ptr()
+    return begin, begin + extent(tensor) * tensor.element_size()
 
 
-def _bytes_spanned(tensor: torch.Tensor) -> int:
-    return extent(tensor) * tensor.element_size()
+def meeting(spans: Iterable[tuple[int, int, K]]) -> Iterator[tuple[K, K]]:
+    """The pairs of these, each (begin, end, name), that have addresses in common; sorted by where they begin."""
+    reaching: list[tuple[int, K]] = []  # (end, name) of those that reach beyond where the next one begins
+    for begin, end, name in spans:
+        reaching = [each for each in reaching if each[0] > begin]
+        yield from ((other, name) for _, other in reaching)
+        reaching.append((end, name))
 
 
 def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...memory.manifest import Key, tie
-from .aliases import meeting
+from .aliases import meeting, span
 from .leaf_check import problem_with
 
 
@@ -32,10 +32,14 @@ def made_anew(target: object, again: object) -> str | None:
 
 def collisions(targets: Mapping[Key, torch.Tensor], places: Mapping[Key, int]) -> list[str]:
     """Pairs of targets that share memory though their values come from different places, one sentence each."""
+    spans = [(*span(target), key) for key, target in targets.items() if target.numel()]
+    spans.sort(key=lambda each: (str(targets[each[2]].device), each[0]))
     return [
         f"{'.'.join(one)} and {'.'.join(two)} share memory, but have values of their own"
-        for one, two in meeting({key: target for key, target in targets.items() if target.numel()})
-        if (places[one] != places[two] or tie(targets[one]) != tie(targets[two])) and _meet(targets[one], targets[two])
+        for one, two in meeting(spans)
+        if targets[one].device == targets[two].device
+        and (places[one] != places[two] or tie(targets[one]) != tie(targets[two]))
+        and _meet(targets[one], targets[two])
     ]
 
 
