@@ -72,7 +72,7 @@ class CopyPlan:
                 converted_of[key] = len(converted)
                 converted.append((tensor, leaf))
         self.conversions = Conversions(arena, converted)
-        rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self.conversions.staged()]
+        rows += [(copy, leaf.offset, leaf.nbytes) for copy, leaf in self.conversions.staged]
         self.pieces: list[tuple[int, int]] = []  # the plain bytes, on a device
         if arena.on_device is not None:
             self.pieces = merged(sorted((offset, size) for _, offset, size in rows if size))

@@ -132,8 +132,7 @@ def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
         for child in module.modules():  # wrappers too: what they wrap may be replaced
             if not isinstance(child, torch.jit.ScriptModule):
                 store = child.__dict__["_modules"]
-                watched.append((child.__dict__, [("_modules", store)], False))
-                watched.append((store, list(store.items()), True))
+                watched += [(child.__dict__, [("_modules", store)], False), (store, list(store.items()), True)]
         found = [
             (path, weakref.ref(child))
             for child, path in first.items()
