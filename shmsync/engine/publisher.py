@@ -89,23 +89,19 @@ class Publisher:
         checksum: bool = False,
         first_version: int = 1,
     ) -> None:
-        slots = check_count("slots", slots, _native.MAX_SLOTS)
-        max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
         first_version = check_count("first_version", first_version, _native.MAX_VERSION)
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
-        name = segment.new_name() if name is None else segment.check_name(name)
-        timeout = timeout_or_default(timeout)
         self._writer = ArenaWriter(
             weights,
-            name,
-            slots=slots,
-            max_readers=max_readers,
+            segment.new_name() if name is None else segment.check_name(name),
+            slots=check_count("slots", slots, _native.MAX_SLOTS),
+            max_readers=check_count("max_readers", max_readers, _native.MAX_READERS),
             device=device,
             dtype=dtype,
             filter=Filter.of(include, exclude),
-            timeout=timeout,
+            timeout=timeout_or_default(timeout),
             checksum=checksum,
         )
         try:
