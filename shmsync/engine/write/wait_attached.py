@@ -108,8 +108,7 @@ def wait_for_readers(side: WriteSide, workers: list[int], procs: dict[int, Peer]
 
         def look() -> None:
             outcome = Outcome(_WORDING)
-            awaited = {worker: procs[worker] for worker in rows.absent if worker in procs}
-            outcome.dead = {worker: str(peer) for worker, peer in awaited.items() if peer.dead}
+            outcome.dead = {each: str(procs[each]) for each in rows.absent if each in procs and procs[each].dead}
             outcome.check(what, version)
             side.check()
 
