@@ -27,7 +27,6 @@ from .by_value import copy_by_value
 from .copy.copy_plan import CopyPlan
 from .copy.plan_cache import PlanCache
 from .deadlines import deadline_after
-from .read.state import copied_state
 from .source.arena_device import place_for
 from .source.dtypes import Dtypes, cast_leaves, kept_leaves
 from .source.leaf_check import problem_with
@@ -36,7 +35,7 @@ from .source.sources import EVERYTHING, Filter, Weights, check_keys, collect, no
 from .verify.checksums import check_checksum, refuse_without_checksums
 from .verify.local import Proof
 from .verify.request import VerifyRequest
-from .write.acks import NO_ACKS, Acks
+from .write.acks import Acks
 from .write.publishing import publish_plan
 from .write.update import load_inside_update, step_inside_update
 from .write.writing import WriteSide
@@ -95,39 +94,26 @@ class ArenaWriter:
         segment.make_ready(self._created)
 
     @property
-    def version(self) -> int:
-        """The published version."""
-        return self.side.current[0]
-
-    @property
     def weights(self) -> TensorDictBase:
         """The published weights, zero-copy and read-only."""
         self.side.check()
         return self.arena.weights(self.side.current[1])
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """As Publisher.state_dict()."""
-        side = self.side
-        side.check()
-        with side.lock:
-            side.ready(deadline_after(None, side.timeout))
-            side.refuse_poisoned()
-            return copied_state(self.arena, side.current[1])
-
     def publish(
         self,
         weights: Weights | None,
         deadline: float,
-        acks: Acks = NO_ACKS,
+        acks: Acks | None = None,
         after: object = None,
         version: int | None = None,
+        optional: Container[Key] | None = None,
     ) -> int:
-        """As Publisher.publish(). `version`: publish this one instead of the next."""
+        """As Publisher.publish(). `version`: publish this one instead of the next; `optional`: as in plan()."""
         self.side.check()
         with self.side.lock:
             self.side.ready(deadline)
             try:
-                plan = self.plan(weights)
+                plan = self.plan(weights, optional)
                 if after is not None:
                     self.side.await_sources(plan, deadline, after)
                 return publish_plan(self.side, plan, deadline, acks, version)
@@ -144,9 +130,6 @@ class ArenaWriter:
         if side.adopted is not None:
             side.adopted.look()
         plan = self.plans.find(source, default=source is self.source)
-        return self._checked(plan, optional)
-
-    def _checked(self, plan: CopyPlan, optional: Container[Key] | None = None) -> CopyPlan:
         if optional is not None and not plan.whole:
             missing = [leaf.name for leaf in plan.lacking if leaf.key not in optional]
             if missing:
@@ -202,7 +185,9 @@ class ArenaWriter:
         adoption.check_optimizers(optimizers)
         deadline = deadline_after(None, side.timeout)
         if self._differs(plan.tensors):
-            publish_plan(side, self._checked(plan), deadline)
+            if plan.in_place:
+                side.refuse_poisoned()
+            publish_plan(side, plan, deadline)
             side.settle(deadline)
         side.adopted = adoption
         adoption.move_in(side.writer)
@@ -232,19 +217,19 @@ class ArenaWriter:
         if self.arena.rows_held_by_this_thread():
             raise ProtocolError(
                 "verify() inside a read section of this thread would wait for it to leave; leave the section first",
-                version=self.version,
+                version=side.current[0],
             )
         if self.arena.slots == 1 and side.updating_thread == threading.get_ident():
             raise ProtocolError(
                 "verify() inside update() would wait for readers, and the gate keeps them out; leave update() first",
-                version=self.version,
+                version=side.current[0],
             )
 
         def look() -> None:
             side.check()
             meanwhile()
 
-        return self._verify_request.ask(workers, self.version, deadline, look)
+        return self._verify_request.ask(workers, side.current[0], deadline, look)
 
     # Which workers have applied what.
 
@@ -311,9 +296,7 @@ def _manifest_of(weights: Weights, filter: Filter, dtype: Dtypes, checksum: bool
         raise ManifestMismatch("these weights cannot be published: " + "; ".join(problems))
     dtypes = cast_leaves(tensors, dtype, kept_leaves(weights, everything) if isinstance(dtype, torch.dtype) else ())
     unsaved = not_saved(weights) if isinstance(weights, nn.Module) else ()
-    return tensors, Manifest.of(
-        tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved
-    )
+    return tensors, Manifest.of(tensors, dtypes=dtypes, filtered=filter.filters, checksum=checksum, unsaved=unsaved)
 
 
 def _clean_up(fd: int, side: WriteSide, closing: list[bool]) -> None:

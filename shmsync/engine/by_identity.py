@@ -32,9 +32,7 @@ class ByIdentity(Generic[K, V]):
             if entry is not None and entry[0] is reference:  # else another object has its place in memory by now
                 del entries[number]
 
-        known = entries.get(number)
-        same = known is not None and known[0]() is key
-        entries[number] = (known[0] if known is not None and same else weakref.ref(key, gone), value)
+        entries[number] = (weakref.ref(key, gone), value)
 
     def pop(self, key: K) -> None:
         """Drop the entry of this object, if there is one."""
@@ -43,6 +41,3 @@ class ByIdentity(Generic[K, V]):
     def clear(self) -> None:
         """Drop every entry."""
         self._entries.clear()
-
-    def __len__(self) -> int:
-        return len(self._entries)

@@ -37,8 +37,6 @@ from .write.writing import WriteSide
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-Reduce = Callable[[Any], Any]
-
 _MEMO = "shmsync"  # in the memo of a deepcopy
 _threads = threading.local()
 
@@ -67,7 +65,8 @@ class Taken:
 
     def take(self) -> None:
         """Copy what must be copied now: all of the version, outside of sections."""
-        reader, side = _reader(self._arena), _writer(self._arena)
+        reader = _reader(self._arena)
+        side = None if self._arena.writer is None else cast("WriteSide | None", self._arena.writer())
         if reader is not None and reader._mine:
             self._version = reader.held[0]
             self._take_private(reader)
@@ -84,7 +83,8 @@ class Taken:
         if not tensor.numel():
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         address = tensor.data_ptr()
-        begin, end = self._range(tensor)
+        around = tensor.untyped_storage().data_ptr()
+        begin, end = next((span for span in self._arena.spans() if span[0] <= around < span[1]), (0, 0))
         if begin <= address < end:
             slot, place = divmod(address - begin, self._arena.manifest.slot_bytes)
             reader = _reader(self._arena)
@@ -110,11 +110,6 @@ class Taken:
         )
         made = made.conj() if tensor.is_conj() else made
         return torch._neg_view(made) if tensor.is_neg() else made
-
-    def _range(self, tensor: torch.Tensor) -> tuple[int, int]:
-        return next(
-            (span for span in self._arena.spans() if span[0] <= tensor.untyped_storage().data_ptr() < span[1]), (0, 0)
-        )
 
     @run_plainly
     def _leaf(self, slot: int, offset: int) -> torch.Tensor:
@@ -145,10 +140,6 @@ class Taken:
 def _reader(arena: Arena) -> ReadPath | None:
     reader = None if arena.reader is None else cast("ReadPath | None", arena.reader())
     return reader if reader is not None and reader.arena is arena else None
-
-
-def _writer(arena: Arena) -> WriteSide | None:
-    return None if arena.writer is None else cast("WriteSide | None", arena.writer())
 
 
 def _of_arena(tensor: torch.Tensor) -> Arena | bool:
@@ -195,7 +186,7 @@ def _made(tensor: torch.Tensor, memo: dict[Any, Any] | None = None) -> tuple[tor
     return made.requires_grad_(tensor.requires_grad), taken
 
 
-def _reduced(tensor: torch.Tensor, reduce: Reduce) -> Any:
+def _reduced(tensor: torch.Tensor, reduce: Callable[[Any], Any]) -> Any:
     found = _made(tensor)
     if found is None:
         return reduce(tensor)

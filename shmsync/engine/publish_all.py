@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..memory.manifest import Key
 from .arena_writer import ArenaWriter
 from .source.sources import Weights
-from .write.publishing import publish_plan, publish_plans
+from .write.publishing import publish_plans
 
 
 class Publication(NamedTuple):
@@ -32,24 +32,16 @@ def publish_all(publications: Sequence[Publication], version: int | None, deadli
     if len(publications) > 1:
         versions = _publish_locked(publications, version, deadline, len(publications))
     else:
-        versions = [_publish_one(publications[0], version, deadline)] if publications else []
+        versions = [
+            each.writer.publish(each.weights, deadline, version=version, optional=each.optional)
+            for each in publications
+        ]
     for each in publications:
         side = each.writer.side
         if side.later is not None:  # the caller announces these versions to others
             with side.lock:
                 side.ready(deadline)
     return versions
-
-
-def _publish_one(publication: Publication, version: int | None, deadline: float) -> int:
-    writer = publication.writer
-    with writer.side.lock:
-        writer.side.ready(deadline)
-        try:
-            plan = writer.plan(publication.weights, publication.optional)
-            return publish_plan(writer.side, plan, deadline, version=version)
-        finally:
-            writer.plans.release()
 
 
 def _publish_locked(publications: Sequence[Publication], version: int | None, deadline: float, left: int) -> list[int]:

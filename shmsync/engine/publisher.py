@@ -14,25 +14,20 @@ from torch import nn
 from .. import _native
 from ..errors import WriterBusy
 from ..memory.control import segment
+from ..memory.control.reader_figures import figures
 from ..memory.control.segment import Handle
 from ..memory.devices import named
 from .adopt.optimizer_hooks import as_list
 from .arena_writer import ArenaWriter
-from .deadlines import (
-    DEFAULT_TIMEOUT,
-    check_count,
-    check_worker,
-    deadline_after,
-    timeout_or_default,
-    timeout_or_none,
-)  # fmt: skip
+from .deadlines import DEFAULT_TIMEOUT, check_count, check_worker, deadline_after, timeout_or_default, timeout_or_none
+from .read.state import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights
-from .stats import PublisherStats, ReaderInfo, reader_infos
+from .stats import PublisherStats, ReaderInfo
 from .verify.local import Proof
 from .verify.tracing import Tracing
-from .write.acks import NO_ACKS, Acks
+from .write.acks import Acks
 from .write.update import Update
 from .write.wait_attached import Procs, check_workers, processes_of, wait_for_readers
 
@@ -94,23 +89,19 @@ class Publisher:
         checksum: bool = False,
         first_version: int = 1,
     ) -> None:
-        slots = check_count("slots", slots, _native.MAX_SLOTS)
-        max_readers = check_count("max_readers", max_readers, _native.MAX_READERS)
         first_version = check_count("first_version", first_version, _native.MAX_VERSION)
         check_dtypes(dtype)
         if device is not None and device != SAME:
             named(device)
-        name = segment.new_name() if name is None else segment.check_name(name)
-        timeout = timeout_or_default(timeout)
         self._writer = ArenaWriter(
             weights,
-            name,
-            slots=slots,
-            max_readers=max_readers,
+            segment.new_name() if name is None else segment.check_name(name),
+            slots=check_count("slots", slots, _native.MAX_SLOTS),
+            max_readers=check_count("max_readers", max_readers, _native.MAX_READERS),
             device=device,
             dtype=dtype,
             filter=Filter.of(include, exclude),
-            timeout=timeout,
+            timeout=timeout_or_default(timeout),
             checksum=checksum,
         )
         try:
@@ -127,7 +118,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The published version."""
-        return self._writer.version
+        return self._writer.side.current[0]
 
     @property
     def weights(self) -> TensorDictBase:
@@ -140,7 +131,12 @@ class Publisher:
         It has the leaves that the module's own state_dict() has. Raises Poisoned after an update() that failed half
         way, and WriterBusy while another call writes.
         """
-        return self._writer.state_dict()
+        side = self._writer.side
+        side.check()
+        with side.lock:
+            side.ready(deadline_after(None, side.timeout))
+            side.refuse_poisoned()
+            return copied_state(side.arena, side.current[1])
 
     @property
     def handle(self) -> Handle:
@@ -222,7 +218,9 @@ class Publisher:
         """Every subscriber, including dead ones whose rows are not yet free."""
         side = self._writer.side
         side.check()
-        return reader_infos(side.arena.control, side.peers, self.version)
+        version, rows = self.version, side.arena.control.rows()
+        side.peers.keep_only({row.owner for row in rows})
+        return [ReaderInfo(state=side.peers.state(row.owner), **figures(row, version)) for row in rows]
 
     def wait_readers(self, workers: Iterable[int], *, timeout: float | None = None, procs: Procs = None) -> None:
         """Wait until subscribers with these worker indices are attached. Publishes nothing, and blocks no publish.
@@ -246,7 +244,7 @@ class Publisher:
         processes = processes_of(wanted, procs)
         side.check()
         side.refuse_not_started(wanted)
-        wait_for_readers(side.arena.control, wanted, processes, deadline, self.version, side.check)
+        wait_for_readers(side, wanted, processes, deadline)
 
     def verify(self, *, timeout: float | None = None, workers: Iterable[int] | None = None) -> Proof:
         """Let every worker prove what it holds: that its bound modules compute with the published weights.
@@ -338,11 +336,11 @@ def writer_of(publisher: Publisher) -> ArenaWriter:
     return publisher._writer
 
 
-def _acks(wait: Wait) -> Acks:
+def _acks(wait: Wait) -> Acks | None:
     if wait is None or wait is False:
-        return NO_ACKS
+        return None
     if wait is True or (isinstance(wait, str) and wait == "all"):
-        return Acks(True)
+        return Acks(None)
     if isinstance(wait, (str, bytes)) or not isinstance(wait, Iterable):
         raise ValueError(f'wait is False (or None), True (or "all"), or a list of worker indices, not {wait!r}')
-    return Acks(True, [check_worker(worker) for worker in wait])
+    return Acks([check_worker(worker) for worker in wait])

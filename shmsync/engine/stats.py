@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .. import _native
-from ..memory.control.reader_figures import figures
-from ..memory.system.process import Peers, ProcessState
+from ..memory.system.process import ProcessState
 from .deadlines import Latency, Samples
 
 
@@ -112,10 +110,3 @@ class SubscriberStats:
     moves: int
     wait: Latency
     restarts: int = 0
-
-
-def reader_infos(control: _native.Control, peers: Peers, version: int) -> list[ReaderInfo]:
-    """What Publisher.readers() returns; `version` is the published one."""
-    rows = control.rows()
-    peers.keep_only({row.owner for row in rows})
-    return [ReaderInfo(state=peers.state(row.owner), **figures(row, version)) for row in rows]

@@ -114,11 +114,6 @@ class Manifest:
         return self.used_bytes if self.sums is None else self.sums + CHECKSUM_BYTES * len(self.places)
 
     @property
-    def casts(self) -> bool:
-        """Was it made with dtype=?"""
-        return any(leaf.cast for leaf in self.leaves)
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes from one slot to the next."""
         return max(SLOT_ALIGNMENT, round_up(self.written_bytes, SLOT_ALIGNMENT))

@@ -57,12 +57,6 @@ def parts_of(
     collected = collected._replace(tensors=tensors)
     problems = mismatches(tensors, arena, partial=False, any_device=True, source_is="module")
     problems = problems or [f"{each}; make the Publisher with device='same'" for each in elsewhere(tensors, arena)]
-    if arena.manifest.casts:
-        problems += [
-            f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module: that casts it"
-            for leaf in arena.manifest.leaves
-            if leaf.key in tensors and tensors[leaf.key].dtype != leaf.dtype
-        ]
     if problems:
         raise misfit(name, problems)
     by_key = arena.manifest.by_key

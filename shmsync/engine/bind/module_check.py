@@ -93,12 +93,6 @@ class ModuleCheck:
         problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
         if not self._copies:
             problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
-        # A cast arena accepts any floating source, but a module computes in the dtype it was built for.
-        problems += [
-            f"{leaf.name} is {leaf.dtype} in the arena but {tensors[leaf.key].dtype} in the module"
-            for leaf in arena.manifest.leaves
-            if leaf.key in tensors and leaf.cast and tensors[leaf.key].dtype != leaf.dtype
-        ]
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
             cure = dtype_cure(given, arena, problems)

@@ -37,17 +37,15 @@ class Conversions:
         self._leaves = [leaf for _, leaf in sources]
         self._seen = [_signature(source) for source, _ in sources]
         self.written = sum(leaf.nbytes for _, leaf in sources)  # bytes that write() and held() move
-        self._copies: list[torch.Tensor] | None = None
+        # The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot.
+        self.staged: list[tuple[torch.Tensor, Leaf]] = []
         if arena.on_device is None and arena.slots == 1 and 0 < self.written <= STAGED_BYTES:
             self.written = 0
             with plainly():
-                self._copies = [
-                    torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu") for _, leaf in sources
+                self.staged = [
+                    (torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device="cpu"), leaf)
+                    for _, leaf in sources
                 ]
-
-    def staged(self) -> list[tuple[torch.Tensor, Leaf]]:
-        """The private copies that stage() fills, to be copied as bytes; none if write() converts into the slot."""
-        return [] if self._copies is None else list(zip(self._copies, self._leaves, strict=True))
 
     def unchanged(self) -> bool:
         """Is every source where it was when it was checked, with the same shape and dtype?"""
@@ -62,14 +60,14 @@ class Conversions:
 
     def stage(self) -> None:
         """Convert what is staged; called before readers are kept out."""
-        if self._copies is not None:
+        if self.staged:
             with plainly():
-                for copy, (source, _) in zip(self._copies, self._sources, strict=True):
+                for (copy, _), (source, _) in zip(self.staged, self._sources, strict=True):
                     assign(copy, source)
 
     def write(self, slot: int) -> None:
         """Convert what is not staged into this slot, but for what held() gives."""
-        if self._copies is None and self._sources:
+        if self._sources and not self.staged:
             views = self._arena.views(slot, writable=True)
             with plainly():
                 for source, leaf in self._sources:

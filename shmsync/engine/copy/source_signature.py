@@ -51,18 +51,15 @@ class Seen:
             if type(value) in _TENSORS:
                 found = key_of((*path, key), self._manifest, flat=not of_tensordict)
                 published = self._tensors.get(found) is value
-                if published:
-                    self._leaves.append((found, value))
-                elif self._filter.admits(".".join(found)):
+                if not published and self._filter.admits(".".join(found)):
                     return None
-                else:
-                    self._leaves.append((None, value))
-                tree.append((key, len(self._leaves) - 1))
-                continue
-            below = self._level(value, (*path, key), of_tensordict)
-            if below is None:
-                return None
-            tree.append((key, below))
+                tree.append((key, len(self._leaves)))
+                self._leaves.append((found if published else None, value))
+            else:
+                below = self._level(value, (*path, key), of_tensordict)
+                if below is None:
+                    return None
+                tree.append((key, below))
         return tree
 
     def outline(
@@ -78,22 +75,20 @@ class Seen:
         order: list[int] = []
         first: dict[int, int] = {}
         for position, (key, tensor) in enumerate(self._leaves):
-            offset = None if key is None else self._manifest.by_key[key].offset
             if key is None:
                 leaves.append((tensor, _LEFT_OUT, -1, -1))
-            elif key in rows:
-                first[self._manifest.by_key[key].offset] = position
-                leaves.append((tensor, _BYTES, rows[key], -1))
-            elif key in converted:
-                first[self._manifest.by_key[key].offset] = position
+                continue
+            offset = self._manifest.by_key[key].offset
+            if key in rows or key in converted:
+                first[offset] = position
+            elif tensor.numel() and offset not in first:
+                return None  # its twin comes later
+            if key in converted:
                 order.append(converted[key])
                 leaves.append((tensor, _CONVERTED, -1, -1))
-            elif tensor.numel() == 0:
-                leaves.append((tensor, _BYTES, -1, -1))
-            elif offset in first:
-                leaves.append((tensor, _BYTES, -1, first[offset]))
             else:
-                return None  # its twin comes later
+                twin = -1 if key in rows or not tensor.numel() else first[offset]
+                leaves.append((tensor, _BYTES, rows.get(key, -1), twin))
         assert self._tree is not None
         try:
             return _native.Outline(self._tree, leaves, _TENSORS, LEVELS, _tensordict_class()), order

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,32 +11,37 @@ from ...memory.arena import has_address
 from ...memory.manifest import Key, tie
 from .leaf_check import extent, problem_with
 
+K = TypeVar("K")
+
 
 def overlapping(tensors: Mapping[str, torch.Tensor], moving: Collection[int]) -> list[tuple[str, str]]:
     """Names of those that share memory with one of the `moving` (ids), but do not show all of it in the same way."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size(), name)
-        for name, tensor in tensors.items()
-        if has_address(tensor) and tensor.numel()
-    )
-    found = []
-    open_until: list[tuple[int, str]] = []  # (end, name) of those that may reach into the next ones
-    shown: set[object] = set()
+    spans = sorted((*span(each), name) for name, each in tensors.items() if has_address(each) and each.numel())
+    # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
+    shown: dict[object, tuple[int, int, str]] = {}
+    for each in spans:
+        tensor = tensors[each[2]]
+        shown.setdefault((tie(tensor), id(tensor) in moving), each)
+    return [
+        (one, two)
+        for one, two in meeting(shown.values())
+        if (id(tensors[one]) in moving or id(tensors[two]) in moving) and tie(tensors[one]) != tie(tensors[two])
+    ]
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends."""
+    begin = tensor.data_ptr()
+    return begin, begin + extent(tensor) * tensor.element_size()
+
+
+def meeting(spans: Iterable[tuple[int, int, K]]) -> Iterator[tuple[K, K]]:
+    """The pairs of these, each (begin, end, name), that have addresses in common; sorted by where they begin."""
+    reaching: list[tuple[int, K]] = []  # (end, name) of those that reach beyond where the next one begins
     for begin, end, name in spans:
-        # One of several that show the same memory in the same way stands for all: they would be compared pairwise.
-        same = (tie(tensors[name]), id(tensors[name]) in moving)
-        if same in shown:
-            continue
-        shown.add(same)
-        open_until = [(until, other) for until, other in open_until if until > begin]
-        found += [
-            (other, name)
-            for _, other in open_until
-            if (id(tensors[name]) in moving or id(tensors[other]) in moving)
-            and tie(tensors[name]) != tie(tensors[other])
-        ]
-        open_until.append((end, name))
-    return found
+        reaching = [each for each in reaching if each[0] > begin]
+        yield from ((other, name) for _, other in reaching)
+        reaching.append((end, name))
 
 
 def shared_in_part(tensors: Mapping[Key, object]) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ Leaves that a Publisher casts are not cast here, but while they are copied into 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ...memory.arena import nested
 from ...memory.manifest import Key, tie
 from ...memory.torch_modes import run_plainly
 from . import extra_state
-from .dtypes import Dtypes, cast_leaves, kept_leaves
+from .dtypes import Dtypes, cast_leaves, kept_leaves, matching_patterns
 from .leaf_check import problem_with
 from .sources import EVERYTHING, collect
 
@@ -82,8 +81,5 @@ def matching_dtypes(tensors: Mapping[Key, torch.Tensor], dtype: Dtypes) -> Dtype
     """dtype= without the patterns that cast none of these leaves."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    used = set()
-    for key, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point:
-            used.add(next((pattern for pattern in dtype if fnmatchcase(".".join(key), pattern)), None))
+    used = set(matching_patterns(tensors, dtype).values())
     return {pattern: each for pattern, each in dtype.items() if pattern in used}

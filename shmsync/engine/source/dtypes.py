@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
 from typing import Any, TypeAlias
@@ -69,13 +69,9 @@ def cast_leaves(
     floating = [key for key, tensor in tensors.items() if tensor.dtype.is_floating_point]
     if dtype is None or isinstance(dtype, torch.dtype):
         return {} if dtype is None else {key: dtype for key in floating if key not in kept}
-    cast: dict[Key, torch.dtype] = {}
-    used: set[str] = set()
-    for key in floating:
-        pattern = next((each for each in dtype if fnmatchcase(".".join(key), each)), None)
-        if pattern is not None:
-            cast[key] = dtype[pattern]
-            used.add(pattern)
+    patterns = matching_patterns(tensors, dtype)
+    used = set(patterns.values())
+    cast = {key: dtype[pattern] for key, pattern in patterns.items()}
     problems = [_idle(pattern, tensors, floating) for pattern in dtype if pattern not in used]
     first: dict[object, Key] = {}
     for key in floating:
@@ -90,6 +86,13 @@ def cast_leaves(
     if problems:
         raise ManifestMismatch("; ".join(problems) + ". Nothing was created")
     return cast
+
+
+def matching_patterns(tensors: Mapping[Key, Any], patterns: Iterable[str]) -> dict[Key, str]:
+    """The first of these patterns that matches, for each floating leaf that one matches."""
+    floating = [key for key, each in tensors.items() if isinstance(each, torch.Tensor) and each.dtype.is_floating_point]
+    found = {key: next((each for each in patterns if fnmatchcase(".".join(key), each)), None) for key in floating}
+    return {key: pattern for key, pattern in found.items() if pattern is not None}
 
 
 def _idle(pattern: str, tensors: Mapping[Key, torch.Tensor], floating: list[Key]) -> str:

@@ -83,12 +83,7 @@ def unpacked(weights: TensorDictBase) -> Any:
     """Weights read from an arena, with the extra state unpacked, in a form that a scheme can send."""
     if LEAF not in weights.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
         return weights
-    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights))}
-
-
-def states_in(weights: TensorDictBase) -> States:
-    """The extra state in weights read from an arena, by the path of its module."""
-    return _states(weights.get(LEAF))
+    return {**flat(weights.exclude(LEAF)), **by_key(states_in(weights.get(LEAF)))}
 
 
 def by_key(states: States) -> dict[str, Any]:
@@ -99,14 +94,15 @@ def by_key(states: States) -> dict[str, Any]:
 def set_states(module: nn.Module, leaf: torch.Tensor) -> None:
     """Give the module, and those in it, the state that lies in a leaf. Raises what set_extra_state() raises."""
     places = submodules(module)
-    for path, state in _states(leaf).items():
+    for path, state in states_in(leaf).items():
         found = places.get(tuple(path.split(".")) if path else ())
         if found is None:
             raise AttributeError(f"the module has no submodule {path!r}, which has extra state in the weights")
         found.set_extra_state(state)
 
 
-def _states(leaf: torch.Tensor) -> States:
+def states_in(leaf: torch.Tensor) -> States:
+    """The extra state that lies in a leaf, by the path of its module."""
     data = fetched(leaf).numpy()
     length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     states: States = pickle.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
@@ -136,8 +132,7 @@ def _with_state(module: nn.Module) -> list[tuple[str, weakref.ref[nn.Module]]]:
         for child in module.modules():  # wrappers too: what they wrap may be replaced
             if not isinstance(child, torch.jit.ScriptModule):
                 store = child.__dict__["_modules"]
-                watched.append((child.__dict__, [("_modules", store)], False))
-                watched.append((store, list(store.items()), True))
+                watched += [(child.__dict__, [("_modules", store)], False), (store, list(store.items()), True)]
         found = [
             (path, weakref.ref(child))
             for child, path in first.items()

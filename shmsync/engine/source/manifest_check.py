@@ -52,11 +52,13 @@ def mismatches(
         else:
             if value.shape != leaf.shape:
                 problems.append(f"{name} is {leaf.shape} in the arena but {tuple(value.shape)} in the {source_is}")
-            if value.dtype != leaf.dtype and not (leaf.cast and value.dtype.is_floating_point):
-                both = source_is == "source" and leaf.dtype.is_floating_point and value.dtype.is_floating_point
-                cure = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
-                cast = cure if both else ""
-                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{cast}")
+            # What is published may be cast on its way, but a module computes in the dtype it was built for.
+            castable = source_is == "source" and value.dtype.is_floating_point
+            if value.dtype != leaf.dtype and not (castable and leaf.cast):
+                more = ": the arena casts it" if leaf.cast and source_is == "module" else ""
+                if castable and leaf.dtype.is_floating_point:
+                    more = f'; make the scheme or the publisher with dtype={{"*": {leaf.dtype}}} to have it cast'
+                problems.append(f"{name} is {leaf.dtype} in the arena but {value.dtype} in the {source_is}{more}")
             if not any_device and value.numel() and (place := place_of(value)) != arena.place:
                 problems.append(
                     f"{name} is on {arena.place} in the arena but on {place} in the {source_is}; name the arena's "

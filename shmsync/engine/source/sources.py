@@ -233,20 +233,17 @@ def _in_mapping(
 def key_of(path: Key, manifest: Manifest | None, *, flat: bool) -> Key:
     """The key path that a path in a source stands for. `flat`: its keys may be dotted.
 
-    The manifest knows keys that contain dots.
+    With a manifest this is the arena's own spelling: with other dots, or without the prefixes of a wrapper.
     """
-    return _known(path, manifest) or (tuple(".".join(path).split(".")) if flat else path)
-
-
-def _known(path: Key, manifest: Manifest | None) -> Key | None:
-    """The arena's own spelling of a key path: with other dots, or without the prefixes of a wrapper."""
-    if manifest is None:
-        return None
-    if path in manifest.by_key:
-        return path
-    name = ".".join(path)
-    leaf = manifest.by_name.get(name)
-    return spelled_in(manifest.by_key, tuple(name.split("."))) if leaf is None else leaf.key
+    if manifest is not None:
+        if path in manifest.by_key:
+            return path
+        name = ".".join(path)
+        leaf = manifest.by_name.get(name)
+        known = spelled_in(manifest.by_key, tuple(name.split("."))) if leaf is None else leaf.key
+        if known:
+            return known
+    return tuple(".".join(path).split(".")) if flat else path
 
 
 def check_keys(tensors: Mapping[Key, Any]) -> None:

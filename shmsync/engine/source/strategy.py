@@ -112,8 +112,6 @@ class WeightStrategy:
             ManifestMismatch (a ValueError): lists the missing, the unexpected and the mismatched keys; nothing was
                 written. ValueError: the destination, or the weights, are of another type.
         """
-        if weights is None:
-            return
         self.apply_checked(self.check_weights(destination, weights))
 
     def apply_checked(self, fit: Fit) -> None:
@@ -272,7 +270,7 @@ def _refuse_odd_module(module: nn.Module) -> None:
 
 def _values_of(module: nn.Module) -> dict[Key, torch.Tensor]:
     """The module's tensors. Raises ManifestMismatch if one of them has no values that could be sent."""
-    tensors = collect(module, EVERYTHING).tensors
+    tensors = collect(module, EVERYTHING, watch=False).tensors
     refuse_odd(tensors)
     return tensors
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ...memory.manifest import Key, tie
-from .leaf_check import extent, problem_with
+from .aliases import meeting, span
+from .leaf_check import problem_with
 
 
 def problem_with_target(target: Any) -> str | None:
@@ -31,19 +32,15 @@ def made_anew(target: object, again: object) -> str | None:
 
 def collisions(targets: Mapping[Key, torch.Tensor], places: Mapping[Key, int]) -> list[str]:
     """Pairs of targets that share memory though their values come from different places, one sentence each."""
-    found = []
-    reaching: list[tuple[int, Key]] = []  # ends of the ranges that reach beyond the beginning of the next one
-    keys = [key for key, target in targets.items() if target.numel()]
-    for key in sorted(keys, key=lambda key: (str(targets[key].device), targets[key].data_ptr())):
-        target = targets[key]
-        begin = target.data_ptr()
-        reaching = [each for each in reaching if each[0] > begin and targets[each[1]].device == target.device]
-        for _, other in reaching:
-            tied = places[other] == places[key] and tie(targets[other]) == tie(target)
-            if not tied and _meet(targets[other], target):
-                found.append(f"{'.'.join(other)} and {'.'.join(key)} share memory, but have values of their own")
-        reaching.append((begin + extent(target) * target.element_size(), key))
-    return found
+    spans = [(*span(target), key) for key, target in targets.items() if target.numel()]
+    spans.sort(key=lambda each: (str(targets[each[2]].device), each[0]))
+    return [
+        f"{'.'.join(one)} and {'.'.join(two)} share memory, but have values of their own"
+        for one, two in meeting(spans)
+        if targets[one].device == targets[two].device
+        and (places[one] != places[two] or tie(targets[one]) != tie(targets[two]))
+        and _meet(targets[one], targets[two])
+    ]
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

@@ -159,8 +159,7 @@ def respelled(keys: Collection[Key], known: Collection[Key]) -> dict[Key, Key]:
     unknown, free = _apart(keys, known)
     if not unknown or not free:
         return {}
-    sides = itertools.product(_levels(unknown), _levels(free))
-    for ours, theirs in sides:
+    for ours, theirs in itertools.product(_levels(unknown), _levels(free)):
         same = ours.keys() & theirs.keys()
         rest = _by_rest(ours.keys() - same, theirs.keys() - same)
         if all(len(one) == len(two) == 1 for one, two in rest):

@@ -7,6 +7,7 @@ reads the other. Tied leaves share one.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Collection
 from typing import Any
 
@@ -37,22 +38,17 @@ def refuse_without_checksums(manifest: Manifest, name: str) -> None:
     _library()
 
 
-def checksum(data: Any) -> int:
-    """Of the bytes of a buffer."""
-    return int(_library().xxh3_64_intdigest(data))
-
-
 @run_plainly
 def checksum_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> int:
     """Of a tensor's values, in the order of a leaf's strides; None: in rows. They must be dense."""
     plain = fetched(tensor.detach().resolve_conj().resolve_neg())
     plain = laid_out(plain, contiguous(plain.shape) if strides is None else strides)
-    return checksum(memory(plain.data_ptr(), plain.nbytes))
+    return int(_library().xxh3_64_intdigest(memory(plain.data_ptr(), plain.nbytes)))
 
 
 def memory(address: int, size: int) -> memoryview:
     """These bytes, for as long as the caller keeps them mapped."""
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else memoryview(b"")
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B") if size else memoryview(bytearray())
 
 
 def checksums_in(arena: Arena, slot: int) -> dict[int, int]:
@@ -74,7 +70,6 @@ class ChecksumWriter:
         manifest = arena.manifest
         assert manifest.sums is not None
         self._arena = arena
-        self._on_device = arena.on_device is not None
         self._at = manifest.sums
         self._places = manifest.places
         self._known: dict[int, int] = {}  # of the published version
@@ -85,49 +80,36 @@ class ChecksumWriter:
         """Only the leaves at these offsets change; None: any may have changed."""
         self._given = given
 
+    @run_plainly
     def write(self, slot: int) -> None:
         """Read the leaves that have changed, and write every checksum into the slot. The caller commits.
 
         On a device the leaves are fetched, and must be there; the checksums are there when its current stream is done.
         """
-        if self._on_device:
-            self._write_there(slot)
-            return
-        start = self._arena.slot_address(slot)
-        whole = memory(start, self._arena.manifest.slot_bytes)
+        arena = self._arena
+        changed: Collection[int] = self._places  # the leaves whose checksums are not known
+        if self._given is not None:
+            changed = {offset for offset in self._places if offset in self._given or offset not in self._known}
+        whole: memoryview | None = None
+        if arena.on_device is None:
+            whole = memory(arena.slot_address(slot), arena.manifest.slot_bytes)
+        elif len(changed) == len(self._places):  # one copy from the device, and else one for each leaf
+            whole = memoryview(bytes_on_device(arena, slot, 0, self._at))
         digest = _library().xxh3_64_intdigest
-        changed = self._changed()
-        self._new = {
-            offset: digest(whole[offset : offset + size]) if offset in changed else self._known[offset]
-            for offset, size in self._places.items()
-        }
-        words = (ctypes.c_uint64 * len(self._places)).from_address(start + self._at)
-        words[:] = list(self._new.values())
-
-    def _changed(self) -> Collection[int]:
-        """The offsets of the leaves whose checksums are not known."""
-        if self._given is None:
-            return self._places
-        return {offset for offset in self._places if offset in self._given or offset not in self._known}
-
-    @run_plainly
-    def _write_there(self, slot: int) -> None:
         new: dict[int, int] = {}
-        changed = self._changed()
-        whole = len(changed) == len(self._places)  # one copy from the device, and else one for each leaf
-        used = bytes_on_device(self._arena, slot, 0, self._at) if whole else b""
         for offset, size in self._places.items():
-            if whole:
-                new[offset] = checksum(memoryview(used)[offset : offset + size])
-            elif offset in changed:
-                new[offset] = checksum(bytes_on_device(self._arena, slot, offset, offset + size))
+            if offset in changed:
+                end = offset + size
+                new[offset] = digest(bytes_on_device(arena, slot, offset, end) if whole is None else whole[offset:end])
             else:
                 new[offset] = self._known[offset]
         self._new = new
-        if not new:
-            return
-        words = torch.frombuffer(bytearray(b"".join(s.to_bytes(8, "little") for s in new.values())), dtype=torch.uint8)
-        assign(_raw(self._arena, slot, self._at, self._at + len(words)), words)
+        words = array("Q", new.values()).tobytes()
+        if arena.on_device is None:
+            memory(arena.slot_address(slot) + self._at, len(words))[:] = words
+        elif new:
+            place = _raw(arena, slot, self._at, self._at + len(words))
+            assign(place, torch.frombuffer(bytearray(words), dtype=torch.uint8))
 
     def committed(self) -> None:
         """What was written is published."""

@@ -146,10 +146,9 @@ class _Look:
                 what = f"is a {type(tensor).__name__} that cannot be compared"
             if what:
                 self.wrong[f"{held.module}.{name}"] = leaf.name, what
-        for key in by_key:
+        for key, leaf in by_key.items():
             if key in missing:
-                name = by_key[key].name
-                self.wrong[f"{held.module}.{name}"] = name, "is not there (any more)"
+                self.wrong[f"{held.module}.{leaf.name}"] = leaf.name, "is not there (any more)"
 
     def _differs(self, leaf: Leaf, tensor: torch.Tensor) -> str:
         """What is in the place of this leaf; empty: its value."""
@@ -236,4 +235,3 @@ def _not_delivered(looking: _Look, name: str) -> NotDelivered:
         version=looking.version,
         leaves=dict.fromkeys(leaf for leaf, _ in wrong.values()),
     )
-

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 
 from ...errors import NotDelivered, WriterBusy
 from ...memory.arena import Arena
@@ -40,15 +40,20 @@ class VerifyRequest:
     def ask(self, workers: list[int] | None, version: int, deadline: float, check: Callable[[], None]) -> Proof:
         """Ask these workers (None: who is attached now) and wait. `check` raises what else should end the wait."""
         control, manifest, what = self._arena.control, self._arena.manifest, f"version {version}"
-        peers = Peers()
+        if not self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
+            raise WriterBusy("another thread is in verify() of this Publisher; let it finish first", version=version)
         try:
-            with self._asking(deadline, version) as question:
+            question = self._number = self._number % _LAST + 1
+            control.ask(question)
+            with closing(Peers()) as peers:
                 asked = [row.id for row in control.rows()] if workers is None else ()
                 rows = RowWait(control, peers, asked, workers, lambda row: row.question == question)
                 rows.until(deadline, check, lambda: time.sleep(NAP))
                 outcome = rows.outcome(_WORDING)
         finally:
-            peers.close()
+            if self._arena.mapped:
+                control.ask(0)  # a late worker need not read all weights for a proof that has ended
+            self._turn.release()
         found = {name: Verdict.problem(row.found, manifest) for name, row in rows.done.items()}
         wrong = {name: problem for name, problem in found.items() if problem[0]}
         if wrong:
@@ -62,16 +67,3 @@ class VerifyRequest:
             )
         outcome.check(what, version)
         return Proof(version, len(manifest.leaves), workers=tuple(rows.done))
-
-    @contextmanager
-    def _asking(self, deadline: float, version: int) -> Iterator[int]:
-        if not self._turn.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-            raise WriterBusy("another thread is in verify() of this Publisher; let it finish first", version=version)
-        try:
-            self._number = self._number % _LAST + 1
-            self._arena.control.ask(self._number)
-            yield self._number
-        finally:
-            if self._arena.mapped:
-                self._arena.control.ask(0)  # a late worker need not read all weights for a proof that has ended
-            self._turn.release()

@@ -152,7 +152,8 @@ class DeviceWrites:
         self._asked = True
         mine = self._device.current()
         self._device.follow(self._stream, mine)
-        pieces = plan.convert(slot)
+        plan.conversions.write(slot)
+        pieces = plan.conversions.held()
         if pieces:
             self._device.copy(self._stream, [(address + at, source, size) for at, source, size in pieces])
         staged = plan.staged()

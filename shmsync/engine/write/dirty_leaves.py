@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ...memory.manifest import Manifest, merged
 
 
@@ -37,13 +35,9 @@ class DirtyLeaves:
             for known in self._of_slot:
                 if known is not None:
                     known.update(given)
-        if stale is None:
-            return self._merged(offset for offset in self._order if offset not in (given or ()))
-        return self._merged(sorted(stale.difference(given or ())))
+        old = self._order if stale is None else sorted(stale)
+        return merged((offset, self._sizes[offset]) for offset in old if offset not in (given or ()))
 
     def written(self) -> None:
         """The write was committed: its slot has the newest of every leaf, and is the current one."""
         self._of_slot[self._writing] = set()
-
-    def _merged(self, offsets: Iterable[int]) -> list[tuple[int, int]]:
-        return merged((offset, self._sizes[offset]) for offset in offsets)

@@ -23,6 +23,7 @@ class PinWait:
     """The writer's wait for a slot that no reader holds.
 
     Attributes:
+        arena, writer, peers, me, close_request: what it was made with; the wait for acks uses them too.
         died: the rows of dead readers that were taken back since clear(), with their names.
         stalls: waits that ended at their deadline.
         reaped: rows taken back.
@@ -31,9 +32,9 @@ class PinWait:
     def __init__(
         self, arena: Arena, name: str, writer: _native.Writer, peers: Peers, owner: int, close_request: CloseRequest
     ) -> None:
-        self._arena, self._name, self._writer, self._peers = arena, name, writer, peers
-        self._me = owner
-        self._close_request = close_request
+        self.arena, self.writer, self.peers, self.me = arena, writer, peers, owner
+        self.close_request = close_request
+        self._name = name
         self.died: dict[RowId, int | str] = {}
         self.stalls = self.reaped = 0
 
@@ -42,8 +43,8 @@ class PinWait:
 
         False: a stopped process is in the only slot. It may never continue, and the gate keeps all other readers out.
         """
-        writer = self._writer
-        with self._close_request.waiting():
+        writer = self.writer
+        with self.close_request.waiting():
             while True:
                 self._refuse_own_pins()
                 free = writer.wait_begin(slice_until(deadline))
@@ -61,53 +62,53 @@ class PinWait:
 
     def while_stopped(self, deadline: float) -> None:
         """Wait, with the gate open, until the stopped process goes on, leaves or dies; at most to the deadline."""
-        with self._close_request.waiting():
+        with self.close_request.waiting():
             while self._held_by_stopped() and time.monotonic() < deadline:
                 self._end_if_closed()
                 time.sleep(_LOOK_AT_STOPPED)
 
     def _held_by_stopped(self) -> bool:
         stopped = ProcessState.STOPPED
-        blockers = self._writer.blockers() if self._arena.slots == 1 else ()
-        return any(self._peers.state(owner) is stopped for _, owner, _ in blockers)
+        blockers = self.writer.blockers() if self.arena.slots == 1 else ()
+        return any(self.peers.state(owner) is stopped for _, owner, _ in blockers)
 
     def _end_if_closed(self) -> None:
-        if self._close_request.pending():
+        if self.close_request.pending():
             raise ClosedError(
                 f"arena {self._name!r} was closed by another thread; nothing was published, make a new Publisher"
             )
 
     def _reap_dead(self) -> bool:
         """Free the rows of dead readers in the way; were there any?"""
-        control = self._arena.control
-        dead = [(number, owner) for number, owner, _ in self._writer.blockers() if not self._peers.alive(owner)]
+        control = self.arena.control
+        dead = [(number, owner) for number, owner, _ in self.writer.blockers() if not self.peers.alive(owner)]
         for row in dead:
             name = control.name_of(row)
             # Owner 0 is no death: the row was given back between two looks, or its words are garbage.
-            if control.reap(*row, self._me) and row[1] != 0:
+            if control.reap(*row, self.me) and row[1] != 0:
                 self.died[row] = name
                 self.reaped += 1
                 _log.info("arena %r: reader %s died in a section; its row was taken back", self._name, name)
         return bool(dead)
 
     def _refuse_own_pins(self) -> None:
-        held = self._arena.rows_held_by_this_thread()
-        if held and any(index in held for index, _, _ in self._writer.blockers()):
+        held = self.arena.rows_held_by_this_thread()
+        if held and any(index in held for index, _, _ in self.writer.blockers()):
             raise ProtocolError(
                 "this thread is inside a read section of the slot that the publish needs; leave the section first",
-                version=int(self._writer.version),
+                version=int(self.writer.version),
             )
 
     def _stalled(self) -> ReaderStalled:
         names: list[int | str] = []
         holders: list[str] = []
-        for number, owner, _ in self._writer.blockers():
-            name = self._arena.control.name_of((number, owner))
+        for number, owner, _ in self.writer.blockers():
+            name = self.arena.control.name_of((number, owner))
             pid = f" (pid {pid_of(owner)})" if isinstance(name, int) else ""
-            stopped = ", which is stopped" if self._peers.state(owner) is ProcessState.STOPPED else ""
+            stopped = ", which is stopped" if self.peers.state(owner) is ProcessState.STOPPED else ""
             names.append(name)
             holders.append(f"{listed([name])}{pid}{stopped}")
-        version = int(self._writer.next_version)
+        version = int(self.writer.next_version)
         return ReaderStalled(
             f"version {version} was not written: the slot it needs is held by {', '.join(holders) or 'a reader'}; "
             "shorten the read sections, use more slots, or give more time with timeout=",

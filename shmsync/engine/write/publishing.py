@@ -6,19 +6,19 @@ import time
 from collections.abc import Sequence
 
 from ..copy.copy_plan import CopyPlan
-from .acks import NO_ACKS, Acks
+from .acks import Acks
 from .writing import WriteSide
 
 
 def publish_plan(
-    side: WriteSide, plan: CopyPlan, deadline: float, acks: Acks = NO_ACKS, version: int | None = None
+    side: WriteSide, plan: CopyPlan, deadline: float, acks: Acks | None = None, version: int | None = None
 ) -> int:
     """Carry out a checked plan; the new version. `version`: publish this one instead of the next."""
-    if acks.wanted:
+    if acks is not None:
         side.refuse_wait(acks)
-    if plan.from_devices:
+    if not plan.conversions.none:
         side.await_sources(plan, deadline)
-    plan.stage()
+        plan.conversions.stage()
     started = time.perf_counter()
     try:
         if not side.begin_at_once(version):
@@ -31,7 +31,7 @@ def publish_plan(
         side.undo()
         raise
     side.counts.publish.add(time.perf_counter() - started)
-    if acks.wanted:
+    if acks is not None:
         side.wait_acks(version, acks, deadline)
     return version
 
@@ -39,9 +39,9 @@ def publish_plan(
 def publish_plans(plans: Sequence[tuple[WriteSide, CopyPlan]], version: int | None, deadline: float) -> list[int]:
     """Carry out each plan in its arena: all of the versions become visible, or none does. Waits for no acks."""
     for side, plan in plans:
-        if plan.from_devices:
+        if not plan.conversions.none:
             side.await_sources(plan, deadline)
-        plan.stage()
+            plan.conversions.stage()
     try:
         begin_all([side for side, _ in plans], deadline, version)
     except BaseException:

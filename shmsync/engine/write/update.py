@@ -16,7 +16,7 @@ from ...memory.dynamo import disable
 from ..adopt.optimizer_hooks import Section, StepGate
 from ..bind.loading import Loads
 from ..deadlines import deadline_after
-from .acks import NO_ACKS, Acks
+from .acks import Acks
 from .publishing import begin_all
 from .writing import WriteSide
 
@@ -34,7 +34,7 @@ class Update(_native.Scope):
         self,
         publisher: object,
         side: WriteSide,
-        acks: Acks = NO_ACKS,
+        acks: Acks | None = None,
         timeout: float | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
@@ -55,7 +55,7 @@ class Update(_native.Scope):
         side.lock.acquire(self)
         side.ready(deadline_after(self._timeout, side.timeout))
         side.refuse_poisoned()
-        if self._acks.wanted:
+        if self._acks is not None:
             side.refuse_wait(self._acks)
         if side.adopted is not None:
             side.adopted.look(self._optimizer)
@@ -99,7 +99,7 @@ class Update(_native.Scope):
         side.counts.updates += 1
         side.counts.publish.add(self._seconds + time.perf_counter() - started)
         try:
-            if self._acks.wanted:
+            if self._acks is not None:
                 # The timeout starts again: the time spent in the body does not count.
                 side.wait_acks(version, self._acks, deadline_after(self._timeout, side.timeout))
         finally:

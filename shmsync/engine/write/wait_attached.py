@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from numbers import Integral
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ... import _native
 from ...memory.system.process import Peer, Peers, owner_word
 from ..deadlines import check_worker
 from ..outcome import Outcome, Wording
 from ..row_wait import RowWait
+from .writing import WriteSide
 
 Procs = Sequence[Any] | Mapping[int, Any] | None
 
@@ -69,42 +69,34 @@ def _peer(process: Any) -> Peer:
     if hasattr(process, "exitcode") and hasattr(process, "pid"):
         return Peer(process=process)
     if hasattr(process, "poll") and hasattr(process, "pid"):
-        return Peer(process=_Child(process))
+        return Peer(process=_Child(process.pid, process))
     raise TypeError(f"a process is a multiprocessing.Process, a subprocess.Popen or a pid, not {process!r}")
 
 
-class _Child:
+class _Child(NamedTuple):
     """A subprocess.Popen, asked as a multiprocessing.Process is."""
 
-    def __init__(self, popen: Any) -> None:
-        self._popen = popen
-        self.pid: int = popen.pid
+    pid: int
+    popen: Any
 
     @property
     def exitcode(self) -> int | None:
-        code = self._popen.poll()
-        return None if code is None else int(code)
+        return self.popen.poll()
 
 
-def wait_for_readers(
-    control: _native.Control,
-    workers: list[int],
-    procs: dict[int, Peer],
-    deadline: float,
-    version: int,
-    check: Callable[[], None],
-) -> None:
-    """Wait until live subscribers of these workers are attached. `check` raises what else should end the wait.
+def wait_for_readers(side: WriteSide, workers: list[int], procs: dict[int, Peer], deadline: float) -> None:
+    """Wait until live subscribers of these workers are attached.
 
-    Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline.
+    Raises WorkerDied as soon as the process of one that is not attached has ended, AckTimeout at the deadline,
+    ClosedError.
     """
+    version = side.current[0]
     what = f"version {version}"
     with ExitStack() as stack:
-        peers = Peers()
-        stack.callback(peers.close)
+        peers = stack.enter_context(closing(Peers()))
         for peer in procs.values():
             stack.callback(peer.close)
-        rows = RowWait(control, peers, (), workers, done=None)
+        rows = RowWait(side.arena.control, peers, (), workers, done=None)
         poller = select.poll()
 
         def nap() -> None:
@@ -116,10 +108,9 @@ def wait_for_readers(
 
         def look() -> None:
             outcome = Outcome(_WORDING)
-            awaited = {worker: procs[worker] for worker in rows.absent if worker in procs}
-            outcome.dead = {worker: str(peer) for worker, peer in awaited.items() if peer.dead}
+            outcome.dead = {each: str(procs[each]) for each in rows.absent if each in procs and procs[each].dead}
             outcome.check(what, version)
-            check()
+            side.check()
 
         rows.until(deadline, look, nap)
         outcome = Outcome(_WORDING)

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import _native
-from ...errors import (
-    ClosedError,
-    DeviceFailed,
-    ForkedHandle,
-    Poisoned,
-    ProtocolError,
-    WorkerDied,
-)
+from ...errors import ClosedError, DeviceFailed, ForkedHandle, Poisoned, ProtocolError, WorkerDied
 from ...memory.arena import Arena
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers
@@ -30,12 +23,11 @@ from ..deadlines import Samples
 from ..stats import Counts, PublisherStats
 from ..verify.checksums import ChecksumWriter
 from ..verify.tracing import TraceSwitch
-from .acks import Acks, wait_for_acks
+from .acks import Acks, WorkerWatch, wait_for_acks
 from .close_request import CloseRequest
 from .device_writes import DeviceWrites, fetch_order
 from .dirty_leaves import DirtyLeaves
 from .pin_wait import PinWait
-from .worker_watch import WorkerWatch
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -71,7 +63,6 @@ class WriteSide:
         self._watched = False
         self.touched = True  # may the write that is under way have changed a byte?
         self._generation = _native.fork_generation()
-        self._me = owner
         self._dirty = DirtyLeaves(arena.manifest, arena.slots)
         self._sums = None if arena.manifest.sums is None else ChecksumWriter(arena)
         arena.writer = weakref.ref(self)
@@ -109,9 +100,7 @@ class WriteSide:
     @property
     def current(self) -> tuple[int, int]:
         """The published version, and its slot."""
-        if self.later is not None:
-            return self._writer.published
-        return int(self._writer.version), int(self._writer.current_slot)
+        return self._writer.published
 
     def settle(self, deadline: float) -> None:
         """On a device: wait until the version that is under way is published.
@@ -139,7 +128,7 @@ class WriteSide:
             if after is not None:
                 self.later.follow(after)
         else:
-            fetch_order(plan.devices, self.name, deadline, after)
+            fetch_order(plan.conversions.devices, self.name, deadline, after)
 
     def write(self, plan: CopyPlan) -> None:
         """Write the plan into the slot that begin() chose. The caller commits."""
@@ -326,8 +315,7 @@ class WriteSide:
         """Raise if this call would wait for an ack that only its own thread could give, or for Workers not started."""
         if self.not_started:
             self.refuse_not_started(acks.workers)
-        held = self.arena.rows_held_by_this_thread()
-        rows = [self.arena.control.row(index) for index in held]
+        rows = [self.arena.control.row(index) for index in self.arena.rows_held_by_this_thread()]
         if any(acks.workers is None or row.worker in acks.workers for row in rows):
             raise ProtocolError(
                 "this thread is inside a read section, and wait= would wait for it to leave; leave the section first",
@@ -339,8 +327,7 @@ class WriteSide:
         self.settle(deadline)
         started = time.perf_counter()
         try:
-            workers, control = acks.workers, self.arena.control
-            died, watch = self.pin_wait.died, self.worker_watch
+            watch = self.worker_watch
 
             def ending() -> bool:
                 if watch is not None:
@@ -349,7 +336,7 @@ class WriteSide:
 
             with self.close_request.waiting():
                 try:
-                    wait_for_acks(self.writer, control, self.peers, version, workers, deadline, self._me, died, ending)
+                    wait_for_acks(self.pin_wait, version, acks.workers, deadline, ending)
                 except WorkerDied as error:
                     if watch is None or not watch.explains(error):
                         raise

@@ -173,7 +173,7 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(attached):
         worker.call(detach)
         side = pub._writer.side
         side.settle(for_ever)
-        wait_for_acks(side.writer, pub._writer.arena.control, side.peers, version, [4], for_ever, side._me, {})
+        wait_for_acks(side.pin_wait, version, [4], for_ever, side.close_request.pending)
 
 
 def test_named_worker_that_left_without_an_ack_is_late(attached):

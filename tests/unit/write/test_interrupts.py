@@ -164,5 +164,5 @@ def test_readers_may_be_asked_for_in_another_thread(publisher, subscriber):
     subscriber(pub)
     with meanwhile(pub.readers):
         for _ in range(300):
-            pub._writer.side.peers.alive(pub._writer.side._me)
+            pub._writer.side.peers.alive(pub._writer.side.pin_wait.me)
             pub._writer.side.peers.keep_only(set())

@@ -14,7 +14,7 @@ Each of these mutations of shmsync/engine/write/dirty_leaves.py makes the model 
 - an unknown slot (None) is carried as if it lacked nothing.
 - written() marks slot 0 instead of the one that was written; it does nothing; it leaves None.
 - the given leaves are carried as well (too much, never wrong): `difference(given)` left out.
-- _merged() joins pieces that are not neighbours, or lets the last piece begin at the second of two.
+- merged() joins pieces that are not neighbours, or lets the last piece begin at the second of two.
 """
 
 from __future__ import annotations

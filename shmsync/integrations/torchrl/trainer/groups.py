@@ -50,7 +50,7 @@ class Group:
             if key in manifest.by_key
         }
         if states is not None:
-            paths = extra_state.states_in(self.publisher.weights) if self.room is not None else {}
+            paths = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room is not None else {}
             states = {path: state for path, state in states.items() if path in paths} or None
         return known or tensors, states
 
