@@ -188,7 +188,7 @@ class Binding:
         """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
         made = self._arena.views(slot)
         path = self.path()
-        with nullcontext() if path is None else path.streams.copies.renewing(), plainly():
+        with nullcontext() if path is None else path.streams.renewing_copies(), plainly():
             for key, buffer in self.copied:
                 assign(buffer, made[key])
 

@@ -7,14 +7,14 @@ that does nothing else; who renews the copies waits for that stream.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ...memory.devices import OnDevice, Stream, Streams, holding, place_of
+from ...memory.devices import Stream, Streams, holding
 
-_SLICE = 0.05  # seconds
+SLICE = 0.05  # seconds between two looks at what else ends a wait
 
 
 class TorchStreams:
@@ -74,18 +74,14 @@ class CopyReads:
     """
 
     def __init__(self, streams: Streams, noted: Stream | None = None) -> None:
-        self._streams = streams
+        self.streams = streams
         self._noted = streams.stream() if noted is None else noted
-
-    def as_stream(self, given: object) -> Stream:
-        """As in Streams."""
-        return self._streams.as_stream(given)
 
     def end(self, others: Iterable[Stream]) -> None:
         """A section is over: note what the current stream has, and these."""
-        for stream in (self._streams.current(), *others):
-            if not self._streams.capturing(stream):  # a replay needs a section of its own
-                self._streams.follow(self._noted, stream)
+        for stream in (self.streams.current(), *others):
+            if not self.streams.capturing(stream):  # a replay needs a section of its own
+                self.streams.follow(self._noted, stream)
 
     @contextmanager
     def renewing(self) -> Iterator[None]:
@@ -93,49 +89,14 @@ class CopyReads:
 
         The next section may use another stream, which would not wait for this one.
         """
-        mine = self._streams.current()
-        self._streams.follow(mine, self._noted)
+        mine = self.streams.current()
+        self.streams.follow(mine, self._noted)
         yield
-        while not self._streams.wait(mine, _SLICE):
-            self._streams.check()
+        while not self.streams.wait(mine, SLICE):
+            self.streams.check()
 
 
-class CopyOrder:
-    """What orders the private copies of one Subscriber with the kernels that read them."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, CopyReads] = {}
-        self._all: list[CopyReads] = []
-        self.apart: list[CopyReads] = []  # of these, those that a section has to end by itself
-
-    def order(self, copies: Iterable[torch.Tensor], place: OnDevice | None) -> None:
-        """From now on order these. `place`: of the arena; the sections there are noted on its stream already."""
-        names = set()
-        for tensor in copies:
-            name = place_of(tensor)
-            if name not in ("cpu", "meta") and (place is None or name != place.device.name):
-                streams = None if name in self._known else _streams_of(tensor)
-                if streams is not None:
-                    self._known[name] = CopyReads(streams)
-                names.add(name)
-        self.apart = [self._known[name] for name in sorted(names & self._known.keys())]
-        self._all = [*self.apart, *([] if place is None else [CopyReads(place.device, place.stream)])]
-
-    def end(self, others: Iterable[Stream]) -> None:
-        """A section is over."""
-        for reads in self.apart:
-            reads.end(others)
-
-    @contextmanager
-    def renewing(self) -> Iterator[None]:
-        """The copies are renewed inside, and are new at the end."""
-        with ExitStack() as stack:
-            for reads in self._all:
-                stack.enter_context(reads.renewing())
-            yield
-
-
-def _streams_of(tensor: torch.Tensor) -> Streams | None:
+def streams_of(tensor: torch.Tensor) -> Streams | None:
     """Of the device that the tensor lies on; None: it does one thing after the other."""
     device = holding(tensor)
     if device is not None:

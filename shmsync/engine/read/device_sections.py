@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
 
 from ..._native import HostCall
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.arena import Arena
-from ...memory.devices import Stream
+from ...memory.devices import Stream, place_of
 from ..deadlines import slice_until
-from .copy_reads import CopyOrder
-
-_SLICE = 0.05  # seconds
+from .copy_reads import SLICE, CopyReads, streams_of
 
 
 class SectionStreams:
-    """The streams that the open section of one Subscriber has used besides the current one.
+    """The streams that sections of one Subscriber use, and their order with what writes the memory that they read.
 
     Attributes:
-        copies: the order of the private copies that sections read.
+        apart: the private copies of bound modules on other devices than the arena's, whose reads a section has to end.
     """
 
     def __init__(self) -> None:
-        self._others: list[Stream] = []
-        self.copies = CopyOrder()
+        self._others: list[Stream] = []  # that the open section has used besides the current one
+        self._known: dict[str, CopyReads] = {}
+        self._renewed: list[CopyReads] = []
+        self.apart: list[CopyReads] = []
+
+    def order_copies(self, copies: Iterable[torch.Tensor], arena: Arena) -> None:
+        """From now on order these private copies with the kernels that read them.
+
+        The sections on the arena's own device are noted on its stream already.
+        """
+        place = arena.on_device
+        names = set()
+        for tensor in copies:
+            name = place_of(tensor)
+            if name not in ("cpu", "meta") and (place is None or name != place.device.name):
+                streams = None if name in self._known else streams_of(tensor)
+                if streams is not None:
+                    self._known[name] = CopyReads(streams)
+                names.add(name)
+        self.apart = [self._known[name] for name in sorted(names & self._known.keys())]
+        self._renewed = [*self.apart, *([] if place is None else [CopyReads(place.device, place.stream)])]
+
+    @contextmanager
+    def renewing_copies(self) -> Iterator[None]:
+        """The private copies are renewed inside, and are new at the end."""
+        with ExitStack() as stack:
+            for reads in self._renewed:
+                stack.enter_context(reads.renewing())
+            yield
 
     def add(self, stream: object, arena: Arena) -> None:
         """The open section uses this stream too. Raises TypeError for what is no stream or event of the device."""
         place = arena.on_device
         if place is not None:
             self._others.append(place.device.as_stream(stream))
-        elif self.copies.apart:
-            self._others.append(self.copies.apart[0].as_stream(stream))
+        elif self.apart:
+            self._others.append(self.apart[0].streams.as_stream(stream))
 
     def end_copies(self, arena: Arena) -> None:
         """A section is over that may have asked devices for something with private copies."""
-        self.copies.end(self._others)
+        for reads in self.apart:
+            reads.end(self._others)
         if arena.on_device is None:
             self._others.clear()
 
@@ -64,7 +93,7 @@ class SectionStreams:
                     "addresses stay, and replay inside a section"
                 )
             return
-        while not device.wait(ending, _SLICE):
+        while not device.wait(ending, SLICE):
             look()
             device.check()
 
