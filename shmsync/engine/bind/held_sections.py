@@ -16,7 +16,12 @@ class Sections:
         self._paths = paths
         self._open: list[_native.ReadSection] = []
 
-    def enter(self) -> None:
+    @property
+    def entered(self) -> bool:
+        """Are they entered, and not left?"""
+        return bool(self._open)
+
+    def __enter__(self) -> None:
         """Enter all, or none."""
         try:
             for path in self._paths:
@@ -25,7 +30,7 @@ class Sections:
                         path._forget()  # so that entering takes the slow path, which knows about Pinned
                     self._open.append(path.read(timeout=Pinned(path.timeout)).__enter__())
         except BaseException:
-            self.leave()
+            self.__exit__()
             raise
 
     def go_on(self) -> None:
@@ -33,7 +38,7 @@ class Sections:
         for section in self._open:
             section._used_again()
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leave all, in whatever thread this is. No call may be inside any more."""
         while self._open:
             self._open.pop()._give_up()
@@ -60,7 +65,6 @@ class Held(Generator[Any, Any, Any]):
         self._sections = sections
         self._finish = finish
         self._failed = failed
-        self._holds = False
         self._ended = False
 
     def send(self, value: Any) -> Any:
@@ -80,12 +84,11 @@ class Held(Generator[Any, Any, Any]):
 
     def hold(self) -> None:
         """Enter the section now."""
-        if not self._holds:
-            self._sections.enter()
-            self._holds = True
+        if not self._sections.entered:
+            self._sections.__enter__()
 
     def _step(self, step: Callable[[], Any]) -> Any:
-        if self._holds:
+        if self._sections.entered:
             self._sections.go_on()
         elif not self._ended:
             self.hold()
@@ -101,10 +104,8 @@ class Held(Generator[Any, Any, Any]):
 
     def _leave(self) -> None:
         self._ended = True
-        if self._holds:
-            self._holds = False
-            self._sections.leave()
+        self._sections.__exit__()
 
     def __del__(self) -> None:
-        if self._holds:
+        if self._sections.entered:
             self.close()

@@ -11,7 +11,7 @@ from torch import nn
 from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
-from .binding import Binding, bind_module, bound_elsewhere, companions, taken_over
+from .binding import Binding, bound_elsewhere, companions, taken_over
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
 from .loading import Loading
@@ -36,9 +36,10 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
         replaced = taken_over(bound, tensors)
         for old in replaced:
             old.drop()  # it may fit no more, which would be an error at the entry of the section
+        had_used = reader._has_used
         try:
-            with reader.unused() if reader._version else nullcontext():
-                binding = bind_module(reader, bound, check, tensors)
+            with reader.read() if reader._version else nullcontext():
+                binding = Binding(reader, bound, check, tensors)
                 if reader._version:
                     binding.move(reader._held_slot)
                 reader.followers.append(binding)
@@ -46,6 +47,9 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
             for old in replaced:
                 old.restore()
             raise
+        finally:
+            if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
+                reader._forget_use()
         try:
             guard_calls(reader, module, bound, binding, calls, clones=clones)
         except BaseException:
@@ -85,7 +89,7 @@ def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:
     It is without the bindings that have ended; with none left, its guards are removed. `tensors`: ids of those that are
     bound now.
     """
-    modules = [module, *modules_in(bound), *(child for each in companions(bound) for child in each.modules())]
+    modules = [module, *modules_in(bound), *(child for each in companions(bound) for _, child in each.living())]
     covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
     first, *others = covers or [Cover(module)]
     for other in others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -113,11 +113,9 @@ def bindable(module: nn.Module) -> nn.Module:
     return unwrapped(module)
 
 
-def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
+def placed_modules(module: nn.Module) -> list[tuple[Key, nn.Module]]:
     """Each module in the tree of this one, with the key path of its tensors; wrappers, with that of what they wrap."""
-    for place in walk(module):
-        for each in (*place.wrappers, place.module):
-            yield place.path, each
+    return [(place.path, each) for place in walk(module) for each in (*place.wrappers, place.module)]
 
 
 def materialise(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping
+from operator import attrgetter
 from types import FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -81,9 +82,9 @@ class Cover(_native.Cover):
         self._use()
 
     def _use(self) -> None:
-        paths = sorted({each.path.number: each.path for each in self.members}.items())
+        paths = sorted({each.path for each in self.members}, key=attrgetter("number"))
         clones = any(each.clones for each in self.members)
-        self.enter([path for _, path in paths], plain=not any(path.optimistic for _, path in paths), clones=clones)
+        self.enter(paths, plain=not any(path.optimistic for path in paths), clones=clones)
 
     def enter(self, paths: list[ReadPath], *, plain: bool, clones: bool) -> None:
         """Enter sections of these. `plain`: no call is ever repeated, so all of it can be native."""
@@ -99,14 +100,13 @@ class Cover(_native.Cover):
         try:
             return _run_in(list(self.paths), self._run_inside, inner, args, kwargs)
         except _Unpinned:
-            sections = Sections(self.paths)
-        sections.enter()
-        try:
-            self._pinned = True  # or the caller has a section open, which tells whether it was torn
-            return self._run_inside(inner, args, kwargs)
-        finally:
-            self._pinned = False
-            sections.leave()
+            pass
+        with Sections(self.paths):
+            try:
+                self._pinned = True  # or the caller has a section open, which tells whether it was torn
+                return self._run_inside(inner, args, kwargs)
+            finally:
+                self._pinned = False
 
     @skip
     def _held(self, generator: Generator[Any, Any, Any]) -> Held:

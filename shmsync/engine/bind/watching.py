@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -21,7 +23,6 @@ from torch import nn
 from ...errors import ProtocolError
 from ...memory.arena import has_address
 from ...memory.torch_modes import plainly, run_plainly
-from ..read.reading import ReadPath
 from ..source.wrappers import walk
 from .binding import companions
 from .held_sections import Sections
@@ -75,15 +76,8 @@ def _apply(self: nn.Module, fn: Conversion, *args: Any, **kwargs: Any) -> nn.Mod
     return type(self)._apply(self, fn, *args, **kwargs)
 
 
-class Tried:
+class Tried(partial[torch.Tensor]):
     """A conversion that all bound tensors below a module outlive as they are."""
-
-    def __init__(self, fn: Conversion) -> None:
-        self._fn = fn
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert."""
-        return self._fn(tensor)
 
 
 def _try(module: nn.Module, shown: dict[int, str], fn: Conversion) -> None:
@@ -177,21 +171,14 @@ def _is_hook(value: Any) -> bool:
 
 def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
     """A copy of one version, made in one section."""
-    paths = {path.number: path for each in companions(self) if (path := each.path()) is not None and _readable(path)}
-    sections = Sections([path for _, path in sorted(paths.items())])
-    sections.enter()
-    try:
+    paths = {path for each in companions(self) if (path := each.path()) is not None}
+    readable = {path for path in paths if not (path._closed or path._in_parent or path._mine)}
+    with Sections(sorted(readable, key=attrgetter("number"))):
         own = getattr(type(self), "__deepcopy__", None)
         if own is not None:
             return own(self, memo)
         reduced = self.__reduce_ex__(4)
         return self if isinstance(reduced, str) else copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]
-    finally:
-        sections.leave()
-
-
-def _readable(path: ReadPath) -> bool:
-    return not (path._closed or path._in_parent or path._mine)
 
 
 class Refusal:

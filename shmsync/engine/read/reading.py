@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -113,17 +113,6 @@ class ReadPath(WaitPath):
             self._forget()  # so that entering takes the slow path, which knows about Pinned
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
-
-    @contextmanager
-    def unused(self) -> Iterator[None]:
-        """A read section that is no use of this thread's: `version` goes on with what the subscriber applies."""
-        had_used = self._has_used
-        try:
-            with self.read():
-                yield
-        finally:
-            if not had_used:
-                self._forget_use()
 
     def verify(self, modules: Sequence[nn.Module]) -> Proof:
         """As Subscriber.verify()."""
