@@ -6,7 +6,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,10 +19,9 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
-from ..bind.loading import AdoptedLoading, Loads
+from ..bind.loading import unguarded_loads
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
-from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of, refuse_others
 from .buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
@@ -64,7 +63,7 @@ class Adoption:
         self.module = module
         self._protected = protected
         self.gates: list[StepGate] = []
-        self._arena, self._name, self._filter = arena, name, filter
+        self._arena, self.name, self._filter = arena, name, filter
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}  # what was put at its place in the slab
         self._beside: list[torch.Tensor] = []  # no leaves, but memory of a placed tensor
@@ -72,39 +71,36 @@ class Adoption:
         self._seen: _native.Sources | None = None  # None: look at everything each time
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
-        self._loads: Loads | None = None
+        self.inside: Callable[[], bool] = lambda: True  # may the calling thread write the parameters?
+        self.load_inside: Callable[[Callable[[], Any]], Any] = lambda run: run()  # calls what loads, inside update()
         self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)
         self._pending = self._parts(optimizers)
 
     def move_in(self, writer: _native.Writer) -> None:
-        """Let the parameters be the slab. Call it when the arena has their values."""
-        if self._protected:
-            self.protect(writer)
-        self.pull(copy=False)
-        _living.add(self)
+        """Let the parameters be the slab. Call it when the arena has their values.
 
-    def protect(self, writer: _native.Writer) -> None:
-        """Make the only slot read-only for this process while readers may be in it, as docs/adr/0039 has it.
-
-        The writer opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's
-        memory has no such protection.
+        The only slot gets read-only for this process while readers may be in it, as docs/adr/0039 has it. The writer
+        opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's memory has
+        no such protection.
         """
-        if self._arena.on_device is None:
+        if self._protected and self._arena.on_device is None:
             address = self._arena.slot_address(0)
             _native.faults_of_adopted(address)
             size = -(-self._arena.manifest.written_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if size and not writer.protect(address, size):
-                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self._name)
+                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self.name)
+        self.pull(copy=False)
+        _living.add(self)
 
     def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         readonly = readonly_ranges()
-        theirs = {id(t): other._name for other in _living for t in other._placed.values()}
+        theirs = {id(t): other.name for other in _living for t in other._placed.values()}
         for key, tensor in tensors.items():
             if id(tensor) in theirs:
                 raise ProtocolError(
                     f"{'.'.join(key)} is adopted by arena {theirs[id(tensor)]!r} already, and can be one arena's "
-                    f"memory only; close that Publisher first, or publish() the module to {self._name!r}"
+                    f"memory only; close that Publisher first, or publish() the module to {self.name!r}"
                 )
             if isinstance(tensor, nn.Parameter) and lies_in(tensor, readonly):
                 raise ProtocolError(
@@ -134,7 +130,7 @@ class Adoption:
         self._pending = parts
 
     def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
-        return parts_of(self.module, self._arena, self._name, self._filter, optimizers, self._protected)
+        return parts_of(self.module, self._arena, self.name, self._filter, optimizers, self._protected)
 
     def _clear_places(self, parts: Parts) -> None:
         """Give what was at a place that is to be overwritten memory of its own: what this adoption has put there."""
@@ -143,7 +139,7 @@ class Adoption:
         gone = [each for _, ref in self._watch.orphans if (each := ref()) is not None]
         leaving = [*gone, *self._beside, *(parts.placed[key] for key in away)]
         staying = {id(tensor): tensor for key, tensor in parts.placed.items() if key not in away}
-        refuse_others(self._name, away, list(self._views.values()), [*staying.values(), *leaving])
+        refuse_others(self.name, away, list(self._views.values()), [*staying.values(), *leaving])
         places = {self._views[key].data_ptr() for key in away}
         with plainly():
             for tensor in leaving:
@@ -172,7 +168,7 @@ class Adoption:
                     "optimizer of this module"
                 )
             if stuck := stuck_states(optimizer, laid(self._placed.values())):
-                raise misfit(self._name, stuck)
+                raise misfit(self.name, stuck)
 
     def step_through(self, gates: Iterable[StepGate]) -> None:
         """These gates, whose optimizers were checked, lead to this adoption."""
@@ -181,19 +177,21 @@ class Adoption:
         for optimizer in self._optimizers():
             states_follow(optimizer, self._placed.values())
 
-    def load_through(self, loads: Loads) -> None:
-        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it."""
-        self._loads = loads
+    def load_through(self, inside: Callable[[], bool], load_inside: Callable[[Callable[[], Any]], Any]) -> None:
+        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it.
+
+        Args:
+            inside: may the calling thread write the parameters: is it in update(), or the arena closed?
+            load_inside: calls what loads, inside update(), with private copies to write into.
+        """
+        self.inside, self.load_inside = inside, load_inside
         self._place_proxies()
-        self._watch.refuse_outside(loads.inside, lambda: self._optimizers())
+        self._watch.refuse_outside(inside, lambda: self._optimizers())
 
     def _place_proxies(self) -> None:
-        if self._loads is None:
-            return
-        for child in modules_in(self.module):
-            for name in ("load_state_dict", "_load_from_state_dict"):
-                if name not in child.__dict__ or not isinstance(child.__dict__[name], Proxy):
-                    self._loading.append(AdoptedLoading(child, name, self._loads))
+        if self._protected:
+            for child, name in unguarded_loads(self.module):
+                self._loading.append(AdoptedLoading(child, name, self))
 
     def placed_in(self, module: nn.Module) -> set[str]:
         """The names of the module's own parameters that are the slab."""
@@ -312,3 +310,34 @@ class Adoption:
                 if copy is None:
                     copy = copies[view.data_ptr()] = clone(view)
                 tensor.data = copy
+
+
+class AdoptedLoading(Proxy):
+    """Replaces `load_state_dict()` of an adopted module, or the part that writes the module's own tensors.
+
+    That part is called alone when a module is loaded that has the adopted one inside. So it is a version, or a typed
+    error.
+    """
+
+    def __init__(self, module: nn.Module, name: str, adoption: Adoption) -> None:
+        self.adoption = adoption
+        super().__init__(module, name, shows_as=False)
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load inside update(), which publishes; raise ProtocolError for the part alone."""
+        adoption = self.adoption
+        if self.method == "load_state_dict":
+            return adoption.load_inside(lambda: self.inner(state_dict, *args, **kwargs))
+        if not adoption.inside():
+            names = {(args[0] if args else "") + name for name in adoption.placed_in(self.module)}
+            written = sorted(name for name in names if name in state_dict)
+            if written:
+                raise ProtocolError(
+                    f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "
+                    f"such as {written[0]}, outside update(), while workers of arena {adoption.name!r} read "
+                    "them; call it inside `with pub.update():`, or call load_state_dict() of the adopted module"
+                )
+        return self.inner(state_dict, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.method)  # a pickled module loads without this package

@@ -116,12 +116,6 @@ class Binding:
         gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
         return HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
 
-    def names_below(self, module: nn.Module) -> set[str]:
-        """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""
-        mine = self.tensors()
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        return {name for name, tensor in named if id(tensor) in mine}
-
     def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
         """From now on move these tensors; `places`: all modules that may own some, with their key paths."""
         self._tensors = dict(tensors)
@@ -270,6 +264,11 @@ def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
 def companions(module: nn.Module) -> list[Binding]:
     """The bindings that move tensors of this module or of its submodules, in the order in which they were made."""
     return list(dict.fromkeys(each for child in modules_in(module) for each in bound_to(child)))
+
+
+def bound_tensors(module: nn.Module) -> set[int]:
+    """The ids of the tensors that they move."""
+    return {each for binding in companions(module) for each in binding.tensors()}
 
 
 def bound_to(module: nn.Module) -> list[Binding]:

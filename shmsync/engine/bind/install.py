@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from ..source.wrappers import modules_in
 from .binding import Binding, bound_elsewhere, companions, taken_over
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
-from .loading import Loading
+from .loading import Loading, unguarded_loads
 from .module_check import ModuleCheck, bindable
 from .read_guard import Cover
 from .watching import watch
@@ -25,13 +24,16 @@ _covers: ByIdentity[nn.Module, Cover] = ByIdentity()
 
 
 def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
-    """As Subscriber.bind(); `check` says how the tensors of the module move."""
+    """As Subscriber.bind(); `check` says how the tensors of the module move.
+
+    Guards that are there already, for another binding, stay.
+    """
     bound = bindable(module)
     calls = calls_of(module, guard)
     with ExitStack() as stack:
         for path in (reader, *bound_elsewhere(bound, reader)):  # no call is under way while the tensors change hands
             stack.enter_context(path._exclusive())
-        reader.followers[:] = [each for each in reader.followers if each.owners() or not isinstance(each, Binding)]
+        reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
         tensors = check.tensors(bound)
         replaced = taken_over(bound, tensors)
         for old in replaced:
@@ -51,36 +53,21 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
             if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
                 reader._forget_use()
         try:
-            guard_calls(reader, module, bound, binding, calls, clones=clones)
+            cover = _cover_of(module, bound, binding.tensors())
+            if calls:
+                cover.add(reader, binding, clones)
+            for call in calls:
+                _install(call, cover)
+            for child, name in unguarded_loads(bound):
+                Loading(child, name)
+            for child in modules_in(bound):
+                watch(child)
         except BaseException:
             binding.drop()
             binding.release()
             _cover_of(module, bound, set())  # without guards of this one
             raise
     return module
-
-
-def guard_calls(
-    path: ReadPath, module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool
-) -> None:
-    """Let sections of the binding's arena cover these calls of a module, those of its other bindings too.
-
-    Args:
-        path: whose sections they are.
-        module: what was passed to bind(); `bound` is the module inside its wrapper, or the same.
-        calls: what to guard. Guards that are there already, for another binding, stay.
-        clones: outputs that are views of the weights are cloned.
-    """
-    cover = _cover_of(module, bound, binding.tensors())
-    if calls:
-        cover.add(path, binding, clones)
-    for each in calls:
-        _install(each, cover)
-    for child in modules_in(bound):
-        for name in ("load_state_dict", "_load_from_state_dict"):
-            if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
-                Loading(child, name)
-        watch(child)
 
 
 def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:

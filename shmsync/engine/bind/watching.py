@@ -24,7 +24,7 @@ from ...errors import ProtocolError
 from ...memory.arena import has_address
 from ...memory.torch_modes import plainly, run_plainly
 from ..source.wrappers import walk
-from .binding import companions
+from .binding import bound_tensors, companions
 from .held_sections import Sections
 from .read_guard import shares, traced_by
 
@@ -52,7 +52,7 @@ def refuse_to_share(module: nn.Module, tool: str) -> None:
 
 def _shown(module: nn.Module) -> dict[int, str]:
     """The ids and names of the bound tensors of the module and of its submodules."""
-    mine = {each for binding in companions(module) for each in binding.tensors()}
+    mine = bound_tensors(module)
     return {id(tensor): name for name, tensor in _tensors(module) if id(tensor) in mine}
 
 

@@ -11,7 +11,6 @@ from multiprocessing import util
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from ... import _native
 from ..._native import Consistency, State
@@ -41,9 +40,6 @@ class Follower(Protocol):
 
     def move(self, slot: int) -> bool:
         """Show this slot, whose version the open section holds. False: drop this follower."""
-
-    def owners(self) -> set[nn.Module]:
-        """The modules that it moves."""
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""

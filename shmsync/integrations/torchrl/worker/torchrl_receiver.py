@@ -291,10 +291,6 @@ class _After:
         self._receiver = weakref.ref(receiver)
         self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
 
-    def owners(self) -> set[nn.Module]:
-        """No modules: it moves no tensors."""
-        return set()
-
     def rebase(self, arena: Arena) -> None:
         """Nothing to do: the arena is looked up in each move."""
 
