@@ -289,15 +289,13 @@ class Subscriber(_native.Sections):
         """What snapshot() has copied one version into, and that version."""
         reader = self._reader
         targets = targets_for(out, reader.arena, self._kept_targets)
-        version = 0
 
-        def copy() -> None:
-            nonlocal version
+        def copy() -> int:
             version, slot = reader.held
             targets.copy(reader.arena, slot)
+            return version
 
-        reader.run_as_is(copy)
-        return targets, version
+        return targets, reader.run_as_is(copy)
 
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import weakref
@@ -75,6 +76,8 @@ class Adoption:
         self.load_inside: Callable[[Callable[[], Any]], Any] = lambda run: run()  # calls what loads, inside update()
         self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)
+        # As the module is now, with these optimizers of it.
+        self._parts = functools.partial(parts_of, module, arena, name, filter, protected=protected)
         self._pending = self._parts(optimizers)
 
     def move_in(self, writer: _native.Writer) -> None:
@@ -129,9 +132,6 @@ class Adoption:
         self._clear_places(parts)
         self._pending = parts
 
-    def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
-        return parts_of(self.module, self._arena, self.name, self._filter, optimizers, self._protected)
-
     def _clear_places(self, parts: Parts) -> None:
         """Give what was at a place that is to be overwritten memory of its own: what this adoption has put there."""
         if not (away := self._away(parts.placed)):
@@ -157,8 +157,6 @@ class Adoption:
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
-        if not optimizers:
-            return
         own = {id(tensor) for tensor in collect(self.module, self._filter, watch=False).tensors.values()}
         for optimizer in optimizers:
             stepped = stepped_by(optimizer)
@@ -192,11 +190,6 @@ class Adoption:
         if self._protected:
             for child, name in unguarded_loads(self.module):
                 self._loading.append(AdoptedLoading(child, name, self))
-
-    def placed_in(self, module: nn.Module) -> set[str]:
-        """The names of the module's own parameters that are the slab."""
-        placed = {id(tensor) for tensor in self._placed.values()}
-        return {name for name, tensor in module._parameters.items() if id(tensor) in placed}
 
     def load(self, run: Callable[[], R], written: Callable[[], object]) -> R:
         """What run(), which loads into the module, returns; inside update().
@@ -252,17 +245,14 @@ class Adoption:
         if parts is None:
             return []
         self._seen = None  # an interrupt may land anywhere: look at everything again
-        left = []
-        restrided = False
         with plainly():
             moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
             for tensor, view in moving:
                 if copy:
                     assign(view, tensor)
             moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
-            for tensor, view in moving:
-                left.append(tensor.data)
-                restrided |= not same_order(view.shape, tensor.stride(), view.stride())
+            left = [tensor.data for tensor, _ in moving]
+            restrided = not all(same_order(view.shape, tensor.stride(), view.stride()) for tensor, view in moving)
             _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
             for tensor, _ in moving:
                 grad = tensor.grad
@@ -304,12 +294,11 @@ class Adoption:
         copies: dict[int, torch.Tensor] = {}
         views = {view.data_ptr(): view for view in self._views.values()}
         for tensor in (*self._placed.values(), *self._beside):
-            view = views.get(tensor.data_ptr())
-            if view is not None and tensor.numel():
-                copy = copies.get(view.data_ptr())
-                if copy is None:
-                    copy = copies[view.data_ptr()] = clone(view)
-                tensor.data = copy
+            address = tensor.data_ptr()
+            if address in views and tensor.numel():
+                if address not in copies:
+                    copies[address] = clone(views[address])
+                tensor.data = copies[address]
 
 
 class AdoptedLoading(Proxy):
@@ -329,8 +318,9 @@ class AdoptedLoading(Proxy):
         if self.method == "load_state_dict":
             return adoption.load_inside(lambda: self.inner(state_dict, *args, **kwargs))
         if not adoption.inside():
-            names = {(args[0] if args else "") + name for name in adoption.placed_in(self.module)}
-            written = sorted(name for name in names if name in state_dict)
+            prefix, placed = args[0] if args else "", {id(tensor) for tensor in adoption._placed.values()}
+            own = [prefix + name for name, tensor in self.module._parameters.items() if id(tensor) in placed]
+            written = sorted(name for name in own if name in state_dict)
             if written:
                 raise ProtocolError(
                     f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "

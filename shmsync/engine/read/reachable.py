@@ -74,7 +74,6 @@ values_of = operator.methodcaller("_values")
 class _Kinds(dict[type, type]):
     """The kind of each type: that one of the types above as which its objects are looked into and copied."""
 
-    @skip
     def __missing__(self, cls: type) -> type:
         if len(self) > 2000:  # types that programs make as they go
             self.clear()
@@ -85,7 +84,6 @@ class _Kinds(dict[type, type]):
 _kinds = _Kinds()
 
 
-@skip
 def _kind_of(cls: type) -> type:
     mro = cls.__mro__
     if cls in _EXACTLY_PLAIN or any(base in mro for base in _PLAIN_BASES):
@@ -104,7 +102,6 @@ def _kind_of(cls: type) -> type:
     return next((base for base in _BASES if base in mro), usual)
 
 
-@skip
 def _solid(cls: type) -> type:
     """The first base that is not a class in Python: it says how an object is made."""
     return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP)
@@ -135,7 +132,6 @@ class Reach:
         self._done: dict[int, Any] = {}
         self._empty: list[tuple[Any, Any]] = []  # copies that are not filled yet, and what they are copies of
 
-    @skip
     def finds(self, out: Any) -> bool:
         """Does it reach memory of the arena? Raises ProtocolError if it reaches too much to say."""
         others = 0
@@ -185,7 +181,6 @@ class Reach:
                 found += above[here]
         return bool(dirty)
 
-    @skip
     def copy(self, out: Any) -> Any:
         """The object with copies of every part that holds memory of the arena; other parts are shared.
 
@@ -200,7 +195,6 @@ class Reach:
                 raise self._refusal(each) from error
         return made
 
-    @skip
     def _holds(self, each: Any, kind: type) -> bool:
         """Does it lie in the arena itself?"""
         if kind is Tensor:
@@ -221,13 +215,11 @@ class Reach:
                 return False
         return False
 
-    @skip
     def _lies_at(self, address: int) -> bool:
         if not address:
             return False
         return self._aliases(torch.frombuffer((ctypes.c_ubyte * 1).from_address(address), dtype=torch.uint8))
 
-    @skip
     def _made(self, each: Any) -> Any:
         here = self._number.get(id(each))
         if here is None or here not in self._dirty:
@@ -241,7 +233,6 @@ class Reach:
         self._done[id(each)] = made
         return made
 
-    @skip
     def _begun(self, each: Any) -> Any:
         """A copy; that of what can be changed is filled later, since it may be a part of itself."""
         cls = type(each)
@@ -278,7 +269,6 @@ class Reach:
             return made
         raise self._refusal(each)
 
-    @skip
     def _fill(self, made: Any, each: Any) -> None:
         kind: Any = _kinds[type(each)]  # isinstance() would ask the object for its class
         if kind is defaultdict:
@@ -294,7 +284,6 @@ class Reach:
             set.update(made, map(self._made, set.__iter__(each)))
         self._with_attributes(made, each)
 
-    @skip
     def _with_attributes(self, made: Any, each: Any) -> Any:
         _attributes(made).update({name: self._made(value) for name, value in _attributes(each).items()})
         cls: Any = type(each)
@@ -306,7 +295,6 @@ class Reach:
             slot.__set__(made, self._made(value))
         return made
 
-    @skip
     def _array(self, each: Any) -> Any:
         made = each.copy()
         if each.dtype.hasobject:
@@ -314,7 +302,6 @@ class Reach:
                 made.flat[place] = self._made(value)
         return made
 
-    @skip
     def _copied_levels(self, each: Any) -> Any:
         if not any(each is given for given in self._given):
             each = each.copy()
@@ -324,7 +311,6 @@ class Reach:
                 levels.set(key, value.clone())
         return each
 
-    @skip
     def _refusal(self, each: Any) -> ProtocolError:
         here = self._number[id(each)]
         path: list[str] = []
@@ -338,13 +324,11 @@ class Reach:
         )
 
 
-@skip
 def _levels(each: Any) -> Any:
     """A TensorDict itself, or the one inside a tensorclass."""
     return each if is_tensordict(each) else each._tensordict
 
 
-@skip
 def _any_leaf(td: Any, test: Test) -> bool:
     # The dict inside it: values() takes 1 µs a leaf, and this runs after each forward.
     store = getattr(td, "_tensordict", None) if type(td) is loaded_class("tensordict", "TensorDict") else None
@@ -357,7 +341,6 @@ def _any_leaf(td: Any, test: Test) -> bool:
     return False
 
 
-@skip
 def _attributes(each: Any) -> dict[str, Any]:
     try:
         found = object.__getattribute__(each, "__dict__")
@@ -366,7 +349,6 @@ def _attributes(each: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-@skip
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
     """What a tensor consists of that is no plain one."""
     parts: list[Any] = []
@@ -386,7 +368,6 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
     return parts
 
 
-@skip
 def _children(each: Any, kind: type) -> Iterable[Any]:
     """What it holds, as far as that may hold a tensor."""
     if kind is types.FunctionType:  # not its globals
@@ -398,3 +379,9 @@ def _children(each: Any, kind: type) -> Iterable[Any]:
     if kind is numpy.ndarray and each.dtype.hasobject:
         return list(each.flat)
     return () if kind in _WHOLE else gc.get_referents(each)
+
+
+# Dynamo compiles no function of this file.
+for _function in (*globals().values(), *vars(Reach).values(), *vars(_Kinds).values()):
+    if isinstance(_function, types.FunctionType) and _function.__module__ == __name__:
+        skip(_function)
