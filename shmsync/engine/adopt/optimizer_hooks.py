@@ -117,8 +117,7 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 @functools.cache  # one object, so that a compiled step knows it again
 def _refusal() -> Callable[..., None]:
-    refusal: Callable[..., None] = torch.compiler.disable(_refuse)
-    return refusal
+    return torch.compiler.disable(_refuse)
 
 
 class OptimizerWatch:

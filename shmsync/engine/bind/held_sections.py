@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ... import _native
@@ -44,6 +45,7 @@ class Sections:
             self._open.pop()._give_up()
 
 
+@dataclass(eq=False, repr=False)
 class Held(Generator[Any, Any, Any]):
     """A generator that holds a section from its first step until it ends, is closed or is collected.
 
@@ -54,58 +56,51 @@ class Held(Generator[Any, Any, Any]):
         failed: what is called with an error that leaves it, the one with its returned value included.
     """
 
-    def __init__(
-        self,
-        inner: Generator[Any, Any, Any],
-        sections: Sections,
-        finish: Callable[[Any], Any],
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._inner = inner
-        self._sections = sections
-        self._finish = finish
-        self._failed = failed
-        self._ended = False
+    inner: Generator[Any, Any, Any]
+    sections: Sections
+    finish: Callable[[Any], Any]
+    failed: Callable[[BaseException], None]
+    ended: bool = field(default=False, init=False)
 
     def send(self, value: Any) -> Any:
         """Go on until the next value."""
-        return self._step(lambda: self._inner.send(value))
+        return self._step(lambda: self.inner.send(value))
 
     def throw(self, *error: Any) -> Any:
         """Raise inside the generator."""
-        return self._step(lambda: self._inner.throw(*error))
+        return self._step(lambda: self.inner.throw(*error))
 
     def close(self) -> None:
         """End it, and leave the section."""
         try:
-            self._inner.close()
+            self.inner.close()
         finally:
             self._leave()
 
     def hold(self) -> None:
         """Enter the section now."""
-        if not self._sections.entered:
-            self._sections.__enter__()
+        if not self.sections.entered:
+            self.sections.__enter__()
 
     def _step(self, step: Callable[[], Any]) -> Any:
-        if self._sections.entered:
-            self._sections.go_on()
-        elif not self._ended:
+        if self.sections.entered:
+            self.sections.go_on()
+        elif not self.ended:
             self.hold()
         try:
             try:
-                return self._finish(step())
+                return self.finish(step())
             except BaseException as error:
-                self._failed(error)
+                self.failed(error)
                 raise
         except BaseException:
             self._leave()
             raise
 
     def _leave(self) -> None:
-        self._ended = True
-        self._sections.__exit__()
+        self.ended = True
+        self.sections.__exit__()
 
     def __del__(self) -> None:
-        if self._sections.entered:
+        if self.sections.entered:
             self.close()

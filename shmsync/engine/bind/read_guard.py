@@ -84,12 +84,13 @@ class Cover(_native.Cover):
     def _use(self) -> None:
         paths = sorted({each.path for each in self.members}, key=attrgetter("number"))
         clones = any(each.clones for each in self.members)
-        self.enter(paths, plain=not any(path.optimistic for path in paths), clones=clones)
+        self.enter(paths, clones=clones)
 
-    def enter(self, paths: list[ReadPath], *, plain: bool, clones: bool) -> None:
-        """Enter sections of these. `plain`: no call is ever repeated, so all of it can be native."""
+    def enter(self, paths: list[ReadPath], *, clones: bool) -> None:
+        """Enter sections of these from now on."""
         self.paths = paths
         self._clones = clones
+        plain = not any(path.optimistic for path in paths)  # no call is ever repeated, so all of it can be native
         self._set(paths, plain, clones)
 
     # What the native half calls. Dynamo skips these frames, and compiles the module's own below them.

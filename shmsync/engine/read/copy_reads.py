@@ -31,13 +31,11 @@ class TorchStreams:
 
     def stream(self) -> torch.Stream:
         """As in Streams."""
-        made: torch.Stream = self._torch.Stream(device=self._device)
-        return made
+        return self._torch.Stream(device=self._device)
 
     def current(self) -> torch.Stream:
         """As in Streams."""
-        found: torch.Stream = self._torch.current_stream(self._device)
-        return found
+        return self._torch.current_stream(self._device)
 
     def as_stream(self, given: object) -> Stream:
         """As in Streams. Raises TypeError for what is neither a stream nor an event of torch's."""

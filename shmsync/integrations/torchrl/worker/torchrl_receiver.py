@@ -227,7 +227,7 @@ class Receiver:
     def _bound(self, subscriber: ReadPath, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
         copies = is_elsewhere(module, subscriber.arena.device)
-        check = ModuleCheck(subscriber.arena, subscriber.name, copies=copies, beside=beside)
+        check = ModuleCheck(subscriber.arena, subscriber.name, copies=copies, absent=beside)
         bound = bindable(module)
         tensors = check.tensors(bound)
         return Binding(subscriber, bound, check, tensors, taken_over(bound, tensors))
