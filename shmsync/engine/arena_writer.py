@@ -27,7 +27,7 @@ from .by_value import copy_by_value
 from .copy.copy_plan import CopyPlan
 from .copy.plan_cache import PlanCache
 from .deadlines import deadline_after
-from .read.state import copied_state
+from .read.snapshot import copied_state
 from .source.arena_device import place_for
 from .source.dtypes import Dtypes, cast_leaves, kept_leaves
 from .source.leaf_check import problem_with

@@ -23,8 +23,7 @@ from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .read.opening import open_reader
 from .read.reading import ReadPath
-from .read.snapshot import KeptTargets, Snapshot, Targets, targets_for
-from .read.state import state_of
+from .read.snapshot import KeptTargets, Snapshot, Targets, state_of, targets_for
 from .stats import SubscriberStats
 from .verify.local import Proof
 

@@ -20,7 +20,7 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
-from ..bind.loading import unguarded_loads
+from ..bind.watching import unguarded_loads
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
 from .adoptable import Parts, misfit, parts_of, refuse_others

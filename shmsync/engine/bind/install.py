@@ -13,10 +13,9 @@ from ..source.wrappers import modules_in
 from .binding import Binding, bound_elsewhere, companions, taken_over
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
-from .loading import Loading, unguarded_loads
 from .module_check import ModuleCheck, bindable
 from .read_guard import Cover
-from .watching import watch
+from .watching import Loading, unguarded_loads, watch
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -4,14 +4,15 @@ The parameters of a bound module move with the version, and its sections cover i
 export or a shallow copy of it would compute with weights that change, unprotected. Only copy.deepcopy() makes a module
 of its own; it runs in one section.
 
-Each name below is one that torch, or Python's copying, looks up on the module when it begins such a thing.
+Each name below is one that torch, or Python's copying, looks up on the module when it begins such a thing; or one
+under which weights are loaded into the module, whose memory is read-only.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from types import MethodType
@@ -23,8 +24,9 @@ from torch import nn
 from ...errors import ProtocolError
 from ...memory.arena import has_address
 from ...memory.torch_modes import plainly, run_plainly
-from ..source.wrappers import walk
+from ..source.wrappers import modules_in, walk
 from .binding import bound_tensors, companions
+from .guard import Proxy
 from .held_sections import Sections
 from .read_guard import shares, traced_by
 
@@ -207,3 +209,33 @@ _HOOKS: dict[Callable[..., Any], None] = dict.fromkeys(
     (_apply, _slow_forward, named_modules, _replicate_for_data_parallel, __prepare_scriptable__, __getstate__,
      __deepcopy__)
 )  # fmt: skip
+
+
+# ---- the load methods, under which stand the proxies of bound and of adopted modules
+
+
+def unguarded_loads(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The methods of a module, and of all in it, that load weights and are not replaced by a proxy yet."""
+    for child in modules_in(module):
+        for name in ("load_state_dict", "_load_from_state_dict"):
+            if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
+                yield child, name
+
+
+class Loading(Proxy):
+    """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors."""
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what does not lie in an arena; raise ProtocolError for the rest."""
+        module, prefix = self.module, args[0] if self.method == "_load_from_state_dict" else ""
+        shown = bound_tensors(module)
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        names = {prefix + name for name, tensor in named if id(tensor) in shown}
+        refused = sorted(name for name in names if name in state_dict)
+        if refused:
+            raise ProtocolError(
+                f"load_state_dict() would write {len(refused)} tensor(s) of a bound module, such as "
+                f"{refused[0]}: they show the arena, which is read-only here. Load into the trainer's module "
+                "and publish it, or load into copy.deepcopy(module)"
+            )
+        return self.inner(state_dict, *args, **kwargs)

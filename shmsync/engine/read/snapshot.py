@@ -1,10 +1,11 @@
-"""snapshot(): one version, copied into private memory; which memory that may be, and what is kept for the next time.
+"""snapshot() and state_dict(): one version, copied into private memory: into which, and what is kept of it.
 
-Subscriber.snapshot() copies inside a section. reading.py, _computed(), repeats a section that was torn.
+Subscriber copies inside a section. reading.py, _computed(), repeats a section that was torn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ... import _native
 from ...memory.arena import Arena, lies_in, readonly_ranges
 from ...memory.buffer_alloc import Pieces
-from ...memory.devices import assign, holding
+from ...memory.devices import assign, clone, holding
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
 from ..by_identity import ByIdentity
@@ -169,3 +170,33 @@ def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges)
     if target.is_conj() or target.is_neg():
         return "is lazily conjugated or negated; pass its resolve_conj().resolve_neg()"
     return None
+
+
+def state_of(
+    weights: Mapping[Key, torch.Tensor],
+    manifest: Manifest,
+    copied: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> dict[str, torch.Tensor]:
+    """The leaves that a state_dict() of the published module has: all but buffers that are never saved.
+
+    Leaves that are one tensor in the arena are one tensor here, so that a file has them once.
+    """
+    made: dict[object, torch.Tensor] = {}
+    state = {}
+    for leaf in manifest.leaves:
+        if leaf.saved:
+            place = (leaf.offset, leaf.dtype, leaf.shape, leaf.strides) if leaf.nbytes else leaf.key
+            if place not in made:
+                made[place] = copied(weights[leaf.key])
+            state[leaf.name] = made[place]
+    return state
+
+
+def copied_state(arena: Arena, slot: int) -> dict[str, torch.Tensor]:
+    """A private copy of a slot that is not written meanwhile, complete when this returns."""
+    with plainly():
+        state = state_of(arena.views(slot), arena.manifest, clone)
+    if arena.on_device is not None:  # the next publish may write on another stream
+        device = arena.on_device.device
+        device.wait(device.current(), float("inf"))
+    return state

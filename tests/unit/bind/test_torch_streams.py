@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from shmsync.engine.read.copy_reads import CopyReads, TorchStreams
+from shmsync.engine.read.device_sections import CopyReads, TorchStreams
 
 
 class Event:
