@@ -100,7 +100,7 @@ class Binding:
 
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
-        return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
+        return {id(tensor) for tensor in self._tensors.values()}
 
     def held(self) -> HeldTensors | None:
         """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
@@ -119,9 +119,10 @@ class Binding:
     def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
         """From now on move these tensors; `places`: all modules that may own some, with their key paths."""
         self._tensors = dict(tensors)
-        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
-        viewed = [(key, tensor) for key, tensor in unique.values() if self._fitting.viewed(tensor)]
-        copied = [(key, tensor) for key, tensor in unique.values() if not self._fitting.viewed(tensor)]
+        leaf_of = self._fitting.leaf_of
+        unique = {id(tensor): (leaf_of(key), tensor) for key, tensor in tensors.items()}
+        viewed = [(leaf, tensor) for leaf, tensor in unique.values() if self._fitting.viewed(tensor)]
+        copied = [(leaf, tensor) for leaf, tensor in unique.values() if not self._fitting.viewed(tensor)]
         stores = [store for _, module in places for store in (module._parameters, module._buffers)]
         self._watched = [
             (store, list(store.items()), True)
@@ -130,14 +131,13 @@ class Binding:
         ]
         self._places = [(path, weakref.ref(module)) for path, module in places]
         self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
-        leaf_of = self._fitting.leaf_of
         private = {id(tensor) for _, tensor in self.copied}
-        for key, tensor in copied:
+        for leaf, tensor in copied:
             if id(tensor) not in private:  # forward passes write buffers
-                make_private(tensor, self._arena.manifest.by_key[leaf_of(key)].strides)
-        self._viewed_keys = [leaf_of(key) for key, _ in viewed]
+                make_private(tensor, self._arena.manifest.by_key[leaf].strides)
+        self.copied = copied
+        self._viewed_keys = [leaf for leaf, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
-        self.copied = [(leaf_of(key), tensor) for key, tensor in copied]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._placed = False  # with one slot: nothing has to move
         self._dicts = _native.Sources(self._watched, [])
