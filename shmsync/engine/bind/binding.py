@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 
@@ -82,12 +82,7 @@ class Binding:
 
     def _left(self) -> dict[Key, torch.Tensor]:
         """What they have in the places of bound tensors, where the module that was bound is gone."""
-        return {
-            (*path, name): tensor
-            for path, module in self.living()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and (*path, name) in self._tensors
-        }
+        return {key: tensor for key, tensor in own_tensors(self.living()) if key in self._tensors}
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
@@ -246,6 +241,14 @@ class Binding:
         if self.ended and path is not None:
             self.ended = False
             path.followers.append(self)
+
+
+def own_tensors(places: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The tensors that modules own themselves, with their key paths; `places`: the modules, with theirs."""
+    for path, module in places:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield (*path, name), tensor
 
 
 def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:

@@ -23,9 +23,10 @@ from torch import nn
 
 from ...errors import ProtocolError
 from ...memory.arena import has_address
+from ...memory.manifest import Key
 from ...memory.torch_modes import plainly, run_plainly
 from ..source.wrappers import modules_in, walk
-from .binding import bound_tensors, companions
+from .binding import bound_tensors, companions, own_tensors
 from .guard import Proxy
 from .held_sections import Sections
 from .read_guard import shares, traced_by
@@ -55,14 +56,11 @@ def refuse_to_share(module: nn.Module, tool: str) -> None:
 def _shown(module: nn.Module) -> dict[int, str]:
     """The ids and names of the bound tensors of the module and of its submodules."""
     mine = bound_tensors(module)
-    return {id(tensor): name for name, tensor in _tensors(module) if id(tensor) in mine}
+    return {id(tensor): ".".join(key) for key, tensor in _tensors(module) if id(tensor) in mine}
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for place in walk(module):  # not named_modules(), which is watched
-        for name, tensor in (*place.module._parameters.items(), *place.module._buffers.items()):
-            if tensor is not None:
-                yield ".".join((*place.path, name)), tensor
+def _tensors(module: nn.Module) -> Iterator[tuple[Key, torch.Tensor]]:
+    return own_tensors((place.path, place.module) for place in walk(module))  # not named_modules(), which is watched
 
 
 # ---- the entries of a module's own dict, under the same names
@@ -85,7 +83,7 @@ class Tried(partial[torch.Tensor]):
 def _try(module: nn.Module, shown: dict[int, str], fn: Conversion) -> None:
     """Raise ProtocolError if the conversion gives a tensor like one of these other memory, or writes into it."""
     tried = set()
-    for name, tensor in _tensors(module):
+    for key, tensor in _tensors(module):
         kind = (tensor.dtype, tensor.device, tensor.dim())
         if id(tensor) in shown and kind not in tried:
             tried.add(kind)
@@ -99,7 +97,7 @@ def _try(module: nn.Module, shown: dict[int, str], fn: Conversion) -> None:
                 continue
             raise ProtocolError(
                 f"this would take {len(shown)} tensor(s) of a bound module out of the arena, such as "
-                f"{name}: {_what(tensor)} would become {_what(made)}. Nothing was changed. For weights of "
+                f"{'.'.join(key)}: {_what(tensor)} would become {_what(made)}. Nothing was changed. For weights of "
                 "another dtype use Publisher(dtype=) and convert the worker's module before bind(); another device is "
                 "for before bind() too; or convert copy.deepcopy(module)"
             )
