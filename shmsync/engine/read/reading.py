@@ -21,7 +21,7 @@ from ...memory.dynamo import disable, skip
 from ...memory.system.process import pid_of
 from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.checksums import BYTES_PER_SECOND, refuse_without_checksums
+from ..verify.checksums import refuse_without_checksums
 from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
 from .device_sections import wait_for_reads
@@ -58,11 +58,6 @@ class ReadPath(WaitPath):
     def lag(self) -> int:
         """As Subscriber.lag."""
         return max(0, self._latest - self._version)
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """The version and the slot of the open section."""
-        return self._held_version, self._held_slot
 
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
@@ -116,7 +111,6 @@ class ReadPath(WaitPath):
 
     def verify(self, modules: Sequence[nn.Module]) -> Proof:
         """As Subscriber.verify()."""
-        self._check()
         with self._exclusive():
             refuse_without_checksums(self.arena.manifest, self.name)
             if self._mine:
@@ -324,24 +318,6 @@ class ReadPath(WaitPath):
         self._answer(question, found)
 
     _answer_slow = disable(_answer_now)
-
-    def _answer_waiting(self, deadline: float) -> None:
-        # Nothing is applied here: a version that is new is for the next section, and so is the question then.
-        if not self._asked or self.arena.manifest.sums is None or self._mine:
-            return
-        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
-            return
-        try:
-            with self._exclusive(max(0.0, deadline - time.monotonic())):
-                question = self._asked
-                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
-                    fits = self._held_version == self._version
-                    found = Verdict.of(self) if fits else 0
-                    self._abandon()
-                    if fits:
-                        self._answer(question, found)
-        except WriterBusy:  # another thread is in a section, and will answer at its next
-            pass
 
     @disable
     def _look_for_heir(self) -> None:

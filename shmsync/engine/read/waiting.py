@@ -13,13 +13,15 @@ from typing import Protocol
 import torch
 
 from ... import _native
-from ..._native import Consistency, State
+from ..._native import Consistency, Enter, State
 from ...errors import ClosedError, ProtocolError, PublishTimeout, ShmSyncError, WriterBusy, WriterDied
 from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
 from ..deadlines import Samples, check_seconds, check_version, deadline_after, slice_until
+from ..verify.checksums import BYTES_PER_SECOND
+from ..verify.local import Verdict
 from .device_sections import SectionStreams
 from .failover import Successor
 
@@ -97,6 +99,11 @@ class WaitPath(_native.Reader):
             )
         version, deadline = check_version(version), deadline_after(timeout, self.timeout)
         return self._wait_for(version, deadline, spin_until=time.monotonic() + spinning)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The version and the slot of the open section."""
+        return self._held_version, self._held_slot
 
     @property
     def gone(self) -> bool:
@@ -184,7 +191,25 @@ class WaitPath(_native.Reader):
             return False
 
     def _answer_waiting(self, deadline: float) -> None:
-        """In each slice of a wait for a version: answer what the publisher asks, if it does."""
+        """In each slice of a wait for a version: answer the publisher's question what this subscriber holds.
+
+        Nothing is applied here: a version that is new is for the next section, and so is the question then.
+        """
+        if not self._asked or self.arena.manifest.sums is None or self._mine:
+            return
+        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
+            return
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                question = self._asked
+                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
+                    fits = self._held_version == self._version
+                    found = Verdict.of(self) if fits else 0
+                    self._abandon()
+                    if fits:
+                        self._answer(question, found)
+        except WriterBusy:  # another thread is in a section, and will answer at its next
+            pass
 
     def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
         back = "" if self._successor is None else ", and was not published again in time"
