@@ -81,7 +81,7 @@ def parts_of(
         for key in placed
         if (same := ties[key]) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
     ]
-    others = dict(_others(module, tensors, left_out=filter.filters))
+    others = _others(module, tensors, filter.filters)
     turned = [(t, by_key[k].strides) for k, t in placed.items() if not same_layout(t, by_key[k])]
     for optimizer in optimizers:
         others.update(state_tensors(optimizer))
@@ -118,9 +118,7 @@ def refuse_others(name: str, keys: Iterable[Key], views: list[torch.Tensor], kno
         )
 
 
-def _others(
-    module: nn.Module, leaves: dict[Key, torch.Tensor], *, left_out: bool
-) -> Iterable[tuple[str, torch.Tensor]]:
+def _others(module: nn.Module, leaves: dict[Key, torch.Tensor], left_out: bool) -> dict[str, torch.Tensor]:
     """Tensors of the module that are no leaves: `left_out` by include= and exclude=, or plain attributes."""
     known = {id(tensor) for tensor in leaves.values()}
     found = []
@@ -132,4 +130,4 @@ def _others(
             for name, value in vars(child).items()
             if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor)
         ]
-    return [(name, value) for name, value in found if id(value) not in known and problem_with(value) is None]
+    return {name: value for name, value in found if id(value) not in known and problem_with(value) is None}

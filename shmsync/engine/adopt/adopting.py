@@ -200,20 +200,15 @@ class Adoption:
         views = {view.data_ptr(): view for view in self._views.values() if view.nbytes}
         with plainly():
             shown = [tensor for tensor in (*self._placed.values(), *self._beside) if tensor.data_ptr() in views]
-            places = [views[tensor.data_ptr()] for tensor in shown]
-            made = {view.data_ptr(): clone(view) for view in places}
-            copies = [made[view.data_ptr()] for view in places]
+            made = {address: clone(views[address]) for address in {tensor.data_ptr() for tensor in shown}}
+            loads = [(tensor, views[tensor.data_ptr()], made[tensor.data_ptr()]) for tensor in shown]
         try:
             with plainly():
-                _native.set_data(shown, copies)
+                _native.set_data(shown, [copy for _, _, copy in loads])
             result = run()
         finally:
             with plainly():
-                there = [
-                    (tensor, view, copy)
-                    for tensor, view, copy in zip(shown, places, copies, strict=True)
-                    if tensor.data_ptr() == copy.data_ptr()
-                ]
+                there = [(tensor, view, copy) for tensor, view, copy in loads if tensor.data_ptr() == copy.data_ptr()]
                 _native.set_data([tensor for tensor, _, _ in there], [view for _, view, _ in there])
         self.look()  # what was replaced may not fit
         own = {id(tensor) for tensor in self.module.parameters()}
