@@ -28,8 +28,7 @@ from ...memory.torch_modes import plainly, run_plainly
 from ..source.wrappers import modules_in, walk
 from .binding import bound_tensors, companions, own_tensors
 from .guard import Proxy
-from .held_sections import Sections
-from .read_guard import shares, traced_by
+from .read_guard import Sections, shares, traced_by
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 
