@@ -270,7 +270,7 @@ def companions(module: nn.Module) -> list[Binding]:
 
 
 def bound_tensors(module: nn.Module) -> set[int]:
-    """The ids of the tensors that they move."""
+    """The ids of the tensors that those bindings move."""
     return {each for binding in companions(module) for each in binding.tensors()}
 
 

@@ -226,6 +226,8 @@ class Loading(Proxy):
         """Load what does not lie in an arena; raise ProtocolError for the rest."""
         module, prefix = self.module, args[0] if self.method == "_load_from_state_dict" else ""
         shown = bound_tensors(module)
+        if not shown:
+            return self.inner(state_dict, *args, **kwargs)
         named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
         names = {prefix + name for name, tensor in named if id(tensor) in shown}
         refused = sorted(name for name in names if name in state_dict)
