@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...errors import ManifestMismatch, ProtocolError
+from ...errors import ManifestMismatch
 from ...memory.arena import Arena
 from ...memory.manifest import Key, tie
 from ..bind.module_check import refuse_max_norm
-from ..source.aliases import overlapping, shown_by_others
+from ..source.aliases import overlapping
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import elsewhere, mismatches, same_bytes, same_layout, untied
 from ..source.second_names import second_names, without
@@ -103,19 +103,6 @@ def misfit(name: str, problems: list[str]) -> ManifestMismatch:
         f"the module to adopt, or adopted, does not fit arena {name!r}: {len(problems)} difference(s). "
         f"Change the module back, or make a new Publisher for it:{lines}"
     )
-
-
-def refuse_others(name: str, keys: Iterable[Key], views: list[torch.Tensor], known: list[torch.Tensor]) -> None:
-    """Raise ProtocolError if a tensor that is not known shows the slab, of which these parameters overwrite parts.
-
-    Torch counts the tensors over the slab, and does not say which part each of them shows.
-    """
-    if shown_by_others([*views, *known], views):
-        raise ProtocolError(
-            f"{', '.join(sorted(map('.'.join, keys)))} of the adopted module would overwrite memory of arena {name!r} "
-            "while a tensor outside the module shows the arena: a view, a backup `p.data`, or what swap_tensors() took "
-            "out. Delete it, or keep its clone() instead, then repeat the call"
-        )
 
 
 def _others(module: nn.Module, leaves: dict[Key, torch.Tensor], left_out: bool) -> dict[str, torch.Tensor]:

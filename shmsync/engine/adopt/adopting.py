@@ -21,9 +21,10 @@ from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
 from ..bind.watching import unguarded_loads
+from ..source.aliases import shown_by_others
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
-from .adoptable import Parts, misfit, parts_of, refuse_others
+from .adoptable import Parts, misfit, parts_of
 from .buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
 
@@ -115,7 +116,7 @@ class Adoption:
         """See which tensors the module has now; pull() brings new ones into the slab. `optimizer`: is about to step.
 
         Raises ManifestMismatch for tensors that do not fit, ProtocolError for an optimizer of a parameter that is gone,
-        and as refuse_others() does; nothing is changed then.
+        and while a tensor outside the module shows what would be overwritten; nothing is changed then.
         """
         # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
         seen, self._seen = self._seen, None
@@ -139,7 +140,14 @@ class Adoption:
         gone = [each for _, ref in self._watch.orphans if (each := ref()) is not None]
         leaving = [*gone, *self._beside, *(parts.placed[key] for key in away)]
         staying = {id(tensor): tensor for key, tensor in parts.placed.items() if key not in away}
-        refuse_others(self.name, away, list(self._views.values()), [*staying.values(), *leaving])
+        views = list(self._views.values())
+        # Torch counts the tensors over the slab, and does not say which part each of them shows.
+        if shown_by_others([*views, *staying.values(), *leaving], views):
+            raise ProtocolError(
+                f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
+                f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
+                "swap_tensors() took out. Delete it, or keep its clone() instead, then repeat the call"
+            )
         places = {self._views[key].data_ptr() for key in away}
         with plainly():
             for tensor in leaving:

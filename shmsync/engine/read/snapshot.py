@@ -96,8 +96,7 @@ class Targets:
                 for leaf in arena.manifest.leaves
                 if (problem := _problem(found[leaf.key], again.get(leaf.key), leaf, own, readonly))
             ]
-            places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
-            problems = problems or collisions(found, places)
+            problems = problems or collisions(found, {leaf.key: leaf.offset for leaf in arena.manifest.leaves})
             if problems:
                 raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
             for leaf in arena.manifest.leaves:
