@@ -9,7 +9,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import FrameType, GeneratorType, MappingProxyType
@@ -21,7 +21,7 @@ from torch import nn
 from ... import _native
 from ...errors import ProtocolError
 from ...memory.dynamo import disable, skip
-from ..read.outputs import refuse_awaitable, unalias, unalias_error
+from ..read.outputs import unalias, unalias_error
 from ..read.reading import Pinned, ReadPath
 from .binding import Binding
 
@@ -157,7 +157,14 @@ class Cover(_native.Cover):
             held = self._held(out)
             held.hold()  # what it was made of is of this version
             return held
-        refuse_awaitable(out)
+        cls = type(out)  # isinstance() would ask the object for its class
+        if issubclass(cls, Coroutine):
+            out.close()
+        if issubclass(cls, (Coroutine, AsyncGenerator)):  # it runs later, between other things of its thread
+            raise ProtocolError(
+                "a method of a bound module returned a coroutine: at each await other code of this thread runs, so no "
+                "read section can cover it. Make the part that uses the weights a plain method, and await around it"
+            )
         return unalias(out, self.aliases, (*args, *kwargs.values())) if self._clones else out
 
     @skip

@@ -1,8 +1,7 @@
-"""What a guarded call returns: nothing in it may change, or be computed, after the section has ended."""
+"""What a guarded call returns: nothing in it may change after the section has ended."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import torch
@@ -46,16 +45,3 @@ def unalias_error(error: BaseException, aliases: Test) -> None:
     made = unalias(attributes, aliases)
     if made is not attributes:
         attributes.update(made)
-
-
-@skip
-def refuse_awaitable(out: Any) -> None:
-    """Raise ProtocolError for what runs later, between other things of its thread: no section can cover it."""
-    cls = type(out)  # isinstance() would ask the object for its class
-    if issubclass(cls, Coroutine):
-        out.close()
-    if issubclass(cls, (Coroutine, AsyncGenerator)):
-        raise ProtocolError(
-            "a method of a bound module returned a coroutine: at each await other code of this thread runs, so no read "
-            "section can cover it. Make the part that uses the weights a plain method, and await around it"
-        )
