@@ -20,7 +20,7 @@ from ..memory.devices import named
 from .adopt.optimizer_hooks import as_list
 from .arena_writer import ArenaWriter
 from .deadlines import DEFAULT_TIMEOUT, check_count, check_worker, deadline_after, timeout_or_default, timeout_or_none
-from .read.state import copied_state
+from .read.snapshot import copied_state
 from .source.arena_device import SAME
 from .source.dtypes import Dtypes, check_dtypes
 from .source.sources import Filter, Patterns, Weights

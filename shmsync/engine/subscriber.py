@@ -18,12 +18,12 @@ from ..memory.dynamo import skip
 from .bind.guarded_methods import GuardNames
 from .bind.install import bind
 from .bind.module_check import ModuleCheck
+from .by_identity import ByIdentity
 from .by_value import copy_by_value
 from .deadlines import DEFAULT_TIMEOUT, timeout_or_none
 from .read.opening import open_reader
 from .read.reading import ReadPath
-from .read.snapshot import Snapshot, SnapshotCache, Targets
-from .read.state import state_of
+from .read.snapshot import KeptTargets, Snapshot, Targets, state_of, targets_for
 from .stats import SubscriberStats
 from .verify.local import Proof
 
@@ -77,7 +77,7 @@ class Subscriber(_native.Sections):
         self._reader = reader
         self._consistency = consistency
         self._worker = worker
-        self._snapshot_cache = SnapshotCache()
+        self._kept_targets: KeptTargets = ByIdentity()
         try:
             copy_by_value()
             if reader._state != State.POISONED:  # else attaching works, and the next section waits for the repair
@@ -282,22 +282,19 @@ class Subscriber(_native.Sections):
         """
         targets, _ = self._copied(None)
         manifest = self._reader.arena.manifest
-        keys = (leaf.key for leaf in manifest.leaves)
-        return state_of(dict(zip(keys, targets.new, strict=True)), manifest)
+        return state_of(dict(zip(manifest.by_key, targets.new, strict=True)), manifest)
 
     def _copied(self, out: TensorDictBase | None) -> tuple[Targets, int]:
         """What snapshot() has copied one version into, and that version."""
         reader = self._reader
-        targets = self._snapshot_cache.targets(out, reader.arena)
-        version = 0
+        targets = targets_for(out, reader.arena, self._kept_targets)
 
-        def copy() -> None:
-            nonlocal version
+        def copy() -> int:
             version, slot = reader.held
             targets.copy(reader.arena, slot)
+            return version
 
-        reader.run_as_is(copy)
-        return targets, version
+        return targets, reader.run_as_is(copy)
 
     def verify(self, *modules: nn.Module) -> Proof:
         """Compare what each bound module holds with the checksums of the newest version, which is applied first.
@@ -331,7 +328,7 @@ class Subscriber(_native.Sections):
         in time; then nothing is closed.
         """
         self._reader.close()
-        self._snapshot_cache.clear()
+        self._kept_targets.clear()  # keep no tensor of the user's
 
     def __enter__(self) -> Subscriber:
         return self

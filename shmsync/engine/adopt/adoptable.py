@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...errors import ManifestMismatch, ProtocolError
+from ...errors import ManifestMismatch
 from ...memory.arena import Arena
 from ...memory.manifest import Key, tie
 from ..bind.module_check import refuse_max_norm
-from ..source.aliases import overlapping, shown_by_others
+from ..source.aliases import overlapping
 from ..source.leaf_check import problem_with
 from ..source.manifest_check import elsewhere, mismatches, same_bytes, same_layout, untied
 from ..source.second_names import second_names, without
@@ -75,7 +75,7 @@ def parts_of(
         for key in placed
         if (same := ties[key]) is not None and by_key[first.setdefault(same, key)].offset != by_key[key].offset
     ]
-    others = dict(_others(module, tensors, left_out=filter.filters))
+    others = _others(module, tensors, filter.filters)
     turned = [(t, by_key[k].strides) for k, t in placed.items() if not same_layout(t, by_key[k])]
     for optimizer in optimizers:
         others.update(state_tensors(optimizer))
@@ -99,22 +99,7 @@ def misfit(name: str, problems: list[str]) -> ManifestMismatch:
     )
 
 
-def refuse_others(name: str, keys: Iterable[Key], views: list[torch.Tensor], known: list[torch.Tensor]) -> None:
-    """Raise ProtocolError if a tensor that is not known shows the slab, of which these parameters overwrite parts.
-
-    Torch counts the tensors over the slab, and does not say which part each of them shows.
-    """
-    if shown_by_others([*views, *known], views):
-        raise ProtocolError(
-            f"{', '.join(sorted(map('.'.join, keys)))} of the adopted module would overwrite memory of arena {name!r} "
-            "while a tensor outside the module shows the arena: a view, a backup `p.data`, or what swap_tensors() took "
-            "out. Delete it, or keep its clone() instead, then repeat the call"
-        )
-
-
-def _others(
-    module: nn.Module, leaves: dict[Key, torch.Tensor], *, left_out: bool
-) -> Iterable[tuple[str, torch.Tensor]]:
+def _others(module: nn.Module, leaves: dict[Key, torch.Tensor], left_out: bool) -> dict[str, torch.Tensor]:
     """Tensors of the module that are no leaves: `left_out` by include= and exclude=, or plain attributes."""
     known = {id(tensor) for tensor in leaves.values()}
     found = []
@@ -126,4 +111,4 @@ def _others(
             for name, value in vars(child).items()
             if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor)
         ]
-    return [(name, value) for name, value in found if id(value) not in known and problem_with(value) is None]
+    return {name: value for name, value in found if id(value) not in known and problem_with(value) is None}

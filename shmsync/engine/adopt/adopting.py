@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,11 +20,11 @@ from ...memory.manifest import Key
 from ...memory.strides import same_order
 from ...memory.torch_modes import plainly, run_plainly
 from ..bind.guard import Proxy
-from ..bind.loading import AdoptedLoading, Loads
+from ..bind.watching import unguarded_loads
+from ..source.aliases import shown_by_others
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
-from ..source.wrappers import modules_in
-from .adoptable import Parts, misfit, parts_of, refuse_others
+from .adoptable import Parts, misfit, parts_of
 from .buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
 
@@ -64,7 +65,7 @@ class Adoption:
         self.module = module
         self._protected = protected
         self.gates: list[StepGate] = []
-        self._arena, self._name, self._filter = arena, name, filter
+        self._arena, self.name, self._filter = arena, name, filter
         self._views = arena.views(0, writable=True)
         self._placed: dict[Key, torch.Tensor] = {}  # what was put at its place in the slab
         self._beside: list[torch.Tensor] = []  # no leaves, but memory of a placed tensor
@@ -72,39 +73,38 @@ class Adoption:
         self._seen: _native.Sources | None = None  # None: look at everything each time
         self._pending: Parts | None = None
         self._watch = OptimizerWatch(self._placed)
-        self._loads: Loads | None = None
+        self.inside: Callable[[], bool] = lambda: True  # may the calling thread write the parameters?
+        self.load_inside: Callable[[Callable[[], Any]], Any] = lambda run: run()  # calls what loads, inside update()
         self._loading: list[AdoptedLoading] = []
         self._refuse_shared(tensors)
+        # As the module is now, with these optimizers of it.
+        self._parts = functools.partial(parts_of, module, arena, name, filter, protected=protected)
         self._pending = self._parts(optimizers)
 
     def move_in(self, writer: _native.Writer) -> None:
-        """Let the parameters be the slab. Call it when the arena has their values."""
-        if self._protected:
-            self.protect(writer)
-        self.pull(copy=False)
-        _living.add(self)
+        """Let the parameters be the slab. Call it when the arena has their values.
 
-    def protect(self, writer: _native.Writer) -> None:
-        """Make the only slot read-only for this process while readers may be in it, as docs/adr/0039 has it.
-
-        The writer opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's
-        memory has no such protection.
+        The only slot gets read-only for this process while readers may be in it, as docs/adr/0039 has it. The writer
+        opens the pages before it writes, and closes them in commit(): native/src/publication.cpp. A device's memory has
+        no such protection.
         """
-        if self._arena.on_device is None:
+        if self._protected and self._arena.on_device is None:
             address = self._arena.slot_address(0)
             _native.faults_of_adopted(address)
             size = -(-self._arena.manifest.written_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             if size and not writer.protect(address, size):
-                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self._name)
+                _log.warning("arena %r: its memory cannot be protected from writes outside update()", self.name)
+        self.pull(copy=False)
+        _living.add(self)
 
     def _refuse_shared(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         readonly = readonly_ranges()
-        theirs = {id(t): other._name for other in _living for t in other._placed.values()}
+        theirs = {id(t): other.name for other in _living for t in other._placed.values()}
         for key, tensor in tensors.items():
             if id(tensor) in theirs:
                 raise ProtocolError(
                     f"{'.'.join(key)} is adopted by arena {theirs[id(tensor)]!r} already, and can be one arena's "
-                    f"memory only; close that Publisher first, or publish() the module to {self._name!r}"
+                    f"memory only; close that Publisher first, or publish() the module to {self.name!r}"
                 )
             if isinstance(tensor, nn.Parameter) and lies_in(tensor, readonly):
                 raise ProtocolError(
@@ -116,7 +116,7 @@ class Adoption:
         """See which tensors the module has now; pull() brings new ones into the slab. `optimizer`: is about to step.
 
         Raises ManifestMismatch for tensors that do not fit, ProtocolError for an optimizer of a parameter that is gone,
-        and as refuse_others() does; nothing is changed then.
+        and while a tensor outside the module shows what would be overwritten; nothing is changed then.
         """
         # revalidate() takes over what has moved, so nothing is known any more if what has moved is refused.
         seen, self._seen = self._seen, None
@@ -133,9 +133,6 @@ class Adoption:
         self._clear_places(parts)
         self._pending = parts
 
-    def _parts(self, optimizers: Iterable[torch.optim.Optimizer]) -> Parts:
-        return parts_of(self.module, self._arena, self._name, self._filter, optimizers, self._protected)
-
     def _clear_places(self, parts: Parts) -> None:
         """Give what was at a place that is to be overwritten memory of its own: what this adoption has put there."""
         if not (away := self._away(parts.placed)):
@@ -143,7 +140,14 @@ class Adoption:
         gone = [each for _, ref in self._watch.orphans if (each := ref()) is not None]
         leaving = [*gone, *self._beside, *(parts.placed[key] for key in away)]
         staying = {id(tensor): tensor for key, tensor in parts.placed.items() if key not in away}
-        refuse_others(self._name, away, list(self._views.values()), [*staying.values(), *leaving])
+        views = list(self._views.values())
+        # Torch counts the tensors over the slab, and does not say which part each of them shows.
+        if shown_by_others([*views, *staying.values(), *leaving], views):
+            raise ProtocolError(
+                f"{', '.join(sorted(map('.'.join, away)))} of the adopted module would overwrite memory of arena "
+                f"{self.name!r} while a tensor outside the module shows the arena: a view, a backup `p.data`, or what "
+                "swap_tensors() took out. Delete it, or keep its clone() instead, then repeat the call"
+            )
         places = {self._views[key].data_ptr() for key in away}
         with plainly():
             for tensor in leaving:
@@ -161,8 +165,6 @@ class Adoption:
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
-        if not optimizers:
-            return
         own = {id(tensor) for tensor in collect(self.module, self._filter, watch=False).tensors.values()}
         for optimizer in optimizers:
             stepped = stepped_by(optimizer)
@@ -172,7 +174,7 @@ class Adoption:
                     "optimizer of this module"
                 )
             if stuck := stuck_states(optimizer, laid(self._placed.values())):
-                raise misfit(self._name, stuck)
+                raise misfit(self.name, stuck)
 
     def step_through(self, gates: Iterable[StepGate]) -> None:
         """These gates, whose optimizers were checked, lead to this adoption."""
@@ -181,24 +183,21 @@ class Adoption:
         for optimizer in self._optimizers():
             states_follow(optimizer, self._placed.values())
 
-    def load_through(self, loads: Loads) -> None:
-        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it."""
-        self._loads = loads
+    def load_through(self, inside: Callable[[], bool], load_inside: Callable[[Callable[[], Any]], Any]) -> None:
+        """Lead load_state_dict() of the module, and of all in it, into update(); refuse steps that go past it.
+
+        Args:
+            inside: may the calling thread write the parameters: is it in update(), or the arena closed?
+            load_inside: calls what loads, inside update(), with private copies to write into.
+        """
+        self.inside, self.load_inside = inside, load_inside
         self._place_proxies()
-        self._watch.refuse_outside(loads.inside, lambda: self._optimizers())
+        self._watch.refuse_outside(inside, lambda: self._optimizers())
 
     def _place_proxies(self) -> None:
-        if self._loads is None:
-            return
-        for child in modules_in(self.module):
-            for name in ("load_state_dict", "_load_from_state_dict"):
-                if name not in child.__dict__ or not isinstance(child.__dict__[name], Proxy):
-                    self._loading.append(AdoptedLoading(child, name, self._loads))
-
-    def placed_in(self, module: nn.Module) -> set[str]:
-        """The names of the module's own parameters that are the slab."""
-        placed = {id(tensor) for tensor in self._placed.values()}
-        return {name for name, tensor in module._parameters.items() if id(tensor) in placed}
+        if self._protected:
+            for child, name in unguarded_loads(self.module):
+                self._loading.append(AdoptedLoading(child, name, self))
 
     def load(self, run: Callable[[], R], written: Callable[[], object]) -> R:
         """What run(), which loads into the module, returns; inside update().
@@ -209,20 +208,15 @@ class Adoption:
         views = {view.data_ptr(): view for view in self._views.values() if view.nbytes}
         with plainly():
             shown = [tensor for tensor in (*self._placed.values(), *self._beside) if tensor.data_ptr() in views]
-            places = [views[tensor.data_ptr()] for tensor in shown]
-            made = {view.data_ptr(): clone(view) for view in places}
-            copies = [made[view.data_ptr()] for view in places]
+            made = {address: clone(views[address]) for address in {tensor.data_ptr() for tensor in shown}}
+            loads = [(tensor, views[tensor.data_ptr()], made[tensor.data_ptr()]) for tensor in shown]
         try:
             with plainly():
-                _native.set_data(shown, copies)
+                _native.set_data(shown, [copy for _, _, copy in loads])
             result = run()
         finally:
             with plainly():
-                there = [
-                    (tensor, view, copy)
-                    for tensor, view, copy in zip(shown, places, copies, strict=True)
-                    if tensor.data_ptr() == copy.data_ptr()
-                ]
+                there = [(tensor, view, copy) for tensor, view, copy in loads if tensor.data_ptr() == copy.data_ptr()]
                 _native.set_data([tensor for tensor, _, _ in there], [view for _, view, _ in there])
         self.look()  # what was replaced may not fit
         own = {id(tensor) for tensor in self.module.parameters()}
@@ -254,17 +248,14 @@ class Adoption:
         if parts is None:
             return []
         self._seen = None  # an interrupt may land anywhere: look at everything again
-        left = []
-        restrided = False
         with plainly():
             moving = [(parts.placed[key], self._views[key]) for key in self._away(parts.placed)]
             for tensor, view in moving:
                 if copy:
                     assign(view, tensor)
             moving += [(tensor, self._views[key]) for tensor, key in parts.beside]
-            for tensor, view in moving:
-                left.append(tensor.data)
-                restrided |= not same_order(view.shape, tensor.stride(), view.stride())
+            left = [tensor.data for tensor, _ in moving]
+            restrided = not all(same_order(view.shape, tensor.stride(), view.stride()) for tensor, view in moving)
             _native.set_data([tensor for tensor, _ in moving], [view for _, view in moving])
             for tensor, _ in moving:
                 grad = tensor.grad
@@ -306,9 +297,40 @@ class Adoption:
         copies: dict[int, torch.Tensor] = {}
         views = {view.data_ptr(): view for view in self._views.values()}
         for tensor in (*self._placed.values(), *self._beside):
-            view = views.get(tensor.data_ptr())
-            if view is not None and tensor.numel():
-                copy = copies.get(view.data_ptr())
-                if copy is None:
-                    copy = copies[view.data_ptr()] = clone(view)
-                tensor.data = copy
+            address = tensor.data_ptr()
+            if address in views and tensor.numel():
+                if address not in copies:
+                    copies[address] = clone(views[address])
+                tensor.data = copies[address]
+
+
+class AdoptedLoading(Proxy):
+    """Replaces `load_state_dict()` of an adopted module, or the part that writes the module's own tensors.
+
+    That part is called alone when a module is loaded that has the adopted one inside. So it is a version, or a typed
+    error.
+    """
+
+    def __init__(self, module: nn.Module, name: str, adoption: Adoption) -> None:
+        self.adoption = adoption
+        super().__init__(module, name, shows_as=False)
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load inside update(), which publishes; raise ProtocolError for the part alone."""
+        adoption = self.adoption
+        if self.method == "load_state_dict":
+            return adoption.load_inside(lambda: self.inner(state_dict, *args, **kwargs))
+        if not adoption.inside():
+            prefix, placed = args[0] if args else "", {id(tensor) for tensor in adoption._placed.values()}
+            own = [prefix + name for name, tensor in self.module._parameters.items() if id(tensor) in placed]
+            written = sorted(name for name in own if name in state_dict)
+            if written:
+                raise ProtocolError(
+                    f"load_state_dict() of a module around the adopted one would write {len(written)} parameter(s), "
+                    f"such as {written[0]}, outside update(), while workers of arena {adoption.name!r} read "
+                    "them; call it inside `with pub.update():`, or call load_state_dict() of the adopted module"
+                )
+        return self.inner(state_dict, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, self.method)  # a pickled module loads without this package

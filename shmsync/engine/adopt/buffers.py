@@ -68,16 +68,14 @@ class AdoptedBuffers:
         keys: dict[int, list[Key]] = {}
         for key, tensor in buffers.items():
             keys.setdefault(id(tensor), []).append(key)
-        missing = set(keys)
+        missing = dict(keys)
         for store, entries, whole in parts.collected.watched_dicts or ():
             here = [(name, value) for name, value in entries if whole and id(value) in keys]
             if not here:
                 watched.append((store, entries, whole))
                 continue
             for name, value in here:
-                if id(value) in missing:
-                    found += [_Buffer(store, name, leaves[key], self._views[key]) for key in keys[id(value)]]
-                    missing.discard(id(value))
+                found += [_Buffer(store, name, leaves[key], self._views[key]) for key in missing.pop(id(value), ())]
             # One that has several names may not be replaced under one of them without another look.
             fixed = [(name, value) for name, value in entries if len(keys.get(id(value), ())) != 1]
             stores.append((store, tuple(store), fixed))

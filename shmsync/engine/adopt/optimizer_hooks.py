@@ -117,8 +117,7 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 @functools.cache  # one object, so that a compiled step knows it again
 def _refusal() -> Callable[..., None]:
-    refusal: Callable[..., None] = torch.compiler.disable(_refuse)
-    return refusal
+    return torch.compiler.disable(_refuse)
 
 
 class OptimizerWatch:
@@ -132,10 +131,9 @@ class OptimizerWatch:
         # Parameters that the module has no more, and where it had them.
         self.orphans: list[tuple[Key, weakref.ref[torch.Tensor]]] = []
         self._placed = placed
-        self._changes = 0
         self._hook: Any = None
-        # By optimizer: after how many changes it was looked at, and the state that it had.
-        self._checked: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
+        # The optimizers that were looked at since the last change, and the state that each had; None: nothing changed.
+        self._checked: weakref.WeakKeyDictionary[Any, Any] | None = None
         self._inside: Callable[[], bool] = lambda: True
         self._known: Callable[[], Sequence[torch.optim.Optimizer]] = list
 
@@ -158,7 +156,7 @@ class OptimizerWatch:
 
     def changed(self) -> None:
         """Look at each optimizer once more."""
-        self._changes += 1
+        self._checked = weakref.WeakKeyDictionary()
         self._hang()
 
     def _hang(self) -> None:
@@ -186,11 +184,8 @@ class OptimizerWatch:
                     f"this {type(optimizer).__name__} steps parameters of an adopted module outside update(), while "
                     "workers read them; pass it to adopt(module, optimizer), or step inside `with pub.update():`"
                 )
-        if not self._changes:
-            return
-        state = getattr(optimizer, "state", None)
-        checked = self._checked.get(optimizer)
-        if checked is not None and checked[0] == self._changes and checked[1] is state:
+        checked, state = self._checked, getattr(optimizer, "state", None)
+        if checked is None or (optimizer in checked and checked[optimizer] is state):
             return
         if problems := stuck_states(optimizer, laid(self._placed.values())):
             raise ManifestMismatch(
@@ -204,7 +199,7 @@ class OptimizerWatch:
                 "no worker would get its steps; make a new optimizer, or put the module's parameters into its groups",
                 stacklevel=4,
             )
-        self._checked[optimizer] = (self._changes, state)
+        checked[optimizer] = state
 
     def refuse_orphans(self, optimizer: torch.optim.Optimizer, current: Mapping[Key, torch.Tensor]) -> None:
         """Raise ProtocolError if a step of this optimizer would go to a parameter that the module has no more.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -37,9 +38,23 @@ class Binding:
     It serves as long as any submodule lives that owns one of the tensors, even if the module passed to bind() is gone.
     It holds the submodules weakly, and so does the Subscriber: the guard holds the Subscriber, and a cycle through
     native objects would never be collected.
+
+    Args:
+        path: moves it, once it is one of its followers: the tensors show the arena's weights from move() on.
+        module: whose tensors are bound.
+        fitting: which of them are views, and of which leaves.
+        tensors: what fitting.tensors() has given for the module.
+        replaced: the bindings that end, as taken_over() has it; not if this one cannot be made.
     """
 
-    def __init__(self, path: ReadPath, module: nn.Module, fitting: ModuleCheck) -> None:
+    def __init__(
+        self,
+        path: ReadPath,
+        module: nn.Module,
+        fitting: ModuleCheck,
+        tensors: dict[Key, torch.Tensor],
+        replaced: Iterable[Binding] = (),
+    ) -> None:
         self.path = weakref.ref(path)
         self._fitting = fitting
         self._arena: Arena = path.arena
@@ -49,7 +64,11 @@ class Binding:
         self._viewed: list[torch.Tensor] = []
         self.copied: list[tuple[Key, torch.Tensor]] = []
         self.ended = False
-        self._private: set[int] = set()  # ids of the copied tensors that have memory of their own
+        with plainly():
+            materialise(module, tensors.values(), path.arena.device)
+            for old in replaced:
+                old.drop()
+            self.take(tensors, placed_modules(module))
 
     @property
     def serves(self) -> bool:
@@ -57,39 +76,26 @@ class Binding:
         path = self.path()
         return path is not None and self in path.followers
 
-    def is_of(self, module: nn.Module) -> bool:
-        """Was it made for this very module?"""
-        return self._root() is module
-
-    def modules(self) -> list[nn.Module]:
-        """The living modules below the bound one, itself included."""
-        return [module for _, module in self._living()]
-
-    def _living(self) -> list[tuple[Key, nn.Module]]:
-        """The same with their key paths."""
+    def living(self) -> list[tuple[Key, nn.Module]]:
+        """The living modules below the bound one, itself included, with their key paths."""
         return [(path, module) for path, ref in self._places if (module := ref()) is not None]
 
     def _left(self) -> dict[Key, torch.Tensor]:
         """What they have in the places of bound tensors, where the module that was bound is gone."""
-        return {
-            (*path, name): tensor
-            for path, module in self._living()
-            for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and (*path, name) in self._tensors
-        }
+        return {key: tensor for key, tensor in own_tensors(self.living()) if key in self._tensors}
 
     def owners(self) -> set[nn.Module]:
         """The living submodules that own a bound tensor."""
         mine = self.tensors()
         return {
             owner
-            for owner in self.modules()
+            for _, owner in self.living()
             if any(id(tensor) in mine for tensor in (*owner._parameters.values(), *owner._buffers.values()))
         }
 
     def tensors(self) -> set[int]:
         """The ids of the tensors that it moves."""
-        return {id(tensor) for tensor in (*self._viewed, *(tensor for _, tensor in self.copied))}
+        return {id(tensor) for tensor in self._tensors.values()}
 
     def held(self) -> HeldTensors | None:
         """What the module has at this moment, whether it is still what was bound or not; None: it is gone."""
@@ -105,50 +111,44 @@ class Binding:
         gone = {self._fitting.leaf_of(key) for key in self._tensors if key not in found}
         return HeldTensors("parts of a module", found, self._fitting.leaf_of, self._fitting.beside | gone)
 
-    def names_below(self, module: nn.Module) -> set[str]:
-        """The dotted names, seen from `module`, of the bound tensors that it or a submodule owns."""
-        mine = self.tensors()
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        return {name for name, tensor in named if id(tensor) in mine}
-
-    def take(self, tensors: dict[Key, torch.Tensor], modules: Iterator[tuple[Key, nn.Module]]) -> None:
-        """From now on move these tensors; `modules`: all that may own some, with their key paths."""
+    def take(self, tensors: dict[Key, torch.Tensor], places: Sequence[tuple[Key, nn.Module]]) -> None:
+        """From now on move these tensors; `places`: all modules that may own some, with their key paths."""
         self._tensors = dict(tensors)
-        unique = {id(tensor): (key, tensor) for key, tensor in tensors.items()}
-        viewed = [(key, tensor) for key, tensor in unique.values() if self._fitting.viewed(tensor)]
-        shown = {id(tensor) for _, tensor in viewed}
-        copied = [(key, tensor) for key, tensor in unique.values() if id(tensor) not in shown]
-        places = list(modules)
+        leaf_of = self._fitting.leaf_of
+        unique = {id(tensor): (leaf_of(key), tensor) for key, tensor in tensors.items()}
+        viewed = [(leaf, tensor) for leaf, tensor in unique.values() if self._fitting.viewed(tensor)]
+        copied = [(leaf, tensor) for leaf, tensor in unique.values() if not self._fitting.viewed(tensor)]
         stores = [store for _, module in places for store in (module._parameters, module._buffers)]
-        dicts = [store for store in stores if any(id(tensor) in unique for tensor in store.values())]
-        watched = [(store, list(store.items()), True) for store in dicts]
+        self._watched = [
+            (store, list(store.items()), True)
+            for store in stores
+            if any(id(tensor) in unique for tensor in store.values())
+        ]
         self._places = [(path, weakref.ref(module)) for path, module in places]
         self._tree = _native.ModuleTree([_node(module) for _, module in places if module._modules])
-        leaf_of = self._fitting.leaf_of
-        for key, tensor in copied:
-            if id(tensor) not in self._private:  # forward passes write buffers
-                make_private(tensor, self._arena.manifest.by_key[leaf_of(key)].strides)
-        self._private = {id(tensor) for _, tensor in copied}
-        self._viewed_keys = [leaf_of(key) for key, _ in viewed]
+        private = {id(tensor) for _, tensor in self.copied}
+        for leaf, tensor in copied:
+            if id(tensor) not in private:  # forward passes write buffers
+                make_private(tensor, self._arena.manifest.by_key[leaf].strides)
+        self.copied = copied
+        self._viewed_keys = [leaf for leaf, _ in viewed]
         self._viewed = [tensor for _, tensor in viewed]
-        self.copied = [(leaf_of(key), tensor) for key, tensor in copied]
         self._sets: dict[int, list[torch.Tensor]] = {}
-        self._one_slot = self._arena.slots == 1
         self._placed = False  # with one slot: nothing has to move
-        self._watched = watched
-        self._dicts = _native.Sources(watched, [])
+        self._dicts = _native.Sources(self._watched, [])
         path = self.path()
         if path is not None:
-            others = [each for each in path.followers if isinstance(each, Binding) and each is not self]
-            path._set_copies([part for each in (*others, self) for part in each.copies()])
-            path.order_copies(tensor for each in (*others, self) for tensor in each.private_copies())
+            others = [each for each in path.followers if each is not self]
+            copies = [tensor for each in (*others, self) for tensor in each.private_copies()]
+            placed = [tensor for tensor in copies if has_address(tensor) and tensor.numel()]
+            path._set_copies([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in placed])
+            path.order_copies(copies)
         for _, module in places:
             _bound_to[module] = [weakref.ref(each) for each in (*(b for b in bound_to(module) if b is not self), self)]
 
     def rebase(self, arena: Arena) -> None:
         """From the next move() on, show this arena, which has the same leaves."""
         self._arena = arena
-        self._one_slot = arena.slots == 1
         self._fitting.arena = arena
         self._sets.clear()
         self._placed = False
@@ -174,7 +174,7 @@ class Binding:
                     made = self._arena.views(slot)
                     views = self._sets[slot] = [made[key] for key in self._viewed_keys]
                 _native.set_data(self._viewed, views)  # 0.1 to 0.2 µs a tensor
-                if self._one_slot:
+                if self._arena.slots == 1:
                     self._dicts = _native.Sources(self._watched, [(tensor, 0, 0) for tensor in self._viewed])
                     self._placed = True
         if self.copied:
@@ -188,18 +188,13 @@ class Binding:
         """Renew the private copies, after what earlier sections have asked a device for with the old ones."""
         made = self._arena.views(slot)
         path = self.path()
-        with nullcontext() if path is None else path.streams.copies.renewing(), plainly():
+        with nullcontext() if path is None else path.streams.renewing_copies(), plainly():
             for key, buffer in self.copied:
                 assign(buffer, made[key])
 
     def private_copies(self) -> list[torch.Tensor]:
         """The tensors that a move copies into."""
         return [tensor for _, tensor in self.copied]
-
-    def copies(self) -> list[tuple[int, int]]:
-        """[begin, end) of the private copies that have addresses."""
-        copied = [tensor for _, tensor in self.copied if has_address(tensor) and tensor.numel()]
-        return [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in copied]
 
     def _follow(self) -> None:
         """Put the bound buffers back where others have taken their place, and look at the module again.
@@ -208,12 +203,12 @@ class Binding:
         A parameter in a bound one's place may be temporary (torch.func.functional_call); that cannot be seen from here.
         """
         bound = {key: tensor for key, tensor in self._tensors.items() if not isinstance(tensor, nn.Parameter)}
-        for path, module in self._living():
+        for path, module in self.living():
             for name in module._buffers:
                 if (tensor := bound.get((*path, name))) is not None:
                     module._buffers[name] = tensor
         root = self._root()
-        living = self._living() if root is None else list(placed_modules(root))
+        living = self.living() if root is None else placed_modules(root)
         found = self._left() if root is None else self._fitting.tensors(root)
         replaced = [".".join(key) for key, tensor in found.items() if self._tensors.get(key) is not tensor]
         if replaced:
@@ -222,7 +217,7 @@ class Binding:
                 "show the arena's weights. Bind the module again; or put the bound parameters back. For "
                 "torch.func.functional_call() and the like use copy.deepcopy(module), or a `with sub.read():` around it"
             )
-        self.take(found, iter(living))
+        self.take(found, living)
 
     @run_plainly
     def release(self, owners: set[nn.Module] | None = None) -> None:
@@ -248,35 +243,25 @@ class Binding:
             path.followers.append(self)
 
 
-@run_plainly
-def bind_module(
-    path: ReadPath, module: nn.Module, fitting: ModuleCheck, checked: dict[Key, torch.Tensor] | None = None
-) -> Binding:
-    """Check everything, then prepare the module. Its tensors show the arena's weights from Binding.move() on.
-
-    A binding whose tensors are all taken over ends. One that has other tensors of the module goes on beside this one.
-    `checked`: what fitting.tensors() has given for the module, if what they take over has been dropped.
-    """
-    tensors = fitting.tensors(module) if checked is None else checked
-    replaced = taken_over(module, tensors) if checked is None else []
-    materialise(module, tensors.values(), path.arena.device)
-    for old in replaced:
-        old.drop()
-    binding = Binding(path, module, fitting)
-    binding.take(tensors, placed_modules(module))
-    return binding
+def own_tensors(places: Iterable[tuple[Key, nn.Module]]) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The tensors that modules own themselves, with their key paths; `places`: the modules, with theirs."""
+    for path, module in places:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield (*path, name), tensor
 
 
 def bound_elsewhere(module: nn.Module, path: ReadPath) -> list[ReadPath]:
     """The other Subscribers that move tensors of this module. Raises ProtocolError inside a section of one of them."""
-    others = {other.number: other for each in companions(module) if (other := each.path()) not in (None, path)}
-    inside = [other.name for other in others.values() if other._mine]
+    found = {other for each in companions(module) if (other := each.path()) is not None and other is not path}
+    others = sorted(found, key=attrgetter("number"))
+    inside = [other.name for other in others if other._mine]
     if inside:
         raise ProtocolError(
             f"this thread is inside a read section of arena {inside[0]!r}, which the module shows; leave the section "
             "first"
         )
-    return [other for _, other in sorted(others.items())]
+    return others
 
 
 def companions(module: nn.Module) -> list[Binding]:
@@ -284,12 +269,14 @@ def companions(module: nn.Module) -> list[Binding]:
     return list(dict.fromkeys(each for child in modules_in(module) for each in bound_to(child)))
 
 
+def bound_tensors(module: nn.Module) -> set[int]:
+    """The ids of the tensors that those bindings move."""
+    return {each for binding in companions(module) for each in binding.tensors()}
+
+
 def bound_to(module: nn.Module) -> list[Binding]:
     """The bindings of a module, and of those that it is a part of."""
-    known = _bound_to.get(module)
-    if known is None:
-        return []
-    return [each for ref in known if (each := ref()) is not None and each.serves]
+    return [each for ref in _bound_to.get(module) or () if (each := ref()) is not None and each.serves]
 
 
 def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[Binding]:
@@ -300,7 +287,7 @@ def taken_over(module: nn.Module, tensors: Mapping[Key, torch.Tensor]) -> list[B
         common = old.tensors() & mine
         if not common:
             continue
-        if old.tensors() - mine and not old.is_of(module):
+        if old.tensors() - mine and old._root() is not module:
             raise ProtocolError(
                 f"{len(common)} tensor(s) of this module are bound already, as part of a larger binding; bind the "
                 "larger one again, or a fresh copy of this module"

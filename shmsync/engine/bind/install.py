@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
@@ -11,13 +10,12 @@ from torch import nn
 from ..by_identity import ByIdentity
 from ..read.reading import ReadPath
 from ..source.wrappers import modules_in
-from .binding import Binding, bind_module, bound_elsewhere, companions, taken_over
+from .binding import Binding, bound_elsewhere, companions, taken_over
 from .guard import CALL, Guard, Proxy
 from .guarded_methods import GuardedCall, GuardNames, calls_of
-from .loading import Loading
 from .module_check import ModuleCheck, bindable
 from .read_guard import Cover
-from .watching import watch
+from .watching import Loading, unguarded_loads, watch
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,20 +23,24 @@ _covers: ByIdentity[nn.Module, Cover] = ByIdentity()
 
 
 def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, clones: bool) -> M:
-    """As Subscriber.bind(); `check` says how the tensors of the module move."""
+    """As Subscriber.bind(); `check` says how the tensors of the module move.
+
+    Guards that are there already, for another binding, stay.
+    """
     bound = bindable(module)
     calls = calls_of(module, guard)
     with ExitStack() as stack:
         for path in (reader, *bound_elsewhere(bound, reader)):  # no call is under way while the tensors change hands
             stack.enter_context(path._exclusive())
-        reader.followers[:] = [each for each in reader.followers if each.owners() or not isinstance(each, Binding)]
+        reader.followers[:] = [each for each in reader.followers if not isinstance(each, Binding) or each.owners()]
         tensors = check.tensors(bound)
         replaced = taken_over(bound, tensors)
         for old in replaced:
             old.drop()  # it may fit no more, which would be an error at the entry of the section
+        had_used = reader._has_used
         try:
-            with reader.unused() if reader._version else nullcontext():
-                binding = bind_module(reader, bound, check, tensors)
+            with reader.read() if reader._version else nullcontext():
+                binding = Binding(reader, bound, check, tensors)
                 if reader._version:
                     binding.move(reader._held_slot)
                 reader.followers.append(binding)
@@ -46,8 +48,19 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
             for old in replaced:
                 old.restore()
             raise
+        finally:
+            if not had_used:  # the section is no use of this thread's: `version` goes on with what is applied
+                reader._forget_use()
         try:
-            guard_calls(reader, module, bound, binding, calls, clones=clones)
+            cover = _cover_of(module, bound, binding.tensors())
+            if calls:
+                cover.add(reader, binding, clones)
+            for call in calls:
+                _install(call, cover)
+            for child, name in unguarded_loads(bound):
+                Loading(child, name)
+            for child in modules_in(bound):
+                watch(child)
         except BaseException:
             binding.drop()
             binding.release()
@@ -56,36 +69,13 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
     return module
 
 
-def guard_calls(
-    path: ReadPath, module: nn.Module, bound: nn.Module, binding: Binding, calls: Sequence[GuardedCall], *, clones: bool
-) -> None:
-    """Let sections of the binding's arena cover these calls of a module, those of its other bindings too.
-
-    Args:
-        path: whose sections they are.
-        module: what was passed to bind(); `bound` is the module inside its wrapper, or the same.
-        calls: what to guard. Guards that are there already, for another binding, stay.
-        clones: outputs that are views of the weights are cloned.
-    """
-    cover = _cover_of(module, bound, binding.tensors())
-    if calls:
-        cover.add(path, binding, clones)
-    for each in calls:
-        _install(each, cover)
-    for child in modules_in(bound):
-        for name in ("load_state_dict", "_load_from_state_dict"):
-            if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
-                Loading(child, name)
-        watch(child)
-
-
 def _cover_of(module: nn.Module, bound: nn.Module, tensors: set[int]) -> Cover:
     """One cover for all that shares tensors or submodules with the module: their covers, made one.
 
     It is without the bindings that have ended; with none left, its guards are removed. `tensors`: ids of those that are
     bound now.
     """
-    modules = [module, *modules_in(bound), *(child for each in companions(bound) for child in each.modules())]
+    modules = [module, *modules_in(bound), *(child for each in companions(bound) for _, child in each.living())]
     covers = {cover: None for child in modules if (cover := _covers.get(child)) is not None}
     first, *others = covers or [Cover(module)]
     for other in others:

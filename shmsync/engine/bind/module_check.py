@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ from ..source.sources import EVERYTHING, collect, not_saved
 from ..source.wrappers import modules_in, of_wrappers, respelled, unwrapped, walk
 
 
+@dataclass(eq=False)
 class ModuleCheck:
     """How modules are bound to an arena; finds the tensors of one, and checks them.
 
@@ -27,36 +29,32 @@ class ModuleCheck:
         arena, name: what they are bound to.
         buffers: "copy": private copies that are refreshed with each version; "view": zero-copy and read-only.
         copies: parameters become private copies too, on the device they are on.
-        beside: leaves of the arena that are no tensors of the module.
+        absent: leaves of the arena that are no tensors of the module.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        name: str,
-        *,
-        buffers: Literal["copy", "view"] = "copy",
-        copies: bool = False,
-        beside: Collection[Key] = (),
-    ) -> None:
-        if buffers not in ("copy", "view"):
-            raise ValueError(f'buffers is "copy" or "view", not {buffers!r}')
-        self.arena = arena
-        self._name = name
-        self._how_buffers = buffers
-        self._copies = copies
-        self._beside = beside
-        self._spelled: dict[Key, Key] = {}  # keys of the module to leaves, which differ by the prefixes of wrappers
-        self._second: dict[Key, tuple[Key, int]] = {}  # a leaf that has another name too, and the id of its tensor
+    arena: Arena
+    name: str
+    _: KW_ONLY
+    buffers: Literal["copy", "view"] = "copy"
+    copies: bool = False
+    absent: Collection[Key] = ()
+    # Keys of the module to leaves, which differ by the prefixes of wrappers.
+    _spelled: dict[Key, Key] = field(default_factory=dict, init=False)
+    # A leaf that has another name too, and the id of its tensor.
+    _second: dict[Key, tuple[Key, int]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.buffers not in ("copy", "view"):
+            raise ValueError(f'buffers is "copy" or "view", not {self.buffers!r}')
 
     @property
     def beside(self) -> frozenset[Key]:
-        """Leaves of the arena that are no tensors of the module."""
-        return frozenset(self._beside) | of_wrappers(self.arena.manifest.by_key)
+        """Leaves of the arena that are no tensors of the module, those of wrappers included."""
+        return frozenset(self.absent) | of_wrappers(self.arena.manifest.by_key)
 
     def viewed(self, tensor: torch.Tensor) -> bool:
         """Does this tensor show the arena's memory? Else it is a private copy."""
-        return not self._copies and (isinstance(tensor, nn.Parameter) or self._how_buffers == "view")
+        return not self.copies and (isinstance(tensor, nn.Parameter) or self.buffers == "view")
 
     def tensors(self, module: nn.Module) -> dict[Key, torch.Tensor]:
         """The tensors that the arena has values for, by key. Raises ManifestMismatch when the module does not fit."""
@@ -91,12 +89,12 @@ class ModuleCheck:
         others = {key: arena.views(0)[key] for key in self.beside if key not in tensors}
         given = {**tensors, **proxies, **others}
         problems = mismatches(given, arena, partial=False, any_device=True, source_is="module")
-        if not self._copies:
+        if not self.copies:
             problems += [f"{each}; move it there, or use bind_copies()" for each in elsewhere(tensors, arena)]
         problems = problems or tied_apart(tensors, arena, "module")
         if problems:
             cure = dtype_cure(given, arena, problems)
-            raise ManifestMismatch(describe_problems(problems, f"arena {self._name!r}", "the module to bind") + cure)
+            raise ManifestMismatch(describe_problems(problems, f"arena {self.name!r}", "the module to bind") + cure)
 
 
 def bindable(module: nn.Module) -> nn.Module:
@@ -107,11 +105,9 @@ def bindable(module: nn.Module) -> nn.Module:
     return unwrapped(module)
 
 
-def placed_modules(module: nn.Module) -> Iterator[tuple[Key, nn.Module]]:
+def placed_modules(module: nn.Module) -> list[tuple[Key, nn.Module]]:
     """Each module in the tree of this one, with the key path of its tensors; wrappers, with that of what they wrap."""
-    for place in walk(module):
-        for each in (*place.wrappers, place.module):
-            yield place.path, each
+    return [(place.path, each) for place in walk(module) for each in (*place.wrappers, place.module)]
 
 
 def materialise(module: nn.Module, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -1,4 +1,7 @@
-"""Cover: the read sections of each call of a bound module, one for each arena that its tensors come from."""
+"""Cover: the read sections of each call of a bound module, one for each arena that its tensors come from.
+
+Those of a generator, and of a deepcopy(), last longer than one call.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
 from types import FrameType, GeneratorType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,10 +21,9 @@ from torch import nn
 from ... import _native
 from ...errors import ProtocolError
 from ...memory.dynamo import disable, skip
-from ..read.outputs import refuse_awaitable, unalias, unalias_error
-from ..read.reading import ReadPath
+from ..read.outputs import unalias, unalias_error
+from ..read.reading import Pinned, ReadPath
 from .binding import Binding
-from .held_sections import Held, Sections
 
 
 class Member(NamedTuple):
@@ -39,6 +43,36 @@ class Member(NamedTuple):
             return True
         self.tensors.difference_update(taken)  # its Subscriber is closed: calls raise until all of it is bound again
         return not self.tensors
+
+
+class Sections:
+    """One section of each path, as one. Pinned ones, since what they cover cannot be repeated."""
+
+    def __init__(self, paths: list[ReadPath]) -> None:
+        self._paths = paths
+        self.open: list[_native.ReadSection] = []  # those that are entered, and not left
+
+    def __enter__(self) -> None:
+        """Enter all, or none."""
+        try:
+            for path in self._paths:
+                with path._exclusive():
+                    if path.optimistic and not path._mine:
+                        path._forget()  # so that entering takes the slow path, which knows about Pinned
+                    self.open.append(path.read(timeout=Pinned(path.timeout)).__enter__())
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def go_on(self) -> None:
+        """Another step in them, in whatever thread this is."""
+        for section in self.open:
+            section._used_again()
+
+    def __exit__(self, *error: object) -> None:
+        """Leave all, in whatever thread this is. No call may be inside any more."""
+        while self.open:
+            self.open.pop()._give_up()
 
 
 class _Unpinned(Exception):
@@ -81,14 +115,15 @@ class Cover(_native.Cover):
         self._use()
 
     def _use(self) -> None:
-        paths = sorted({each.path.number: each.path for each in self.members}.items())
+        paths = sorted({each.path for each in self.members}, key=attrgetter("number"))
         clones = any(each.clones for each in self.members)
-        self.enter([path for _, path in paths], plain=not any(path.optimistic for _, path in paths), clones=clones)
+        self.enter(paths, clones=clones)
 
-    def enter(self, paths: list[ReadPath], *, plain: bool, clones: bool) -> None:
-        """Enter sections of these. `plain`: no call is ever repeated, so all of it can be native."""
+    def enter(self, paths: list[ReadPath], *, clones: bool) -> None:
+        """Enter sections of these from now on."""
         self.paths = paths
         self._clones = clones
+        plain = not any(path.optimistic for path in paths)  # no call is ever repeated, so all of it can be native
         self._set(paths, plain, clones)
 
     # What the native half calls. Dynamo skips these frames, and compiles the module's own below them.
@@ -99,19 +134,18 @@ class Cover(_native.Cover):
         try:
             return _run_in(list(self.paths), self._run_inside, inner, args, kwargs)
         except _Unpinned:
-            sections = Sections(self.paths)
-        sections.enter()
-        try:
-            self._pinned = True  # or the caller has a section open, which tells whether it was torn
-            return self._run_inside(inner, args, kwargs)
-        finally:
-            self._pinned = False
-            sections.leave()
+            pass
+        with Sections(self.paths):
+            try:
+                self._pinned = True  # or the caller has a section open, which tells whether it was torn
+                return self._run_inside(inner, args, kwargs)
+            finally:
+                self._pinned = False
 
     @skip
     def _held(self, generator: Generator[Any, Any, Any]) -> Held:
         """The generator, in sections from its first step to its end."""
-        return Held(generator, Sections(self.paths), self._finish, self._failed)
+        return Held(generator, self, Sections(self.paths))
 
     @skip
     def _finish(self, out: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -123,7 +157,14 @@ class Cover(_native.Cover):
             held = self._held(out)
             held.hold()  # what it was made of is of this version
             return held
-        refuse_awaitable(out)
+        cls = type(out)  # isinstance() would ask the object for its class
+        if issubclass(cls, Coroutine):
+            out.close()
+        if issubclass(cls, (Coroutine, AsyncGenerator)):  # it runs later, between other things of its thread
+            raise ProtocolError(
+                "a method of a bound module returned a coroutine: at each await other code of this thread runs, so no "
+                "read section can cover it. Make the part that uses the weights a plain method, and await around it"
+            )
         return unalias(out, self.aliases, (*args, *kwargs.values())) if self._clones else out
 
     @skip
@@ -153,6 +194,65 @@ class Cover(_native.Cover):
             "Put forward and backward in one `with sub.read():`, or use torch.no_grad()",
             stacklevel=3,
         )
+
+
+@dataclass(eq=False, repr=False)
+class Held(Generator[Any, Any, Any]):
+    """A generator that holds a section from its first step until it ends, is closed or is collected.
+
+    Args:
+        inner: the generator of the module's method.
+        cover: through which each yielded value passes, and each error that leaves it, its returned value included.
+        sections: are entered at the first step.
+    """
+
+    inner: Generator[Any, Any, Any]
+    cover: Cover
+    sections: Sections
+    ended: bool = field(default=False, init=False)
+
+    def send(self, value: Any) -> Any:
+        """Go on until the next value."""
+        return self._step(lambda: self.inner.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        """Raise inside the generator."""
+        return self._step(lambda: self.inner.throw(*error))
+
+    def close(self) -> None:
+        """End it, and leave the section."""
+        try:
+            self.inner.close()
+        finally:
+            self._leave()
+
+    def hold(self) -> None:
+        """Enter the section now."""
+        if not self.sections.open:
+            self.sections.__enter__()
+
+    def _step(self, step: Callable[[], Any]) -> Any:
+        if self.sections.open:
+            self.sections.go_on()
+        elif not self.ended:
+            self.hold()
+        try:
+            try:
+                return self.cover._finish(step())
+            except BaseException as error:
+                self.cover._failed(error)
+                raise
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.ended = True
+        self.sections.__exit__()
+
+    def __del__(self) -> None:
+        if self.sections.open:
+            self.close()
 
 
 def traced_by() -> str | None:

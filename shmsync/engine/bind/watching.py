@@ -4,14 +4,17 @@ The parameters of a bound module move with the version, and its sections cover i
 export or a shallow copy of it would compute with weights that change, unprotected. Only copy.deepcopy() makes a module
 of its own; it runs in one section.
 
-Each name below is one that torch, or Python's copying, looks up on the module when it begins such a thing.
+Each name below is one that torch, or Python's copying, looks up on the module when it begins such a thing; or one
+under which weights are loaded into the module, whose memory is read-only.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -20,12 +23,12 @@ from torch import nn
 
 from ...errors import ProtocolError
 from ...memory.arena import has_address
+from ...memory.manifest import Key
 from ...memory.torch_modes import plainly, run_plainly
-from ..read.reading import ReadPath
-from ..source.wrappers import walk
-from .binding import companions
-from .held_sections import Sections
-from .read_guard import shares, traced_by
+from ..source.wrappers import modules_in, walk
+from .binding import bound_tensors, companions, own_tensors
+from .guard import Proxy
+from .read_guard import Sections, shares, traced_by
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,15 +54,12 @@ def refuse_to_share(module: nn.Module, tool: str) -> None:
 
 def _shown(module: nn.Module) -> dict[int, str]:
     """The ids and names of the bound tensors of the module and of its submodules."""
-    mine = {each for binding in companions(module) for each in binding.tensors()}
-    return {id(tensor): name for name, tensor in _tensors(module) if id(tensor) in mine}
+    mine = bound_tensors(module)
+    return {id(tensor): ".".join(key) for key, tensor in _tensors(module) if id(tensor) in mine}
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for place in walk(module):  # not named_modules(), which is watched
-        for name, tensor in (*place.module._parameters.items(), *place.module._buffers.items()):
-            if tensor is not None:
-                yield ".".join((*place.path, name)), tensor
+def _tensors(module: nn.Module) -> Iterator[tuple[Key, torch.Tensor]]:
+    return own_tensors((place.path, place.module) for place in walk(module))  # not named_modules(), which is watched
 
 
 # ---- the entries of a module's own dict, under the same names
@@ -75,21 +75,14 @@ def _apply(self: nn.Module, fn: Conversion, *args: Any, **kwargs: Any) -> nn.Mod
     return type(self)._apply(self, fn, *args, **kwargs)
 
 
-class Tried:
+class Tried(partial[torch.Tensor]):
     """A conversion that all bound tensors below a module outlive as they are."""
-
-    def __init__(self, fn: Conversion) -> None:
-        self._fn = fn
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert."""
-        return self._fn(tensor)
 
 
 def _try(module: nn.Module, shown: dict[int, str], fn: Conversion) -> None:
     """Raise ProtocolError if the conversion gives a tensor like one of these other memory, or writes into it."""
     tried = set()
-    for name, tensor in _tensors(module):
+    for key, tensor in _tensors(module):
         kind = (tensor.dtype, tensor.device, tensor.dim())
         if id(tensor) in shown and kind not in tried:
             tried.add(kind)
@@ -103,7 +96,7 @@ def _try(module: nn.Module, shown: dict[int, str], fn: Conversion) -> None:
                 continue
             raise ProtocolError(
                 f"this would take {len(shown)} tensor(s) of a bound module out of the arena, such as "
-                f"{name}: {_what(tensor)} would become {_what(made)}. Nothing was changed. For weights of "
+                f"{'.'.join(key)}: {_what(tensor)} would become {_what(made)}. Nothing was changed. For weights of "
                 "another dtype use Publisher(dtype=) and convert the worker's module before bind(); another device is "
                 "for before bind() too; or convert copy.deepcopy(module)"
             )
@@ -177,21 +170,14 @@ def _is_hook(value: Any) -> bool:
 
 def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
     """A copy of one version, made in one section."""
-    paths = {path.number: path for each in companions(self) if (path := each.path()) is not None and _readable(path)}
-    sections = Sections([path for _, path in sorted(paths.items())])
-    sections.enter()
-    try:
+    paths = {path for each in companions(self) if (path := each.path()) is not None}
+    readable = {path for path in paths if not (path._closed or path._in_parent or path._mine)}
+    with Sections(sorted(readable, key=attrgetter("number"))):
         own = getattr(type(self), "__deepcopy__", None)
         if own is not None:
             return own(self, memo)
         reduced = self.__reduce_ex__(4)
         return self if isinstance(reduced, str) else copy._reconstruct(self, memo, *reduced)  # type: ignore[attr-defined]
-    finally:
-        sections.leave()
-
-
-def _readable(path: ReadPath) -> bool:
-    return not (path._closed or path._in_parent or path._mine)
 
 
 class Refusal:
@@ -220,3 +206,35 @@ _HOOKS: dict[Callable[..., Any], None] = dict.fromkeys(
     (_apply, _slow_forward, named_modules, _replicate_for_data_parallel, __prepare_scriptable__, __getstate__,
      __deepcopy__)
 )  # fmt: skip
+
+
+# ---- the load methods, under which stand the proxies of bound and of adopted modules
+
+
+def unguarded_loads(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The methods of a module, and of all in it, that load weights and are not replaced by a proxy yet."""
+    for child in modules_in(module):
+        for name in ("load_state_dict", "_load_from_state_dict"):
+            if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
+                yield child, name
+
+
+class Loading(Proxy):
+    """Replaces `load_state_dict()` of a module, or the part of it that writes the module's own tensors."""
+
+    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what does not lie in an arena; raise ProtocolError for the rest."""
+        module, prefix = self.module, args[0] if self.method == "_load_from_state_dict" else ""
+        shown = bound_tensors(module)
+        if not shown:
+            return self.inner(state_dict, *args, **kwargs)
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        names = {prefix + name for name, tensor in named if id(tensor) in shown}
+        refused = sorted(name for name in names if name in state_dict)
+        if refused:
+            raise ProtocolError(
+                f"load_state_dict() would write {len(refused)} tensor(s) of a bound module, such as "
+                f"{refused[0]}: they show the arena, which is read-only here. Load into the trainer's module "
+                "and publish it, or load into copy.deepcopy(module)"
+            )
+        return self.inner(state_dict, *args, **kwargs)

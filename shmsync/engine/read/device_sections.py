@@ -1,42 +1,155 @@
-"""Read sections that ask devices for work: such a section ends for the publisher when the device has done that work."""
+"""Read sections that ask devices for work: such a section ends for the publisher when the device has done that work.
+
+So it is with private copies on a device: what sections have asked it for is done before a new version overwrites them.
+A section may end before the kernels that it has asked for are done. So what its streams have then is noted, on a stream
+that does nothing else; who renews the copies waits for that stream.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
 
 from ..._native import HostCall
 from ...errors import DeviceBusy, DeviceFailed, ProtocolError
 from ...memory.arena import Arena
-from ...memory.devices import Stream
+from ...memory.devices import Stream, Streams, holding, place_of
 from ..deadlines import slice_until
-from .copy_reads import CopyOrder
 
-_SLICE = 0.05  # seconds
+_SLICE = 0.05  # seconds between two looks at what else ends a wait
+
+
+class TorchStreams:
+    """The streams of a device on which no arena can lie, as torch has them: an XPU, or a GPU without cuda-bindings.
+
+    Args:
+        device: where the copies are.
+        module: torch's module for its type.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device = device
+        self._torch = module
+
+    def stream(self) -> torch.Stream:
+        """As in Streams."""
+        return self._torch.Stream(device=self._device)
+
+    def current(self) -> torch.Stream:
+        """As in Streams."""
+        return self._torch.current_stream(self._device)
+
+    def as_stream(self, given: object) -> Stream:
+        """As in Streams. Raises TypeError for what is neither a stream nor an event of torch's."""
+        if not isinstance(given, (torch.Stream, torch.Event, self._torch.Stream, self._torch.Event)):
+            raise TypeError(f"a stream or an event of {self._device} is needed, not {given!r}")
+        return given
+
+    def follow(self, later: Stream, first: Stream) -> None:
+        """As in Streams."""
+        if hasattr(first, "wait_event"):
+            later.wait_stream(first)  # type: ignore[attr-defined]
+        else:
+            later.wait_event(first)  # type: ignore[attr-defined]
+
+    def capturing(self, stream: Stream) -> bool:
+        """As in Streams."""
+        return bool(getattr(self._torch, "is_current_stream_capturing", bool)())
+
+    def wait(self, stream: Stream, seconds: float) -> bool:
+        """As in Streams; it waits until it is done, for torch knows no limit."""
+        stream.synchronize()  # type: ignore[attr-defined]
+        return True
+
+    def check(self) -> None:
+        """As in Streams: torch raises what has failed by itself."""
+
+
+class CopyReads:
+    """What the sections that are over still read of private copies on one device.
+
+    Args:
+        streams: of the device.
+        noted: the stream on which it is noted; by default a new one.
+    """
+
+    def __init__(self, streams: Streams, noted: Stream | None = None) -> None:
+        self.streams = streams
+        self._noted = streams.stream() if noted is None else noted
+
+    def end(self, others: Iterable[Stream]) -> None:
+        """A section is over: note what the current stream has, and these."""
+        for stream in (self.streams.current(), *others):
+            if not self.streams.capturing(stream):  # a replay needs a section of its own
+                self.streams.follow(self._noted, stream)
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """The copies are renewed by the current stream, after all that was noted; they are new at the end.
+
+        The next section may use another stream, which would not wait for this one.
+        """
+        mine = self.streams.current()
+        self.streams.follow(mine, self._noted)
+        yield
+        while not self.streams.wait(mine, _SLICE):
+            self.streams.check()
 
 
 class SectionStreams:
-    """The streams that the open section of one Subscriber has used besides the current one.
+    """The streams that sections of one Subscriber use, and their order with what writes the memory that they read.
 
     Attributes:
-        copies: the order of the private copies that sections read.
+        apart: the private copies of bound modules on other devices than the arena's, whose reads a section has to end.
     """
 
     def __init__(self) -> None:
-        self._others: list[Stream] = []
-        self.copies = CopyOrder()
+        self._others: list[Stream] = []  # that the open section has used besides the current one
+        self._known: dict[str, CopyReads] = {}
+        self._renewed: list[CopyReads] = []
+        self.apart: list[CopyReads] = []
+
+    def order_copies(self, copies: Iterable[torch.Tensor], arena: Arena) -> None:
+        """From now on order these private copies with the kernels that read them.
+
+        The sections on the arena's own device are noted on its stream already.
+        """
+        place = arena.on_device
+        names = set()
+        for tensor in copies:
+            name = place_of(tensor)
+            if name not in ("cpu", "meta") and (place is None or name != place.device.name):
+                streams = None if name in self._known else _streams_of(tensor)
+                if streams is not None:
+                    self._known[name] = CopyReads(streams)
+                names.add(name)
+        self.apart = [self._known[name] for name in sorted(names & self._known.keys())]
+        self._renewed = [*self.apart, *([] if place is None else [CopyReads(place.device, place.stream)])]
+
+    @contextmanager
+    def renewing_copies(self) -> Iterator[None]:
+        """The private copies are renewed inside, and are new at the end."""
+        with ExitStack() as stack:
+            for reads in self._renewed:
+                stack.enter_context(reads.renewing())
+            yield
 
     def add(self, stream: object, arena: Arena) -> None:
         """The open section uses this stream too. Raises TypeError for what is no stream or event of the device."""
         place = arena.on_device
         if place is not None:
             self._others.append(place.device.as_stream(stream))
-        elif self.copies.apart:
-            self._others.append(self.copies.apart[0].as_stream(stream))
+        elif self.apart:
+            self._others.append(self.apart[0].streams.as_stream(stream))
 
     def end_copies(self, arena: Arena) -> None:
         """A section is over that may have asked devices for something with private copies."""
-        self.copies.end(self._others)
+        for reads in self.apart:
+            reads.end(self._others)
         if arena.on_device is None:
             self._others.clear()
 
@@ -82,3 +195,12 @@ def wait_for_reads(arena: Arena, name: str, deadline: float) -> None:
                 f"{place.device.name} still does what was asked for in read sections of arena {name!r}; nothing was "
                 "closed, call close() again when it has done so"
             )
+
+
+def _streams_of(tensor: torch.Tensor) -> Streams | None:
+    """Of the device that the tensor lies on; None: it does one thing after the other."""
+    device = holding(tensor)
+    if device is not None:
+        return device
+    module = torch.get_device_module(tensor.device)
+    return TorchStreams(tensor.device, module) if hasattr(module, "current_stream") else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from ..._native import Consistency
 from ...memory import attaching
 from ...memory.control.segment import Handle
@@ -25,21 +27,18 @@ def open_reader(
     if not isinstance(follow, bool):
         raise TypeError(f"follow is True or False, not {follow!r}")
     name, session = _name_and_session(handle_or_name)
-    peers = Peers()
-    try:
+    with ExitStack() as undo:
+        peers = Peers()
+        undo.callback(peers.close)
         # A reader that follows restarts may itself start between the death and the restart.
         await_restart = follow and session is None
         attached = attaching.attach(name, session, worker, timeout, peers, pass_over_dead=await_restart)
-    except BaseException:
-        peers.close()
-        raise
-    release = attaching.Release(attached, peers)
-    try:
+        release = attaching.Release(attached, peers)
+        undo.callback(release)
         successor = Successor(name, worker, peers) if follow else None
-        return ReadPath(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
-    except BaseException:
-        release()
-        raise
+        reader = ReadPath(attached, release, peers, _CONSISTENCIES[consistency], name, timeout, successor)
+        undo.pop_all()  # all of it is the reader's now
+    return reader
 
 
 def _name_and_session(handle: Handle | str) -> tuple[str, bytes | None]:

@@ -7,29 +7,24 @@ from __future__ import annotations
 
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ... import _native
-from ..._native import Consistency, Enter, HostCall
+from ..._native import Enter, HostCall
 from ...errors import ArenaCorrupt, ClosedError, ManifestMismatch, Poisoned, ProtocolError, ShmSyncError, WriterBusy
-from ...memory.attaching import Attached, Release
 from ...memory.dynamo import disable, skip
-from ...memory.system.process import Peers, pid_of
-from ..deadlines import Samples, check_timeout, check_version, deadline_after, slice_until
+from ...memory.system.process import pid_of
+from ..deadlines import check_timeout, check_version, deadline_after, slice_until
 from ..stats import SubscriberStats
-from ..verify.checksums import BYTES_PER_SECOND, refuse_without_checksums
+from ..verify.checksums import refuse_without_checksums
 from ..verify.local import Proof, Verdict, refuse_succeeded, verify_held
 from ..verify.tracing import joined, warn_of_end
-from .device_sections import SectionStreams, wait_for_reads
-from .failover import Successor
-from .follower import Follower
+from .device_sections import wait_for_reads
 from .outputs import unalias, unalias_error
 from .waiting import WaitPath
 
@@ -51,28 +46,7 @@ class Pinned(float):
 
 
 class ReadPath(WaitPath):
-    """The reader behind a Subscriber: the state that a read section moves, and how to enter one."""
-
-    def __init__(
-        self,
-        attached: Attached,
-        release: Release,
-        peers: Peers,
-        consistency: Consistency,
-        name: str,
-        timeout: float,
-        successor: Successor | None,
-    ) -> None:
-        super().__init__(attached, release, peers, consistency, name, timeout, successor)
-        self.followers: list[Follower] = []
-        self.optimistic = consistency is Consistency.OPTIMISTIC
-        self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
-        self._slot = 0
-        self._moves = 0
-        self._waits = Samples()
-        self.streams = SectionStreams()
-        self._finalizer = util.Finalize(self, release, exitpriority=30)
-        self.arena.reader = weakref.ref(self)
+    """The reader behind a Subscriber: what a read section moves, and how to enter one."""
 
     @property
     def weights(self) -> TensorDictBase:
@@ -84,11 +58,6 @@ class ReadPath(WaitPath):
     def lag(self) -> int:
         """As Subscriber.lag."""
         return max(0, self._latest - self._version)
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """The version and the slot of the open section."""
-        return self._held_version, self._held_slot
 
     def stats(self) -> SubscriberStats:
         """As Subscriber.stats()."""
@@ -140,28 +109,8 @@ class ReadPath(WaitPath):
             with self.read(timeout=Pinned(self.timeout)) as section:
                 return fn(*args, **kwargs), section.version
 
-    @contextmanager
-    def unused(self) -> Iterator[None]:
-        """A read section that is no use of this thread's: `version` goes on with what the subscriber applies."""
-        had_used = self._has_used
-        try:
-            with self.read():
-                yield
-        finally:
-            if not had_used:
-                self._forget_use()
-
-    def show(self, follower: Follower) -> None:
-        """Let a follower show the applied version now, and each later one when it is applied."""
-        with self._exclusive():
-            if self._version:
-                with self.unused():
-                    follower.move(self._held_slot)
-            self.followers.append(follower)
-
     def verify(self, modules: Sequence[nn.Module]) -> Proof:
         """As Subscriber.verify()."""
-        self._check()
         with self._exclusive():
             refuse_without_checksums(self.arena.manifest, self.name)
             if self._mine:
@@ -285,11 +234,11 @@ class ReadPath(WaitPath):
             self.order_copies(tensor for each in self.followers for tensor in each.private_copies())
         for follower in self.followers:
             follower.prepare()
-        gone = None
+        gone = []
         for follower in self.followers:
             if not follower.move(slot):
-                gone = [*(gone or ()), follower]
-        for follower in gone or ():
+                gone.append(follower)
+        for follower in gone:
             self.followers.remove(follower)  # its module is gone
         self._slot = slot
         self._moves += 1
@@ -303,8 +252,8 @@ class ReadPath(WaitPath):
 
     def order_copies(self, copies: Iterable[torch.Tensor]) -> None:
         """From now on these are the private copies of all bound modules."""
-        self.streams.copies.order(copies, self.arena.on_device)
-        self._copies_apart = bool(self.streams.copies.apart)
+        self.streams.order_copies(copies, self.arena)
+        self._copies_apart = bool(self.streams.apart)
 
     @disable
     def _copies_read(self) -> None:
@@ -369,24 +318,6 @@ class ReadPath(WaitPath):
         self._answer(question, found)
 
     _answer_slow = disable(_answer_now)
-
-    def _answer_waiting(self, deadline: float) -> None:
-        # Nothing is applied here: a version that is new is for the next section, and so is the question then.
-        if not self._asked or self.arena.manifest.sums is None or self._mine:
-            return
-        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
-            return
-        try:
-            with self._exclusive(max(0.0, deadline - time.monotonic())):
-                question = self._asked
-                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
-                    fits = self._held_version == self._version
-                    found = Verdict.of(self) if fits else 0
-                    self._abandon()
-                    if fits:
-                        self._answer(question, found)
-        except WriterBusy:  # another thread is in a section, and will answer at its next
-            pass
 
     @disable
     def _look_for_heir(self) -> None:

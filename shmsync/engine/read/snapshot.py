@@ -1,10 +1,11 @@
-"""snapshot(): one version, copied into private memory; which memory that may be, and what is kept for the next time.
+"""snapshot() and state_dict(): one version, copied into private memory: into which, and what is kept of it.
 
-Subscriber.snapshot() copies inside a section. reading.py, _computed(), repeats a section that was torn.
+Subscriber copies inside a section. reading.py, _computed(), repeats a section that was torn.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,13 +13,13 @@ import torch
 from ... import _native
 from ...memory.arena import Arena, lies_in, readonly_ranges
 from ...memory.buffer_alloc import Pieces
-from ...memory.devices import assign, holding
+from ...memory.devices import assign, clone, holding
 from ...memory.manifest import Key, Leaf, Manifest
 from ...memory.torch_modes import count_change, plainly
 from ..by_identity import ByIdentity
 from ..source.leaf_check import is_tensordict, problem_with
 from ..source.manifest_check import direct
-from ..source.sources import EVERYTHING, Collected, collect
+from ..source.sources import EVERYTHING, collect
 from ..source.targets import collisions, made_anew, problem_with_target
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Targets:
     """
 
     def __init__(self, out: TensorDictBase | None, arena: Arena) -> None:
-        self.table: _native.Sources | None = None  # of an `out` that can be found again, see SnapshotCache
+        self.table: _native.Sources | None = None  # of an `out` that can be found again, see targets_for()
         self._direct: list[tuple[torch.Tensor, Leaf]] = []
         self._others: list[tuple[torch.Tensor, Leaf]] = []
         self._pieces: Pieces | None = None  # of new memory
@@ -95,20 +96,16 @@ class Targets:
                 for leaf in arena.manifest.leaves
                 if (problem := _problem(found[leaf.key], again.get(leaf.key), leaf, own, readonly))
             ]
-            places = {leaf.key: leaf.offset for leaf in arena.manifest.leaves}
-            problems = problems or collisions(found, places)
+            problems = problems or collisions(found, {leaf.key: leaf.offset for leaf in arena.manifest.leaves})
             if problems:
                 raise ValueError("out does not fit; nothing was written: " + "; ".join(problems))
-            self._take(collected, found, arena)
-
-    def _take(self, collected: Collected, found: dict[Key, torch.Tensor], arena: Arena) -> None:
-        pairs = [(found[leaf.key], leaf) for leaf in arena.manifest.leaves]
-        by_address = [arena.on_device is None and direct(each, leaf) and holding(each) is None for each, leaf in pairs]
-        self._direct = [pair for pair, directly in zip(pairs, by_address, strict=True) if directly]
-        self._others = [pair for pair, directly in zip(pairs, by_address, strict=True) if not directly]
-        if collected.watched_dicts is not None and not self._others:
-            rows = [(tensor, leaf.offset, leaf.nbytes) for tensor, leaf in self._direct]
-            self.table = _native.Sources(collected.watched_dicts, rows)
+            for leaf in arena.manifest.leaves:
+                tensor = found[leaf.key]
+                by_address = arena.on_device is None and direct(tensor, leaf) and holding(tensor) is None
+                (self._direct if by_address else self._others).append((tensor, leaf))
+            if collected.watched_dicts is not None and not self._others:
+                rows = [(tensor, leaf.offset, leaf.nbytes) for tensor, leaf in self._direct]
+                self.table = _native.Sources(collected.watched_dicts, rows)
 
     def unchanged(self) -> bool:
         """Has nothing changed since these were checked? Memory that has not moved lies in no arena made since."""
@@ -133,33 +130,26 @@ class Targets:
                     assign(target, views[leaf.key])
 
 
-class SnapshotCache:
-    """The Targets of the TensorDicts that snapshots were copied into, each as long as its TensorDict lives.
+KeptTargets: TypeAlias = "ByIdentity[TensorDictBase, Targets]"
+
+
+def targets_for(out: TensorDictBase | None, arena: Arena, kept: KeptTargets) -> Targets:
+    """The checked targets for `out`, kept as long as it lives; raises as Targets does.
 
     Most programs reuse one `out`, and it is not checked leaf by leaf again. What was found out about it holds while its
     dicts have the same tensors, and those are as they were, which one native call sees (native/bind/sources.hpp).
     The plan cache of a publisher cannot hold them: a subscriber has none, and these are targets, with other checks.
     """
-
-    def __init__(self) -> None:
-        self._kept: ByIdentity[TensorDictBase, Targets] = ByIdentity()
-
-    def targets(self, out: TensorDictBase | None, arena: Arena) -> Targets:
-        """The checked targets for `out`; raises as Targets does."""
-        if out is None:
-            return Targets(None, arena)
-        kept = self._kept.get(out)
-        if kept is not None and kept.unchanged():
-            return kept
-        self._kept.pop(out)  # its table has addresses by now that were not checked
-        made = Targets(out, arena)
-        if made.unchanged():  # the first look at it, to compare with
-            self._kept[out] = made
-        return made
-
-    def clear(self) -> None:
-        """Keep no tensor of the user's."""
-        self._kept.clear()
+    if out is None:
+        return Targets(None, arena)
+    known = kept.get(out)
+    if known is not None and known.unchanged():
+        return known
+    kept.pop(out)  # its table has addresses by now that were not checked
+    made = Targets(out, arena)
+    if made.unchanged():  # the first look at it, to compare with
+        kept[out] = made
+    return made
 
 
 def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges) -> str | None:
@@ -179,3 +169,33 @@ def _problem(target: Any, again: Any, leaf: Leaf, own: Ranges, readonly: Ranges)
     if target.is_conj() or target.is_neg():
         return "is lazily conjugated or negated; pass its resolve_conj().resolve_neg()"
     return None
+
+
+def state_of(
+    weights: Mapping[Key, torch.Tensor],
+    manifest: Manifest,
+    copied: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> dict[str, torch.Tensor]:
+    """The leaves that a state_dict() of the published module has: all but buffers that are never saved.
+
+    Leaves that are one tensor in the arena are one tensor here, so that a file has them once.
+    """
+    made: dict[object, torch.Tensor] = {}
+    state = {}
+    for leaf in manifest.leaves:
+        if leaf.saved:
+            place = (leaf.offset, leaf.dtype, leaf.shape, leaf.strides) if leaf.nbytes else leaf.key
+            if place not in made:
+                made[place] = copied(weights[leaf.key])
+            state[leaf.name] = made[place]
+    return state
+
+
+def copied_state(arena: Arena, slot: int) -> dict[str, torch.Tensor]:
+    """A private copy of a slot that is not written meanwhile, complete when this returns."""
+    with plainly():
+        state = state_of(arena.views(slot), arena.manifest, clone)
+    if arena.on_device is not None:  # the next publish may write on another stream
+        device = arena.on_device.device
+        device.wait(device.current(), float("inf"))
+    return state

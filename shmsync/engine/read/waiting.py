@@ -1,19 +1,28 @@
-"""Waiting for versions, and moving on to the arena of a publisher that was started again."""
+"""What a reader has, its waits for versions, and its way to the arena of a publisher that was started again."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Callable
+from multiprocessing import util
+from typing import Protocol
+
+import torch
 
 from ... import _native
-from ..._native import Consistency, State
+from ..._native import Consistency, Enter, State
 from ...errors import ClosedError, ProtocolError, PublishTimeout, ShmSyncError, WriterBusy, WriterDied
+from ...memory.arena import Arena
 from ...memory.attaching import Attached, Release
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peers, pid_of
-from ..deadlines import check_seconds, check_version, deadline_after, slice_until
+from ..deadlines import Samples, check_seconds, check_version, deadline_after, slice_until
+from ..verify.checksums import BYTES_PER_SECOND
+from ..verify.local import Verdict
+from .device_sections import SectionStreams
 from .failover import Successor
 
 _log = logging.getLogger("shmsync")
@@ -25,8 +34,24 @@ def _reads(attached: Attached) -> _native.DeviceReads | None:
     return None if place is None else place.reads
 
 
+class Follower(Protocol):
+    """Something that shows the weights and moves to each new version: a bound module, for example."""
+
+    def prepare(self) -> None:
+        """Called for all followers before any moves. What cannot show the next version raises."""
+
+    def move(self, slot: int) -> bool:
+        """Show this slot, whose version the open section holds. False: drop this follower."""
+
+    def rebase(self, arena: Arena) -> None:
+        """From the next move() on, show this arena. Its leaves are the same, its slots and addresses are not."""
+
+    def private_copies(self) -> list[torch.Tensor]:
+        """Its tensors that a move copies into."""
+
+
 class WaitPath(_native.Reader):
-    """Which arena is read, and the waits for its publisher. Base of ReadPath, which has the sections."""
+    """The state of a reader, and its waits for the publisher. Base of ReadPath, which has the sections."""
 
     def __init__(
         self,
@@ -42,7 +67,14 @@ class WaitPath(_native.Reader):
         begin, end = attached.arena.readonly_range()
         self._set_slab(begin, end)
         self.arena = attached.arena
+        self.followers: list[Follower] = []
+        self.streams = SectionStreams()
+        self.optimistic = consistency is Consistency.OPTIMISTIC
         self.timeout = timeout  # default of waits, in seconds
+        self._shown = attached.arena  # the arena of `weights`: until a successor's are applied, the old one's
+        self._slot = 0
+        self._moves = 0
+        self._waits = Samples()
         self._writer_owner = attached.writer
         self._release = release
         self._peers = peers
@@ -52,11 +84,8 @@ class WaitPath(_native.Reader):
         self._follows = successor is not None
         self._restarts = 0
         self.number = next(_numbers)  # sections of several are entered in this order, so that no two threads cross
-
-    @property
-    def session(self) -> bytes:
-        """As Subscriber.session."""
-        return self._used_session
+        self._finalizer = util.Finalize(self, release, exitpriority=30)
+        self.arena.reader = weakref.ref(self)
 
     def wait_version(self, version: int, timeout: float | None = None, *, spin: float = 0.0) -> int:
         """As Subscriber.wait_version()."""
@@ -70,6 +99,11 @@ class WaitPath(_native.Reader):
             )
         version, deadline = check_version(version), deadline_after(timeout, self.timeout)
         return self._wait_for(version, deadline, spin_until=time.monotonic() + spinning)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The version and the slot of the open section."""
+        return self._held_version, self._held_slot
 
     @property
     def gone(self) -> bool:
@@ -157,7 +191,25 @@ class WaitPath(_native.Reader):
             return False
 
     def _answer_waiting(self, deadline: float) -> None:
-        """In each slice of a wait for a version: answer what the publisher asks, if it does."""
+        """In each slice of a wait for a version: answer the publisher's question what this subscriber holds.
+
+        Nothing is applied here: a version that is new is for the next section, and so is the question then.
+        """
+        if not self._asked or self.arena.manifest.sums is None or self._mine:
+            return
+        if deadline - time.monotonic() < self.arena.manifest.used_bytes / BYTES_PER_SECOND:
+            return
+        try:
+            with self._exclusive(max(0.0, deadline - time.monotonic())):
+                question = self._asked
+                if question and self._try_enter(True) in (Enter.SAME, Enter.MOVED):
+                    fits = self._held_version == self._version
+                    found = Verdict.of(self) if fits else 0
+                    self._abandon()
+                    if fits:
+                        self._answer(question, found)
+        except WriterBusy:  # another thread is in a section, and will answer at its next
+            pass
 
     def _none_will_come(self, version: int, closed: bool) -> ShmSyncError:
         back = "" if self._successor is None else ", and was not published again in time"

@@ -14,7 +14,6 @@ from ... import _native
 from ...errors import ForkedHandle
 from ...memory.dynamo import disable
 from ..adopt.optimizer_hooks import Section, StepGate
-from ..bind.loading import Loads
 from ..deadlines import deadline_after
 from .acks import Acks
 from .publishing import begin_all
@@ -149,7 +148,7 @@ def load_inside_update(publisher: object, side: WriteSide) -> None:
         finally:
             loading.discard(thread)
 
-    adopted.load_through(Loads(side.name, inside, load, adopted.placed_in))
+    adopted.load_through(inside, load)
 
 
 def step_inside_update(optimizers: Iterable[torch.optim.Optimizer], publisher: object, side: WriteSide) -> None:

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from shmsync.engine.read.copy_reads import CopyReads, TorchStreams
+from shmsync.engine.read.device_sections import CopyReads, TorchStreams
 
 
 class Event:
@@ -47,7 +47,7 @@ def test_copies_are_renewed_after_what_was_noted_and_are_new_at_the_end(streams)
     reads = CopyReads(streams[0])
     other = Stream("xpu:1")
     other.name = "other"
-    reads.end([reads.as_stream(other), reads.as_stream(Event())])
+    reads.end([streams[0].as_stream(other), streams[0].as_stream(Event())])
     with reads.renewing():
         log.append("copy")
     noted = "new on xpu:1"
@@ -66,4 +66,4 @@ def test_nothing_of_a_capture_is_noted(streams):
 
 def test_what_is_no_stream_is_refused(streams):
     with pytest.raises(TypeError, match=r"xpu:1.*'a stream'"):
-        CopyReads(streams[0]).as_stream("a stream")
+        streams[0].as_stream("a stream")

@@ -62,7 +62,7 @@ class SafePoint(Cover):
 
     def use(self, subscriber: ReadPath) -> None:
         """Make sections of this subscriber's arena from now on. Call it under the lock."""
-        self.enter([subscriber], plain=True, clones=True)
+        self.enter([subscriber], clones=True)
 
     @property
     def subscriber(self) -> ReadPath | None:
@@ -71,7 +71,7 @@ class SafePoint(Cover):
 
     def remove(self) -> None:
         """Give the module its own methods back. Call it under the lock."""
-        self.enter([], plain=True, clones=False)
+        self.enter([], clones=False)
         for guard in self._installed:
             guard.remove()
 

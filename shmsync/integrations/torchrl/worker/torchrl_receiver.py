@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrl.collectors import BaseCollector
 
-from ....engine.bind.binding import Binding, bind_module
+from ....engine.bind.binding import Binding, taken_over
 from ....engine.bind.module_check import ModuleCheck, bindable
 from ....engine.by_value import copy_by_value
 from ....engine.read.opening import open_reader
@@ -22,6 +22,7 @@ from ....engine.source.strategy import WeightStrategy
 from ....errors import ArenaNotFound, WriterDied
 from ....memory.arena import Arena
 from ....memory.control.segment import Handle
+from ....memory.torch_modes import run_plainly
 from ....schemes.arenas.subscriptions import is_elsewhere
 from .clock import VersionClock
 from .listener import ConnectionListener
@@ -222,12 +223,14 @@ class Receiver:
                 else:
                     time.sleep(0.002)
 
+    @run_plainly
     def _bound(self, subscriber: ReadPath, module: nn.Module) -> Binding:
         beside = [extra_state.KEY] if extra_state.KEY in subscriber.arena.manifest.by_key else []
         copies = is_elsewhere(module, subscriber.arena.device)
-        return bind_module(
-            subscriber, bindable(module), ModuleCheck(subscriber.arena, subscriber.name, copies=copies, beside=beside)
-        )
+        check = ModuleCheck(subscriber.arena, subscriber.name, copies=copies, absent=beside)
+        bound = bindable(module)
+        tensors = check.tensors(bound)
+        return Binding(subscriber, bound, check, tensors, taken_over(bound, tensors))
 
     def _show(self, subscriber: ReadPath, binding: Binding, *, quiet: bool = False) -> None:
         """Let the module show this subscriber's weights, now and in later versions."""
@@ -287,10 +290,6 @@ class _After:
     def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
         self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
-
-    def owners(self) -> set[nn.Module]:
-        """No modules: it moves no tensors."""
-        return set()
 
     def rebase(self, arena: Arena) -> None:
         """Nothing to do: the arena is looked up in each move."""
