@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-import shmsync
-from support.calls import calls_of
+from support.calls import own_calls
+from support.weights import tensors
 
-OURS = str(Path(shmsync.__file__).parent)
 Pair = namedtuple("Pair", ["first", "second"])
 
 FORMS = {
@@ -37,21 +35,6 @@ class Returns(nn.Module):
 
     def forward(self, x):
         return self.form(self.linear.weight if self.shows else self.linear(x))
-
-
-def own_calls(function):
-    """The Python functions of this package that it calls."""
-    called = [code for event, code in calls_of(function) if event == "call"]
-    return [code.co_name for code in called if code.co_filename.startswith(OURS)]
-
-
-def tensors(out):
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, TensorDict):
-        out = dict(out.items())
-    inside = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
-    return [tensor for each in inside for tensor in tensors(each)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -87,18 +70,3 @@ def test_a_tensordict_that_was_given_is_the_one_that_comes_back(bound):
     worker(given)
     assert own_calls(lambda: worker(given)) == []
     assert worker(given) is given and torch.equal(given["y"], expected)
-
-
-def deep(x, levels=20):
-    return x if levels == 0 else [deep(x, levels - 1)]
-
-
-@torch.no_grad()
-def test_however_deep_it_lies(bound):
-    trainer, worker, pub, _ = bound(lambda: Returns(deep, shows=True))
-    found = tensors(worker(torch.randn(3)))[0]
-    before = found.clone()
-    trainer.linear.weight.add_(1.0)
-    pub.publish()
-    worker(torch.randn(3))
-    assert torch.equal(found, before)
