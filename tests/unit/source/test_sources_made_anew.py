@@ -84,6 +84,7 @@ def test_no_value_is_kept_alive_by_a_plan(publisher):
             source = make({"t": torch.ones(4), "strided": torch.ones(8)[::2]})
             alive = [weakref.ref(value) for value in source.values()]
             pub.publish(source)
+            pub.publish(source)
             del source
             gc.collect()
             assert not any(ref() is not None for ref in alive)

@@ -103,15 +103,6 @@ def test_a_publisher_has_the_keys_of_the_module_inside(publisher, wrapper):
     assert numbers(pub.weights) == expected(3.0)
 
 
-@pytest.mark.parametrize("worker", BOTH)
-@pytest.mark.parametrize("trainer", WRAPPERS)
-def test_publisher_and_bound_module(both, trainer, worker):
-    module = WRAPPERS[worker](Net(0.0))
-    _, sub = both(WRAPPERS[trainer](Net(1.0)))
-    sub.bind(module)
-    assert values_of(inner(module)) == expected(1.0)
-
-
 @pytest.mark.parametrize("form", ["tensordict", "state_dict"])
 @pytest.mark.parametrize("worker", WRAPPERS)
 @pytest.mark.parametrize("trainer", WRAPPERS)
@@ -156,31 +147,6 @@ def test_one_leaf_under_two_spellings_is_refused(publisher):
     pub = publisher({"weight": torch.zeros(2)})
     with pytest.raises(shmsync.ManifestMismatch, match="twice"):
         pub.publish({"weight": torch.ones(2), "_orig_mod.weight": torch.ones(2)})
-
-
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-@pytest.mark.parametrize("worker", BOTH)
-@pytest.mark.parametrize("trainer", ["compiled", "compiled inside", "DDP", "AveragedModel"])
-@pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_schemes_over_pipes(scheme, trainer, worker, strategy):
-    ours, theirs = multiprocessing.Pipe()
-    sending, receiving = scheme(strategy=strategy), scheme(strategy=strategy)
-    module = WRAPPERS[worker](Net(0.0))
-    sending.init_on_sender("policy", pipes=[ours])
-    receiving.init_on_worker("policy", pipe=theirs, model=module)
-    receiver = receiving.get_receiver()
-    try:
-        source = WRAPPERS[trainer](Net(6.0))
-        for value in (6.0, 7.0):
-            fill(inner(source), value)
-            sending.get_sender().send_async(source)
-            while not receiver.receive(1.0):
-                pass
-            sending.get_sender().wait_async()
-            assert values_of(inner(module)) == expected(value)
-    finally:
-        receiver.close()
-        sending.shutdown()
 
 
 @pytest.mark.parametrize("form", ["tensordict", "state_dict"])
@@ -366,18 +332,23 @@ def test_a_name_that_is_a_wrappers_is_kept_where_it_fits(publisher, subscriber):
         assert torch.equal(value, pub.weights[tuple(key.split("."))])
 
 
+@pytest.mark.parametrize("form", ["module", "state_dict"])
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("worker", ["plain", "compiled", "part compiled"])
 @pytest.mark.parametrize("trainer", AROUND)
 @pytest.mark.parametrize("kind", [Policy, Net])
 @pytest.mark.parametrize("scheme", [MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme])
-def test_schemes_send_the_state_dict_of_a_wrapped_module(scheme, kind, trainer):
+def test_schemes_over_pipes(scheme, kind, trainer, worker, strategy, form):
     ours, theirs = multiprocessing.Pipe()
-    with scheme(checksum=True) as sending, scheme(checksum=True) as receiving:
-        worker = kind(0.0)
+    source, target = AROUND[trainer](kind(0.0)), AROUND[worker](kind(0.0))
+    options = {"strategy": strategy, "checksum": True}
+    with scheme(**options) as sending, scheme(**options) as receiving:
         sending.init_on_sender("policy", pipes=[ours])
-        receiving.init_on_worker("policy", pipe=theirs, model=worker)
+        receiving.init_on_worker("policy", pipe=theirs, model=target)
         for value in (6.0, 7.0):
-            sending.get_sender().send_async(AROUND[trainer](kind(value)).state_dict())
+            fill(source, value)
+            sending.get_sender().send_async(AS[form](source))
             while not receiving.get_receiver().receive(1.0):
                 pass
             sending.get_sender().wait_async()
-            assert values_in(worker) == {value}
+            assert values_in(target) == {value}

@@ -68,18 +68,6 @@ def test_a_failed_update_with_more_slots_is_abandoned(both):
     assert pub.publish({"t": torch.ones(2)}) == 2
 
 
-def test_nested_and_concurrent_writer_calls_are_refused_at_once(publisher):
-    pub = publisher({"t": torch.zeros(2)})
-    with pub.update():
-        with pytest.raises(shmsync.WriterBusy):
-            pub.publish()
-        with pytest.raises(shmsync.WriterBusy), pub.update():
-            pass
-        with pytest.raises(shmsync.WriterBusy):
-            Call(pub.publish).result()
-    assert pub.version == 2
-
-
 def test_publishing_a_poisoned_arena_into_itself_repairs_nothing(publisher):
     pub = publisher({"w": torch.zeros(3)})
     fail_half_way(pub, "w")
