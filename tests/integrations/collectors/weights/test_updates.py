@@ -7,10 +7,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
-import shmsync
 from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.calls import Call
-from support.processes import until
 from support.torchrl.parts import ask, tags
 from support.torchrl.policies import Tagged, seen
 
@@ -190,14 +188,6 @@ def test_an_unknown_worker_in_a_dict_is_refused(collector):
     assert tags(collecting) == [0, 0]
 
 
-def test_without_sync_an_update_arrives_soon(collector):
-    policy = Tagged()
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(sync=False))
-    policy.set(1)
-    collecting.update_policy_weights_()
-    until(lambda: tags(collecting) == [1, 1])
-
-
 def test_updates_may_come_from_several_threads(collector):
     collecting = collector(Tagged())
     threads = [Call(lambda: [collecting.update_policy_weights_(Tagged(n)) for n in range(30)]) for _ in range(3)]
@@ -215,12 +205,3 @@ def test_a_compiled_policy_uses_what_arrives(collector):
         policy.set(tag)
         collecting.update_policy_weights_()
         assert seen(next(batches)).unique().tolist() == [tag]
-
-
-def test_a_mismatch_names_what_differs_and_changes_nothing(collector):
-    collecting = collector(Tagged())
-    with pytest.raises(shmsync.ManifestMismatch, match=r"layers\.0"):
-        collecting.update_policy_weights_({"layers.0": torch.ones(5)})
-    with pytest.raises(shmsync.ManifestMismatch, match="nonsense"):
-        collecting.update_policy_weights_({"layers.0": torch.ones(4), "nonsense": torch.ones(4)})
-    assert tags(collecting) == [0, 0]

@@ -58,12 +58,17 @@ def training(collecting, policy, update=None):
     assert trainer.error is None, trainer.error
 
 
-def true(frames):
+def true(frames, tags=None):
     """The versions that frames give: each is that of the weights that chose its action."""
-    tags = seen(frames)
+    tags = seen(frames) if tags is None else tags
     assert torch.equal(frames["next", "policy_version"], tags)
     assert torch.equal(frames["policy_version"], tags)
     return set(tags.flatten().tolist())
+
+
+def true_actions(frames):
+    """The same of a policy whose action is its version."""
+    return true(frames, frames["action"].squeeze(-1).long())
 
 
 def collect(collecting, policy, check=true, enough=ENOUGH, update=None):
@@ -111,14 +116,7 @@ def test_with_a_device(collector, kind, which):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_that_is_a_plain_module(collector, kind):
     policy = policies.PlainTagged(pause=0.001)
-
-    def check(frames):
-        tags = frames["action"].squeeze(-1).long()
-        assert torch.equal(frames["next", "policy_version"], tags)
-        assert torch.equal(frames["policy_version"], tags)
-        return set(tags.flatten().tolist())
-
-    assert len(collect(collector(policy, kind=kind), policy, check)) >= ENOUGH
+    assert len(collect(collector(policy, kind=kind), policy, true_actions)) >= ENOUGH
 
 
 def test_with_whole_trajectories(collector):
@@ -177,13 +175,7 @@ def test_while_extra_state_grows_and_workers_move_with_it(collector, kind):
         policy.module.write("x" * (1 << min(number, 18)))
         collecting.update_policy_weights_()
 
-    def check(frames):
-        counts = frames["action"].squeeze(-1).long()
-        assert torch.equal(frames["next", "policy_version"], counts)
-        assert torch.equal(frames["policy_version"], counts)
-        return set(counts.flatten().tolist())
-
-    assert len(collect(collecting, policy, check, update=update)) >= ENOUGH
+    assert len(collect(collecting, policy, true_actions, update=update)) >= ENOUGH
 
 
 def test_while_another_model_is_updated_as_often(collector):
