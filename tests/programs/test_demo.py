@@ -18,6 +18,7 @@ import torch
 
 import shmsync
 from support.processes import until
+from support.programs.programs import members, workers
 
 pytest.importorskip("gymnasium", reason="the demo needs shmsync[demo]")
 
@@ -46,31 +47,6 @@ def demo(tmp_path):
         process.stdout.close()
 
 
-def members(session):
-    """Every process of a session; the demo's actors are in the one that it leads."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session:
-                found.append(process)
-        except ProcessLookupError:
-            pass
-    return found
-
-
-def actors(process):
-    """The processes that have the slab mapped, but for the learner itself."""
-    found = []
-    for member in members(process.pid):
-        try:
-            maps = Path(f"/proc/{member.pid}/maps").read_text()
-        except OSError:
-            continue
-        if member.pid != process.pid and "memfd:shmsync:" in maps:
-            found.append(member)
-    return found
-
-
 def figures(folder):
     return json.loads((Path(folder) / "figures.json").read_text())["results"]
 
@@ -92,7 +68,7 @@ def test_demo_trains_without_acting_on_torn_weights(demo, tmp_path, options):
 
 def test_interrupt_ends_the_demo_cleanly(demo, tmp_path):
     process = demo("--target", "501")
-    until(lambda: len(actors(process)) == 4 or process.poll() is not None)
+    until(lambda: len(workers(process.pid)) == 4 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130, output
@@ -103,8 +79,8 @@ def test_interrupt_ends_the_demo_cleanly(demo, tmp_path):
 
 def test_demo_goes_on_without_a_killed_actor(demo, tmp_path):
     process = demo("--target", "150")
-    until(lambda: len(actors(process)) == 4 or process.poll() is not None)
-    actors(process)[0].send_signal(signal.SIGKILL)
+    until(lambda: len(workers(process.pid)) == 4 or process.poll() is not None)
+    workers(process.pid)[0].send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     result = figures(tmp_path)

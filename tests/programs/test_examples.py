@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 import shmsync
 from support.processes import until
+from support.programs.programs import members, workers
 
 EXAMPLES = Path(shmsync.__file__).parent / "examples"
 
@@ -28,27 +28,8 @@ class Run:
         )  # fmt: skip
         self.output = ""
 
-    def members(self):
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                pass
-        return found
-
     def workers(self):
-        """The processes that have the slab mapped, but for the trainer itself."""
-        found = []
-        for process in self.members():
-            try:
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-            except OSError:
-                continue
-            if process.pid != self.process.pid and "memfd:shmsync:" in maps:
-                found.append(process)
-        return found
+        return workers(self.process.pid)
 
     def read_until(self, pattern):
         for line in self.process.stdout:
@@ -63,13 +44,13 @@ class Run:
         self.output += rest
         assert self.process.returncode == code, self.output + errors
         assert not re.search("Traceback|ResourceWarning|shmsync/.*Warning", errors), errors
-        until(lambda: self.members() == [])  # the resource tracker goes a moment later
+        until(lambda: members(self.process.pid) == [])  # the resource tracker goes a moment later
         left = [name for name in os.listdir("/dev/shm") if f".{self.process.pid}-" in name]
         assert left == []
         return self.output
 
     def kill(self):
-        for process in self.members():
+        for process in members(self.process.pid):
             process.kill()
         self.process.communicate()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 from support.processes import state, until
 
@@ -23,6 +26,27 @@ def run_a_child(_):
 def until_it_sleeps(pid):
     """Until become_sleep() is done, and the kernel shows all of the new program."""
     until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n" and state(pid) == "S")
+
+
+def members(session):
+    """Every process of a session that has not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def workers(session):
+    """Those that have the slab of an arena mapped, but for the leader of the session, which is the trainer."""
+    found = []
+    for process in members(session):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            if process.pid != session and "memfd:shmsync:" in maps:
+                found.append(process)
+    return found
 
 
 class Program:
