@@ -106,23 +106,6 @@ def test_a_method_that_returns_a_coroutine_is_refused_when_it_is_called(bound):
         pass
 
 
-@torch.no_grad()
-def test_a_generator_holds_its_version_to_its_end(bound):
-    trainer, worker, pub, sub = bound(Decoder, 3)
-    x = torch.randn(2, 4)
-    expected = list(copy.deepcopy(trainer).stream(x))
-    found = []
-    generator = worker.stream(x)
-    for value in generator:
-        found.append(value)
-        step(trainer)
-        pub.publish()
-        assert not sub.refresh()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert sub.refresh()
-    assert inspect.isgeneratorfunction(Decoder.stream)
-
-
 @pytest.mark.parametrize("end", ["close", "drop", "throw"])
 @torch.no_grad()
 def test_a_generator_that_does_not_go_on_gives_its_section_back(bound, end):
@@ -140,33 +123,6 @@ def test_a_generator_that_does_not_go_on_gives_its_section_back(bound, end):
     del generator
     gc.collect()
     pub.publish()
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@torch.no_grad()
-def test_bindings_to_two_arenas_compose(publisher, subscriber, slots):
-    trainer, worker = Policy(), Policy()
-    base, adapter = publisher(trainer, slots=slots, exclude="head.*"), publisher(trainer, slots=slots, include="head.*")
-    first, second = subscriber(base), subscriber(adapter)
-    first.bind(worker)
-    second.bind(worker)
-    x = torch.randn(2, 4)
-    for publish in (base.publish, adapter.publish, base.publish):
-        step(trainer)
-        publish()
-        seen = Policy()
-        seen.encoder.load_state_dict(dict(first.snapshot().weights["encoder"].flatten_keys(".").items()))
-        seen.head.load_state_dict(dict(second.snapshot().weights["head"].items()))
-        assert torch.equal(worker(x), seen(x))
-        assert (first.version, second.version) == (base.version, adapter.version)
-    held = []
-    worker.head.register_forward_pre_hook(lambda *_: held.append((first.refresh(), second.refresh())))
-    worker(x)
-    assert held == [(False, False)], "one section over both"
-    worker.encoder(x)
-    first.close()
-    with pytest.raises(shmsync.ClosedError):
-        worker(x)
 
 
 @torch.no_grad()

@@ -225,17 +225,6 @@ def test_a_pickle_is_of_one_version(what, how, consistency, slots, publisher, su
             assert len({number for each in found for number in (each.min().item(), each.max().item())}) == 1
 
 
-def test_each_dump_is_of_the_version_of_its_time(publisher, subscriber):
-    world = World("small", 2, publisher, subscriber)
-    kept = []
-    for number in range(1, 5):
-        kept.append(copy.copy(world.worker.first[1]))
-        kept.append(copy.deepcopy(world.worker).first[1])
-        kept.append(pickle.loads(pickle.dumps(world.worker)).first[1])
-        assert [each[0].item() for each in kept[-3:]] == [number] * 3
-        world.advance()
-
-
 def test_a_view_of_a_closed_arena_is_copied_too(publisher, subscriber):
     world = World("large", 2, publisher, subscriber)
     view = world.worker.state_dict()

@@ -113,30 +113,6 @@ def test_weight_strategies(trainer, worker, form):
     assert values_of(inner(module)) == expected(4.0)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrappers_own_state_dict_is_understood(publisher, wrapper):
-    """A user may send what torch calls the wrapped module's weights."""
-
-    def make(value):
-        net = Net(value)
-        net.first, net.second = net.module, net._orig_mod
-        net.module = net._orig_mod = None
-        return net
-
-    source = make(5.0)
-    if "inside" in wrapper or "twice" in wrapper:
-        source.first = compiled(source.first)
-    else:
-        source = WRAPPERS[wrapper](source)
-    given = {k: v for k, v in source.state_dict().items() if k != "n_averaged"}
-    into = make(0.0)
-    WeightStrategy().apply_weights(into, given)
-    pub = publisher(make(0.0))
-    pub.publish(given)
-    for weights in (into.state_dict(), pub.weights):
-        assert {value for leaf in numbers(weights).values() for value in leaf} == {5.0}
-
-
 def test_a_prefix_that_may_mean_two_leaves_is_not_guessed(publisher):
     pub = publisher(Net(0.0))
     with pytest.raises(shmsync.ManifestMismatch, match="module._orig_mod.weight is not in the arena"):
