@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import shmsync
+from shmsync import _native
 from shmsync.collectors.collector import START_TIMEOUT
 from shmsync.engine.copy.converting import STAGED_BYTES
 from shmsync.engine.deadlines import DEFAULT_TIMEOUT
@@ -61,6 +64,18 @@ def test_every_ordering_in_the_native_code_names_its_partner():
     assert never_weakened == []
     documented = (NATIVE.parent / "docs" / "guarantees.md").read_text()
     assert [name for name in code if f"`{name}`" not in documented] == []
+
+
+def test_an_ordinary_build_has_no_failpoints():
+    if hasattr(_native, "arm_failpoints"):
+        pytest.skip("this build is that of `make test-failpoints`")
+    names = {
+        name for path in NATIVE.rglob("*.cpp") for name in re.findall(r'SHMSYNC_FAILPOINT\("(.+)"\)', path.read_text())
+    }
+    assert len(names) > 30
+    library = Path(_native.__file__).read_bytes()
+    assert [name for name in sorted(names) if name.encode() in library] == []
+    assert b"SHMSYNC_FAILPOINT" not in library and b"failpoint" not in library
 
 
 def test_another_system_is_refused_in_one_sentence():
