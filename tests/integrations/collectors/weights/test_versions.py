@@ -99,18 +99,23 @@ def test_no_forward_of_a_large_policy_sees_two_versions(collector, kind, slots):
     assert len(collect(collecting, policy, enough=100)) >= 100
 
 
-def test_updates_that_nobody_waits_for_are_counted_too(collector):
-    policy = Tagged(pause=0.001)
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(sync=False))
-    assert len(collect(collecting, policy)) >= ENOUGH
+OPTIONS = [
+    {"device": "cpu"},
+    {"policy_device": "cpu"},  # with which TorchRL hands the policy a copy of the frame
+    {"env_device": "cpu"},
+    {"storing_device": "cpu"},
+    {"reset_at_each_iter": True},
+    {"scheme": {"sync": False}},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", ["device", "policy_device", "env_device", "storing_device"])
-def test_with_a_device(collector, kind, which):
-    """With a policy_device TorchRL hands the policy a copy of the frame."""
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_with_every_option(collector, kind, options):
     policy = Tagged(pause=0.001)
-    assert len(collect(collector(policy, kind=kind, **{which: "cpu"}), policy)) >= ENOUGH
+    scheme = ShmWeightSyncScheme(**options.get("scheme", {}))
+    collecting = collector(policy, kind=kind, **{**options, "scheme": scheme})
+    assert len(collect(collecting, policy)) >= ENOUGH
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -127,11 +132,6 @@ def test_with_whole_trajectories(collector):
         return true(batch[batch["collector", "mask"]])
 
     assert len(collect(collecting, policy, check)) >= ENOUGH
-
-
-def test_when_each_batch_starts_with_a_reset(collector):
-    policy = Tagged(pause=0.001)
-    assert len(collect(collector(policy, reset_at_each_iter=True), policy)) >= ENOUGH
 
 
 @pytest.mark.parametrize("kind", KINDS)
