@@ -18,7 +18,7 @@ import torch
 
 import shmsync
 from support.processes import until
-from support.programs.programs import members, workers
+from support.programs.programs import members, with_weights
 
 pytest.importorskip("gymnasium", reason="the demo needs shmsync[demo]")
 
@@ -47,6 +47,10 @@ def demo(tmp_path):
         process.stdout.close()
 
 
+def actors(process):
+    return with_weights(members(process.pid), process.pid)
+
+
 def figures(folder):
     return json.loads((Path(folder) / "figures.json").read_text())["results"]
 
@@ -68,7 +72,7 @@ def test_demo_trains_without_acting_on_torn_weights(demo, tmp_path, options):
 
 def test_interrupt_ends_the_demo_cleanly(demo, tmp_path):
     process = demo("--target", "501")
-    until(lambda: len(workers(process.pid)) == 4 or process.poll() is not None)
+    until(lambda: len(actors(process)) == 4 or process.poll() is not None)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130, output
@@ -79,8 +83,8 @@ def test_interrupt_ends_the_demo_cleanly(demo, tmp_path):
 
 def test_demo_goes_on_without_a_killed_actor(demo, tmp_path):
     process = demo("--target", "150")
-    until(lambda: len(workers(process.pid)) == 4 or process.poll() is not None)
-    workers(process.pid)[0].send_signal(signal.SIGKILL)
+    until(lambda: len(actors(process)) == 4 or process.poll() is not None)
+    actors(process)[0].send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     result = figures(tmp_path)
