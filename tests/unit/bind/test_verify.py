@@ -152,10 +152,6 @@ def replaced_parameter(worker):
     worker.head.weight = nn.Parameter(torch.randn(2, 8))
 
 
-def swapped(worker):
-    worker.head._parameters["weight"] = nn.Parameter(torch.randn(2, 8))
-
-
 def assigned_by_load_state_dict(worker):
     part = nn.Linear(8, 2)
     part.load_state_dict({key: torch.randn_like(value) for key, value in part.state_dict().items()}, assign=True)
@@ -176,7 +172,6 @@ def untied(worker):
         (replaced_submodule, ["head.weight", "head.bias"], "has other values, in memory of its own"),
         (replaced_data, ["head.weight"], "has other values"),
         (replaced_parameter, ["head.weight"], "has other values"),
-        (swapped, ["head.weight"], "has other values"),
         (assigned_by_load_state_dict, ["head.weight", "head.bias"], "has other values"),
         (dropped, ["head.bias"], "is not there"),
         (untied, ["out.weight"], "has other values"),
