@@ -9,7 +9,17 @@ import torch
 
 import shmsync
 from support.environments import basic as environments
-from support.environments.basic import Constant, Counting, Failing, FirstTime, Later, Policy, differences, flat
+from support.environments.basic import (
+    Constant,
+    Counting,
+    Failing,
+    FirstTime,
+    Later,
+    Policy,
+    differences,
+    differences_after_a_load,
+    flat,
+)
 from support.environments.vector import Episodes, NestedEpisodes, Random, Vectors
 from support.environments.waiting import Breaking, OwnThread, Together
 from support.processes import alive, workers
@@ -98,16 +108,7 @@ def test_one_that_kills_its_worker_is_named(collector):
 
 
 def test_the_seeds_of_a_state_go_on(collector):
-    first = collector(Episodes, Policy(), **FOUR, seed=3)
-    next(first)
-    state = first.state_dict()
-
-    def resumed():
-        other = collector(Episodes, Policy(), **FOUR, seed=9)
-        other.load_state_dict(state)
-        return flat(next(other))
-
-    assert differences(resumed(), resumed()) == []
+    assert differences_after_a_load(collector, Episodes, Policy, **FOUR) == []
 
 
 def test_vector_environments_are_refused(collector):

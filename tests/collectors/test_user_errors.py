@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import signal
 
 import pytest
 
-import shmsync
 from shmsync.collectors import MultiprocessCollector
 from support.environments.basic import SCHEMES, Constant, Counting
 from support.environments.raising import (
@@ -92,12 +89,3 @@ def test_a_failing_close_does_not_hide_the_error_under_way(tmp_path, caplog):
             next(batches)
             raise ZeroDivisionError
     assert "cannot close" in caplog.text
-
-
-def test_a_step_that_was_killed_is_still_a_death(collector):
-    batches = collector(Counting, Constant(), frames_per_batch=400)
-    next(batches)
-    os.kill(batches._pool.members[0].process.pid, signal.SIGKILL)
-    with pytest.raises(shmsync.WorkerDied, match="SIGKILL"):
-        for _ in range(3):
-            next(batches)

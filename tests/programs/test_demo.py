@@ -18,6 +18,7 @@ import torch
 
 import shmsync
 from support.processes import until
+from support.programs.programs import members, with_weights
 
 pytest.importorskip("gymnasium", reason="the demo needs shmsync[demo]")
 
@@ -46,29 +47,8 @@ def demo(tmp_path):
         process.stdout.close()
 
 
-def members(session):
-    """Every process of a session; the demo's actors are in the one that it leads."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session:
-                found.append(process)
-        except ProcessLookupError:
-            pass
-    return found
-
-
 def actors(process):
-    """The processes that have the slab mapped, but for the learner itself."""
-    found = []
-    for member in members(process.pid):
-        try:
-            maps = Path(f"/proc/{member.pid}/maps").read_text()
-        except OSError:
-            continue
-        if member.pid != process.pid and "memfd:shmsync:" in maps:
-            found.append(member)
-    return found
+    return with_weights(members(process.pid), process.pid)
 
 
 def figures(folder):

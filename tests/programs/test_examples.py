@@ -2,85 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 import shmsync
 from support.processes import until
+from support.programs.programs import Example
 
 EXAMPLES = Path(shmsync.__file__).parent / "examples"
 
 
-class Run:
-    """One example, in a session of its own so that its processes can be told from others."""
-
-    def __init__(self, script, *options):
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "default::ResourceWarning", str(EXAMPLES / script), *options],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        self.output = ""
-
-    def members(self):
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                pass
-        return found
-
-    def workers(self):
-        """The processes that have the slab mapped, but for the trainer itself."""
-        found = []
-        for process in self.members():
-            try:
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-            except OSError:
-                continue
-            if process.pid != self.process.pid and "memfd:shmsync:" in maps:
-                found.append(process)
-        return found
-
-    def read_until(self, pattern):
-        for line in self.process.stdout:
-            self.output += line
-            if re.search(pattern, line):
-                return
-        pytest.fail(f"it ended before it printed {pattern!r}: {self.output}{self.process.stderr.read()}")
-
-    def end(self, code=0):
-        """Its output, once it has ended, well and with nothing left."""
-        rest, errors = self.process.communicate(timeout=250)
-        self.output += rest
-        assert self.process.returncode == code, self.output + errors
-        assert not re.search("Traceback|ResourceWarning|shmsync/.*Warning", errors), errors
-        until(lambda: self.members() == [])  # the resource tracker goes a moment later
-        left = [name for name in os.listdir("/dev/shm") if f".{self.process.pid}-" in name]
-        assert left == []
-        return self.output
-
-    def kill(self):
-        for process in self.members():
-            process.kill()
-        self.process.communicate()
-
-
 @pytest.fixture
-def run():
+def run(tmp_path):
     """run(script, *options) starts an example."""
     started = []
 
-    def start(*arguments):
-        started.append(Run(*arguments))
+    def start(script, *options):
+        started.append(Example(tmp_path, str(EXAMPLES / script), *options))
         return started[-1]
 
     yield start

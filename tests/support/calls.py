@@ -9,7 +9,9 @@ import pickle
 import sys
 import threading
 import traceback
+from pathlib import Path
 
+import shmsync
 from support.processes import PATIENCE
 
 
@@ -113,6 +115,23 @@ def calls_of(work):
     finally:
         sys.setprofile(before)
     return found
+
+
+def own_calls(work):
+    """The names of this package's functions of Python that it calls, in their order."""
+    ours = str(Path(shmsync.__file__).parent)
+    called = [code for event, code in calls_of(work) if event == "call"]
+    return [code.co_name for code in called if code.co_filename.startswith(ours)]
+
+
+@contextlib.contextmanager
+def switched(switch, on, off):
+    """One of torch's switches is on meanwhile: switched(torch.set_default_dtype, torch.float64, torch.float32)."""
+    switch(on)
+    try:
+        yield
+    finally:
+        switch(off)
 
 
 def outcome(function, *args, **kwargs):

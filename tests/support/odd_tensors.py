@@ -102,4 +102,22 @@ ODD = {
     "meta": (lambda: torch.ones(4, device="meta"), "meta"),
 }
 
+# What may become of a tensor between two looks at it, and the shapes of those that tests try it with.
+SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
+CHANGES = {
+    "in place": lambda t: t.data.add_(1),
+    "data": lambda t: setattr(t, "data", torch.rand(t.shape)),
+    "data, a view": lambda t: setattr(t, "data", torch.rand(3, *t.shape)[1]),
+    "data, in another order": lambda t: setattr(t, "data", torch.rand(t.shape[::-1]).permute(*range(t.dim())[::-1])),
+    "data, negated": lambda t: setattr(t, "data", torch._neg_view(t.data)),
+    "data, another shape": lambda t: setattr(t, "data", torch.rand(2, *t.shape)),
+    "data, another dtype": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.float64)),
+    "set_": lambda t: t.data.set_(torch.rand(t.shape)),
+    "resize_": lambda t: t.data.resize_(t.numel() + 2),
+    "storage moves": lambda t: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
+    "storage given back": lambda t: t.untyped_storage().resize_(0),
+    "requires_grad_": lambda t: t.requires_grad_(not t.requires_grad),
+    "swapped": lambda t: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
+}
+
 DATA_CANNOT_BE = {"of vmap", "nested", "sparse", "compressed sparse", "mkldnn", "quantised", "meta"}  # torch refuses it

@@ -39,6 +39,18 @@ def bytes_of(weights):
     return b"".join(leaf.numpy().tobytes() for leaf in flat)
 
 
+def tensors(value):
+    """The tensors that lie in a module, a TensorDict, or in containers of Python."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if hasattr(value, "batch_size"):  # a TensorDict; programs that must not import it import this file
+        return list(value.values(True, True))
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors(part)]
+
+
 # ---- modules
 
 

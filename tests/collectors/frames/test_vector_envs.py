@@ -14,7 +14,17 @@ from gymnasium.vector import AutoresetMode
 
 import shmsync
 from support.environments import basic as environments
-from support.environments.basic import SCHEMES, Constant, Counting, Failing, Policy, differences, flat
+from support.environments.basic import (
+    SCHEMES,
+    Constant,
+    Counting,
+    Failing,
+    Policy,
+    check_rows,
+    differences,
+    differences_after_a_load,
+    flat,
+)
 from support.environments.vector import (
     MODES,
     Altered,
@@ -97,15 +107,6 @@ def test_frames_follow_one_another_in_a_vector_environment(collector, mode, sync
         check_rows(torch.cat(rows), (3, 5)[row])
 
 
-def check_rows(whole, length):
-    now, after = whole["observation"][:, 0], whole["next", "observation"][:, 0]
-    done = whole["next", "done"][:, 0]
-    assert torch.equal(now, torch.arange(len(whole)) % length)
-    assert torch.equal(after, now + 1) and torch.equal(done, after == length)
-    assert torch.equal(whole["next", "episode_return"][:, 0].nan_to_num(-1), torch.where(done, float(length), -1.0))
-    assert (whole["next", "reward"] == 1).all()
-
-
 @pytest.mark.parametrize(
     "env",
     [
@@ -145,19 +146,9 @@ def test_gymnasiums_own_vectorised_cartpole(collector):
     assert len(returned) > 20 and all(8 <= each <= 500 and each == int(each) for each in returned)
 
 
-def test_the_seeds_of_a_state_go_on_in_a_vector_environment(collector):
-    for kind in ("sync", "async"):
-        env = Vectors(kind, Episodes, 3)
-        first = collector(env, Policy(), seed=3, frames_per_batch=60)
-        next(first)
-        state = first.state_dict()
-
-        def resumed(env=env, state=state):
-            other = collector(env, Policy(), seed=9, frames_per_batch=60)
-            other.load_state_dict(state)
-            return flat(next(other))
-
-        assert differences(resumed(), resumed()) == []
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_seeds_of_a_state_go_on_in_a_vector_environment(collector, kind):
+    assert differences_after_a_load(collector, Vectors(kind, Episodes, 3), Policy, frames_per_batch=60) == []
 
 
 @pytest.mark.parametrize(

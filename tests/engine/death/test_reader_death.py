@@ -27,19 +27,27 @@ def test_publisher_never_waits_for_a_killed_reader(attached, slots):
             assert read(sub) == (5, 5, 5)
 
 
+@pytest.mark.parametrize("wait", [None, [5]], ids=str)
 @pytest.mark.parametrize("slots", [1, 2])
-def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(attached, slots):
+def test_death_of_a_reader_is_noticed_by_a_waiting_publisher(attached, slots, wait):
+    """The wait for its pin takes its row; the wait for its ack must still know of it."""
     with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
         reader = attached(pub, worker=5)
         reader.call(enter)
         for v in range(2, slots + 1):
             pub.publish(stamped(v))
-        call = Call(pub.publish, stamped(slots + 1))
+        call = Call(pub.publish, stamped(slots + 1), wait=wait)
         until(lambda: pub._writer.side.lock.locked())
         call.join(0.2)
         assert call.is_alive()
         reader.kill()
-        assert call.result() == slots + 1
+        if wait is None:
+            assert call.result() == slots + 1
+        else:
+            with pytest.raises(shmsync.WorkerDied) as caught:
+                call.result()
+            assert caught.value.missing == [5]
+        assert pub.version == slots + 1
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -176,41 +184,16 @@ def test_named_worker_that_acked_and_left_at_once_has_applied(attached):
         wait_for_acks(side.pin_wait, version, [4], for_ever, side.close_request.pending)
 
 
-def test_named_worker_that_left_without_an_ack_is_late(attached):
+@pytest.mark.parametrize("wait", ["all", [4]], ids=str)
+def test_a_worker_that_left_without_an_ack_is_late_if_it_was_named(attached, wait):
     with shmsync.Publisher(stamped(1)) as pub:
         leaver = attached(pub, worker=4)
-        call = Call(pub.publish, stamped(2), wait=[4], timeout=1)
+        call = Call(pub.publish, stamped(2), wait=wait, timeout=for_ever if wait == "all" else 1)
         until(lambda: pub.version == 2)
         leaver.call(detach)
-        with pytest.raises(shmsync.AckTimeout) as caught:
-            call.result()
-        assert caught.value.missing == [4]
-
-
-def test_clean_leaver_is_not_waited_for(attached):
-    with shmsync.Publisher(stamped(1), timeout=for_ever) as pub:
-        leaver = attached(pub, worker=4)
-        call = Call(pub.publish, stamped(2), wait="all")
-        until(lambda: pub.version == 2)
-        leaver.call(detach)
-        assert call.result() == 2
-
-
-# ---- found by review
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_named_worker_killed_inside_its_section_is_reported(attached, slots):
-    """The wait for its pin takes its row; the wait for its ack must still know of it."""
-    with shmsync.Publisher(stamped(1), slots=slots, timeout=for_ever) as pub:
-        victim = attached(pub, worker=7)
-        victim.call(enter)
-        for v in range(2, slots + 1):
-            pub.publish(stamped(v))
-        call = Call(pub.publish, stamped(slots + 1), wait=[7])
-        until(lambda: pub._writer.side.lock.locked())
-        victim.kill()
-        with pytest.raises(shmsync.WorkerDied) as caught:
-            call.result()
-        assert caught.value.missing == [7]
-        assert pub.version == slots + 1
+        if wait == "all":
+            assert call.result() == 2
+        else:
+            with pytest.raises(shmsync.AckTimeout) as caught:
+                call.result()
+            assert caught.value.missing == [4]

@@ -12,15 +12,12 @@ from support.jobs.engine import detach, enter, leave, refresh
 from support.jobs.verifying import (
     bound,
     calls_for_ever,
-    held_copy,
     policy,
     refreshes_for_ever,
     replace_head,
     scribble,
     sections_for_ever,
     set_data,
-    verify_copy,
-    verify_there,
     waits_for_ever,
 )
 from support.processes import until_waits
@@ -164,26 +161,3 @@ def test_own_sections_and_closing(pub):
 
 def test_nobody_is_a_proof_about_nobody(pub):
     assert pub.verify() == (1, 9, (), ())
-
-
-def test_a_worker_that_computes_with_a_deep_copy(pub, worker):
-    worker.call(held_copy)
-    assert worker.call(verify_copy).version == 1
-    with pub.update() as weights:
-        weights["2", "weight"].add_(1)
-    with pytest.raises(shmsync.NotDelivered) as error:
-        worker.call(verify_copy)
-    assert error.value.leaves == ("2.weight",)
-
-
-def test_a_worker_on_an_old_session(start):
-    worker = start()
-    with shmsync.Publisher(policy(), checksum=True) as old:
-        worker.call(bound, old.handle, 0)
-        name = old.name
-    with shmsync.Publisher(policy(), name=name, checksum=True) as new:
-        with pytest.raises(shmsync.NotDelivered, match="has taken its place"):
-            worker.call(verify_there)
-        with pytest.raises(shmsync.AckTimeout) as caught:
-            new.verify(timeout=0.1, workers=[0])
-        assert caught.value.missing == [0]

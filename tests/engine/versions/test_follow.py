@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 from math import inf as for_ever
 from pathlib import Path
 
@@ -238,26 +237,6 @@ def test_another_layout_is_named_and_the_old_weights_stay(open_trainer, start, n
 
 def warned(sub):
     return sub._reader._successor._warned is not None
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_without_follow_nothing_moves(open_trainer, start, name, slots):
-    trainer = open_trainer(5, slots=slots)
-    with shmsync.Subscriber(name) as sub:
-        assert sub.publisher_alive
-        os.kill(trainer.pid, signal.SIGSTOP)
-        assert sub.publisher_alive  # it may go on
-        os.kill(trainer.pid, signal.SIGCONT)
-        trainer.kill()
-        assert not sub.publisher_alive
-        start().call(open_arena, 2, name=name, slots=slots)
-        assert not sub.refresh()
-        assert read(sub) == (5, 5, 5)
-        assert not sub.publisher_alive
-        with pytest.raises(shmsync.WriterDied):
-            sub.wait_version(6)
-    with pytest.raises(shmsync.ClosedError):
-        sub.publisher_alive  # noqa: B018
 
 
 def test_followers_leave_nothing_behind(open_trainer, name, follower):

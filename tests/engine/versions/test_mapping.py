@@ -40,13 +40,12 @@ def test_many_tensors_take_few_descriptors(start):
 
 @pytest.mark.host_memory(reason="it counts the pages of the host; staging memory lies there too")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("slots", [1])
-def test_weights_are_in_memory_once(start, slots):
+def test_weights_are_in_memory_once(start):
     writer, *readers = start(9)
 
     def held(nbytes):
         """Bytes that the nine processes hold together when each has read all of the weights."""
-        handle = writer.call(open_untouched, nbytes, slots=slots)
+        handle = writer.call(open_untouched, nbytes)
         for reader in readers:
             reader.call(attach, handle)
         for worker in (writer, *readers):
@@ -60,8 +59,8 @@ def test_weights_are_in_memory_once(start, slots):
     held(1 * MB)  # what the first arena brings in by way of code and allocator pools
     small = held(1 * MB)
     large = held(200 * MB)
-    assert large - small <= 1.05 * slots * 200 * MB
-    assert large - small >= 0.95 * slots * 199 * MB  # the measurement sees the slab at all
+    assert large - small <= 1.05 * 200 * MB
+    assert large - small >= 0.95 * 199 * MB  # the measurement sees the slab at all
 
 
 def left(workers, before):

@@ -82,13 +82,6 @@ def half_a_generator(policy, sub):
     return out, inside
 
 
-def generator_of_another_thread(policy, sub):
-    lazily = policy.lazily(X)
-    first = sub.version
-    assert Call(lambda: (float(next(lazily)), sub.version)).result() == (first, first)
-    return next(lazily), sub.version
-
-
 def snapshot(policy, sub):
     weights, version = sub.snapshot()
     assert sub.version == version

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 
 import shmsync
-from shmsync.integrations.torchrl import ShmWeightSyncScheme
 from support.torchrl import parts, policies
 from support.torchrl.parts import ask
 from support.torchrl.policies import Acting, Normalising, Outer, Remembering, Tied
@@ -101,21 +99,6 @@ def test_extra_state_of_several_modules_goes_to_each(collector):
     assert notes(collecting) == [[(2, ["inner", "more"]), (2, ["deeper", "still"])]] * 2
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_extra_state_may_grow_as_much_as_it_likes(collector, slots):
-    policy = Acting(Remembering())
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(slots=slots))
-    batches = iter(collecting)
-    written = []
-    for size in (10, 1000, 100_000, 3_000_000, 5):
-        written.append("x" * size)
-        policy.module.write(written[-1])
-        collecting.update_policy_weights_()
-        assert notes(collecting) == [[(len(written), written)]] * 2
-        batch = next(batches)
-        assert (batch["action"] == len(written)).all() and (batch["policy_version"] == len(written)).all()
-
-
 def test_extra_state_grows_for_one_worker_alone(collector):
     collecting = collector(Acting(Remembering()))
     long = "y" * 100_000
@@ -123,12 +106,6 @@ def test_extra_state_grows_for_one_worker_alone(collector):
     assert notes(collecting) == [[(0, [])], [(1, [long])]]
     collecting.update_policy_weights_(Acting(Remembering(["short", "notes"])))
     assert notes(collecting) == [[(2, ["short", "notes"])]] * 2
-
-
-def test_weights_without_extra_state_leave_it_as_it_is(collector):
-    collecting = collector(Acting(Remembering(["kept"])))
-    collecting.update_policy_weights_({"module.weight": torch.tensor([5.0])})
-    assert notes(collecting) == [[(5, ["kept"])]] * 2
 
 
 def test_other_data_types_scalars_and_empty_tensors(collector):
@@ -147,17 +124,6 @@ def test_other_data_types_scalars_and_empty_tensors(collector):
         assert found["short"].dtype == torch.bfloat16 and found["short"].tolist() == [2.5] * 3
         assert found["empty"].shape == (0, 4)
         assert found["mask"].tolist() == [False, True] and int(found["count"]) == 3 + (1 << 40)
-
-
-def test_frozen_parameters_and_transposed_weights_arrive_too(collector):
-    policy = Acting(nn.Linear(1, 1))
-    policy.register_parameter("wide", nn.Parameter(torch.zeros(3, 2).t(), requires_grad=False))
-    collecting = collector(policy)
-    with torch.no_grad():
-        policy.wide.copy_(torch.arange(6.0).reshape(2, 3))
-    collecting.update_policy_weights_(TensorDict.from_module(policy))
-    for found in ask(collecting, "policy.read"):
-        assert found["wide"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("attribute", ["tag", "layers"])

@@ -202,19 +202,6 @@ def test_receive_moves_to_newer_weights_and_returns_them(sender, receiver):
     assert values(scheme.model) == {2}
 
 
-def test_weights_of_a_workers_own_last_until_the_next_update(sender, receiver):
-    sender.connect()
-    model = Tagged()
-    scheme = receiver(sender, 0, model)
-    scheme.apply_weights(TensorDict.from_module(Tagged(8)))
-    assert values(model) == {8} and values(sender.model_here) == {1}
-    with pytest.raises(shmsync.ManifestMismatch):
-        scheme.apply_weights({"layers.0": torch.zeros(5)})
-    assert values(model) == {8}
-    sender.send(Tagged(9), worker_ids=0)
-    assert values(model) == {9}
-
-
 def test_weights_can_be_applied_without_a_trainer():
     scheme = ShmWeightSyncScheme()
     model = Tagged()

@@ -129,13 +129,3 @@ def test_outputs_do_not_change_later(pair):
         out = both.models[0](None)
     both.sender.send(filled(model, 2))
     assert (out["weight"] == 1).all() and (out["copies"][0] == 1).all() and out["copies"][1] == 1
-
-
-def test_a_compiled_policy_follows(pair):
-    model = filled(nn.Linear(2, 2), 1)
-    both = pair(model, slots=2)
-    compiled = torch.compile(both.models[0], backend="eager")
-    with torch.no_grad():
-        for value in range(2, 6):
-            both.sender.send(filled(model, value))
-            assert (compiled(torch.ones(1, 2)) == 3 * value).all()

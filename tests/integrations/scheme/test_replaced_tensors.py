@@ -58,21 +58,14 @@ def test_the_extra_state_of_a_new_submodule_is_sent(pair):
     assert old.words == ["a"]
 
 
-def test_weights_that_are_mapped_to_devices_are_those_of_the_moment_of_connect():
+@pytest.mark.parametrize("mapped", [False, True], ids=["weights", "weights mapped to devices"])
+def test_first_weights_are_those_of_the_moment_of_connect(mapped):
     model = filled(nn.Linear(2, 2), 1)
-    sender = ShmWeightSyncScheme(timeout=5.0)
-    sender.init_on_sender(model_id="policy", model=model, device_map_fn=lambda worker, td: td.clone(), num_workers=2)
-    model.weight = nn.Parameter(torch.full((2, 2), 3.0))
-    sender.connect()
-    assert (sender.weights["weight"] == 3).all()
-    sender.shutdown()
-
-
-def test_first_weights_are_those_of_the_moment_of_connect():
-    weights = TensorDict(dict(filled(nn.Sequential(nn.Linear(2, 2)), 1).state_dict()))
-    sender = ShmWeightSyncScheme(timeout=5.0)
-    sender.init_on_sender(model_id="policy", weights=weights, devices=[None])
-    weights["0.weight"] = torch.full((2, 2), 3.0)
-    sender.connect()
-    assert (sender.weights["0", "weight"] == 3).all()
-    sender.shutdown()
+    weights = TensorDict(dict(model.state_dict()))
+    options = {"model": model, "device_map_fn": lambda worker, td: td.clone(), "num_workers": 2}
+    with ShmWeightSyncScheme(timeout=5.0) as sender:
+        sender.init_on_sender(model_id="policy", **options if mapped else {"weights": weights, "devices": [None]})
+        model.weight = nn.Parameter(torch.full((2, 2), 3.0))
+        weights["weight"] = torch.full((2, 2), 3.0)
+        sender.connect()
+        assert (sender.weights["weight"] == 3).all()

@@ -9,7 +9,6 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-import shmsync
 from shmsync.memory.arena import _all_mapped
 from support.processes import until
 from support.torchrl.pair import Counting, filled, net
@@ -28,23 +27,6 @@ def test_connect_gives_the_weights_and_send_the_new_ones(pair):
     assert all((w == 3).all() for w in both.weights("0.weight"))
     assert (both.sender.weights["0", "weight"] == 3).all()
     assert (both.receivers[0].weights["0", "weight"] == 3).all()
-
-
-def test_all_or_none_of_the_workers_get_weights_of_their_own(pair):
-    both = pair(filled(net(), 1))
-    wrong = {"0.weight": torch.zeros(4, 3), "2.weight": torch.zeros(9, 9)}
-    for weights in (wrong, {0: filled(net(), 2), 1: wrong}):
-        with pytest.raises(shmsync.ManifestMismatch, match="2.weight"):
-            both.sender.send(weights)
-    assert [w.mean().item() for w in both.weights("0.weight")] == [1, 1]
-    both.sender.send(filled(net(), 2))
-    assert [w.mean().item() for w in both.weights("0.weight")] == [2, 2]
-
-
-@pytest.mark.parametrize("worker_ids", [2, [0, 7], "cuda:0"])
-def test_unknown_workers(pair, worker_ids):
-    with pytest.raises(ValueError, match="not registered"):
-        pair(net()).sender.send(worker_ids=worker_ids)
 
 
 def test_the_forms_of_init_on_sender(pair):
@@ -111,18 +93,6 @@ def test_extra_state_goes_with_the_weights_and_may_grow(pair):
     assert all((own.words == torch.ones(2)).all() for own in both.models)
 
 
-def test_a_worker_that_cannot_apply_raises_in_the_trainer(pair):
-    model = Counting()
-    both = pair(model)
-    model.words = ["refused"]
-    with pytest.raises(ArithmeticError, match="no such word") as caught:
-        both.sender.send(filled(model, 2))
-    assert "set_extra_state" in str(caught.value.__cause__)
-    model.words = ["fine"]
-    both.sender.send(filled(model, 3))
-    assert [own.words for own in both.models] == [["fine"], ["fine"]]
-
-
 def test_a_failure_nobody_waited_for_raises_at_the_next_update(pair):
     model = Counting()
     both = pair(model, sync=False)
@@ -146,12 +116,3 @@ def test_alias_shares_the_trainers_own_tensors(pair):
     both.sender.send()
     with pytest.raises(ValueError, match="alias"):
         both.sender.send(model, worker_ids=[0])
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_slots(pair, slots):
-    model = filled(net(), 1)
-    both = pair(model, slots=slots)
-    for value in range(2, 9):
-        both.sender.send(filled(model, value))
-        assert [w.mean().item() for w in both.weights("2.weight")] == [value, value]

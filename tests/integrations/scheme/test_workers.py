@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import pickle
 import threading
 
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
 
 import shmsync
 from support.faults.interrupts import alarms
-from support.processes import until
-from support.torchrl.pair import Pair, filled, net
+from support.torchrl.pair import filled, net
 
 
 def test_a_worker_that_leaves_is_named_once_and_may_come_back(pair):
@@ -92,6 +88,9 @@ def test_a_workers_own_load_state_dict_lasts_until_the_next_update(pair):
     assert [w.mean().item() for w in both.weights("0.weight")] == [5, 1]
     both.receivers[1].apply_weights(TensorDict.from_module(filled(net(), 6)).data)
     assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6]
+    with pytest.raises(shmsync.ManifestMismatch):
+        both.receivers[1].apply_weights({"0.weight": torch.zeros(5)})
+    assert [w.mean().item() for w in both.weights("0.weight")] == [5, 6] and (model[0].weight == 1).all()
     both.sender.send(filled(model, 2))
     assert [w.mean().item() for w in both.weights("0.weight")] == [2, 2]
 
@@ -106,45 +105,3 @@ def test_a_worker_that_leaves_keeps_its_weights(pair):
     filled(own, 8)
     own.eval()(torch.ones(1, 3))
     assert "forward" not in vars(own)
-
-
-def test_receive_by_hand(pair):
-    model = filled(net(), 1)
-    both = pair(model, sync=False)
-    receiver = both.receivers[0]
-    assert receiver.receive(timeout=0.01) is None
-    both.sender.send(filled(model, 2))
-    receiver.receive(timeout=0.2)  # the thread may have been quicker
-    assert (both.models[0][0].weight == 2).all()
-
-
-def test_descriptors_do_not_grow_with_tensors_and_nothing_is_left(pair):
-    def counts():
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    def opened(layers):
-        before = counts()
-        both = pair(nn.Sequential(*[nn.Linear(1, 1) for _ in range(layers)]))
-        both.sender.send()
-        during = counts()
-        both.close()
-        return before, during
-
-    opened(1)  # what the first use makes for good
-    (before, few), (_, many) = opened(1), opened(300)
-    assert many[0] - before[0] == few[0] - before[0] < 40
-    assert many[1] - before[1] <= 1, "one thread for all workers of a process"
-    until(lambda: counts() == before)
-
-
-def test_a_scheme_nobody_shuts_down_goes_with_its_last_reference():
-    def names():
-        return {name for name in os.listdir("/dev/shm") if f".{os.getpid()}-" in name}
-
-    before = names()
-    both = Pair(net())
-    assert len(names()) == len(before) + 1
-    del both
-    gc.collect()
-    assert names() == before

@@ -173,6 +173,31 @@ def differences(one, other):
     return [name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)]
 
 
+def differences_after_a_load(collector, env, policy, **options):
+    """Of the first batches of two collectors that load one state, whatever their own seed is."""
+    first = collector(env, policy(), seed=3, **options)
+    next(first)
+    state = first.state_dict()
+
+    def resumed():
+        other = collector(env, policy(), seed=9, **options)
+        other.load_state_dict(state)
+        return flat(next(other))
+
+    return differences(resumed(), resumed())
+
+
+def check_rows(rows, length=5):
+    """Whether these frames of one Counting follow one another, over the ends of its episodes too."""
+    now, after = rows["observation"][:, 0], rows["next", "observation"][:, 0]
+    done = rows["next", "done"][:, 0]
+    assert torch.equal(now, torch.arange(len(rows)) % length)
+    assert torch.equal(after, now + 1)  # where the action led, also at the end of an episode
+    assert torch.equal(done, after == length) and torch.equal(done, rows["next", "truncated"][:, 0])
+    assert not rows["next", "terminated"].any() and (rows["next", "reward"] == 1).all()
+    assert torch.equal(rows["next", "episode_return"][:, 0].nan_to_num(-1), torch.where(done, float(length), -1.0))
+
+
 class Odd(Counting):
     """Returns what it is told to, from its resets or its steps; its space is `space`."""
 

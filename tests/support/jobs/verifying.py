@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
@@ -56,15 +54,3 @@ def scribble(state):
 
 def set_data(state):
     state.module[2].weight.data = torch.randn(2, 4)
-
-
-def held_copy(state):
-    state.copy = copy.deepcopy(state.module)
-
-
-def verify_copy(state):
-    return state.sub.verify(state.copy)
-
-
-def verify_there(state):
-    return state.sub.verify()

@@ -74,7 +74,9 @@ def test_training_goes_on_as_it_would_without(adopted, kind, known, set_to_none,
     optimizer, options = OPTIMIZERS[kind]
     twins = Twins(lambda: convolution(memory_format), optimizer, lr=0.001, **options)
     twins.learn(set_to_none=set_to_none)
+    strides = [tensor.stride() for tensor in twins.module.state_dict().values()]
     pub, sub = adopted(twins.module, twins.optimizer if known else None)
+    assert [tensor.stride() for tensor in twins.module.state_dict().values()] == strides
     for _ in range(5):
         if known:
             twins.learn(set_to_none=set_to_none)

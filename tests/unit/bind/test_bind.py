@@ -1,11 +1,8 @@
-"""Bound modules: identity, versions, buffers, outputs, copies."""
+"""Bound modules: versions, buffers, gradients, and what becomes of them."""
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
-import pickle
 import warnings
 import weakref
 
@@ -14,17 +11,6 @@ import torch
 from torch import nn
 
 from support.weights import step
-
-
-class Policy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 3)
-        self.log_std = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        mean = self.body(x)
-        return mean, self.log_std.expand_as(mean)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -41,19 +27,6 @@ def test_each_forward_uses_the_newest_version(bound, slots, consistency):
 
 
 @torch.no_grad()
-def test_parameters_keep_their_identity(bound):
-    trainer, worker, pub, sub = bound(lambda: nn.LSTM(3, 5), 2)
-    ids = [id(p) for p in worker.parameters()]
-    for _ in range(3):
-        step(trainer)
-        pub.publish()
-        sub.refresh()
-        x = torch.randn(2, 1, 3)
-        torch.testing.assert_close(worker(x)[0], trainer(x)[0])
-    assert [id(p) for p in worker.parameters()] == ids
-
-
-@torch.no_grad()
 def test_outer_sections_hold_one_version_for_a_rollout(bound):
     trainer, worker, pub, sub = bound(lambda: nn.Linear(4, 2), 2)
     x = torch.randn(1, 4)
@@ -63,26 +36,6 @@ def test_outer_sections_hold_one_version_for_a_rollout(bound):
         pub.publish()
         assert torch.equal(worker(x), old)
     assert torch.equal(worker(x), trainer(x))
-
-
-@torch.no_grad()
-def test_outputs_that_are_views_of_the_weights_are_cloned(bound):
-    trainer, worker, pub, _ = bound(Policy)
-    _, stored = worker(torch.zeros(2, 4))
-    step(trainer)
-    pub.publish()
-    worker(torch.zeros(2, 4))
-    assert stored.abs().sum() == 0
-
-
-@torch.no_grad()
-def test_outputs_stay_views_when_asked(bound):
-    trainer, worker, pub, sub = bound(Policy, clone_outputs=False)
-    _, stored = worker(torch.zeros(2, 4))
-    step(trainer)
-    pub.publish()
-    sub.refresh()
-    assert stored.sum() == 6
 
 
 @torch.no_grad()
@@ -114,36 +67,6 @@ def test_gradients_are_warned_about_once_and_right_inside_one_section(bound):
         with sub.read():
             worker(torch.ones(1, 4)).sum().backward()
     assert worker.weight.grad.tolist() == [[1] * 4] * 2
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@torch.no_grad()
-def test_copies_of_a_bound_module_are_private(bound, how):
-    trainer, worker, pub, _ = bound(Policy)
-    if how == "deepcopy":
-        twin = copy.deepcopy(worker)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(worker))
-    else:
-        file = io.BytesIO()
-        torch.save(worker, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    x = torch.randn(2, 4)
-    expected = trainer(x)[0]
-    step(trainer)
-    pub.publish()
-    assert torch.equal(twin(x)[0], expected)
-    twin.log_std.add_(1)  # its own memory, writable
-    assert torch.equal(worker(x)[0], trainer(x)[0])
-
-
-@torch.no_grad()
-def test_a_state_dict_of_a_bound_module_loads_elsewhere(bound):
-    trainer, worker, _, _ = bound(Policy)
-    other = Policy()
-    other.load_state_dict(worker.state_dict())
-    assert torch.equal(other.body.weight, trainer.body.weight)
 
 
 @torch.no_grad()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import shmsync
+from support.calls import switched
 from support.jobs.engine import bind_copies
 from support.processes import no_monitor
 from support.weights import step
@@ -114,33 +115,14 @@ def test_a_module_that_is_not_bound_any_more_is_converted(after):
     assert worker.double()(X.double()).dtype is torch.float64
 
 
-@contextmanager
-def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 MADE = {
     "plain": nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "meta": lambda: torch.device("meta"),
     "default device": lambda: torch.device("cpu"),
-    "default dtype": double,
-    "deterministic": deterministic,
+    "default dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
 }
 USED = {
     "plain": nullcontext,

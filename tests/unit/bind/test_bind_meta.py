@@ -142,6 +142,7 @@ def test_an_optimizer_of_a_module_on_the_meta_device_has_its_parameters(publishe
     held = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, worker.parameters(), strict=True))
     assert torch.equal(held[0], trainer.weight_ih_l0)
+    assert (held[0].data_ptr() == sub.weights["weight_ih_l0"].data_ptr()) is not copies
 
 
 def old_weight_norm():

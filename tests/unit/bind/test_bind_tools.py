@@ -169,25 +169,17 @@ def test_a_copy_keeps_the_weights_of_its_version(bound, tool, guard, slots):
     assert_still_right(trainer, worker, pub, sub)
 
 
-def refused(bound, tool, guard, slots):
+REFUSED = [(SHARED[tool], tool, guard) for tool in SHARED for guard in GUARDS]
+REFUSED += [(GUARDED[tool], tool, guard) for tool in GUARDED for guard in GUARDS[:2]]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("tool", "guard"), [pytest.param(t, g, id=f"{n}-{g}") for t, n, g in REFUSED])
+def test_what_would_share_its_tensors_or_record_a_guarded_call_is_refused(bound, tool, guard, slots):
     trainer, worker, pub, sub = bound(Net, slots, guard=guard)
     with pytest.raises(shmsync.ProtocolError, match=r"copy\.deepcopy\(module\)"), section(sub, guard):
         tool(worker)
     assert_still_right(trainer, worker, pub, sub)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("guard", GUARDS, ids=str)
-@pytest.mark.parametrize("tool", SHARED)
-def test_what_would_share_its_tensors_is_refused(bound, tool, guard, slots):
-    refused(bound, SHARED[tool], guard, slots)
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("guard", GUARDS[:2], ids=str)
-@pytest.mark.parametrize("tool", GUARDED)
-def test_a_guarded_call_is_not_recorded(bound, tool, guard, slots):
-    refused(bound, GUARDED[tool], guard, slots)
 
 
 @pytest.mark.parametrize("tool", ["jit.trace", "jit.script", "export", "copy.copy", "fx.symbolic_trace"])

@@ -17,6 +17,7 @@ from shmsync.engine.source.pickling import dumps
 from shmsync.memory.torch_modes import plainly
 from shmsync.schemes import WeightStrategy
 from shmsync.schemes.remote.packed_weights import Packer, unpack
+from support.calls import switched
 from support.weights import bytes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -47,42 +48,15 @@ class Spoiling(TorchFunctionMode):
         return made
 
 
-@contextlib.contextmanager
-def default_device():
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype():
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 MODES = {
     "none": contextlib.nullcontext,
-    "set_default_device": default_device,
-    "set_default_dtype": default_dtype,
+    "set_default_device": lambda: switched(torch.set_default_device, "meta", None),
+    "set_default_dtype": lambda: switched(torch.set_default_dtype, torch.float64, torch.float32),
     "device": lambda: torch.device("meta"),
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu"),
-    "deterministic": deterministic,
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
     "FakeTensorMode": FakeTensorMode,
     "TorchDispatchMode": Refusing,
     "TorchFunctionMode": Spoiling,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from pathlib import Path
-
 import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-import shmsync
-from support.calls import calls_of
-
-OURS = str(Path(shmsync.__file__).parent)
-Pair = namedtuple("Pair", ["first", "second"])
+from support.calls import own_calls
+from support.weights import tensors
 
 FORMS = {
     "tensor": lambda x: x,
@@ -28,30 +22,15 @@ FORMS = {
 
 
 class Returns(nn.Module):
-    """Returns what `form` makes of its result; with `shows`, of its own weights."""
+    """Returns what `form` makes of its result."""
 
-    def __init__(self, form, shows=False):
+    def __init__(self, form):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        self.form, self.shows = form, shows
+        self.form = form
 
     def forward(self, x):
-        return self.form(self.linear.weight if self.shows else self.linear(x))
-
-
-def own_calls(function):
-    """The Python functions of this package that it calls."""
-    called = [code for event, code in calls_of(function) if event == "call"]
-    return [code.co_name for code in called if code.co_filename.startswith(OURS)]
-
-
-def tensors(out):
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, TensorDict):
-        out = dict(out.items())
-    inside = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
-    return [tensor for each in inside for tensor in tensors(each)]
+        return self.form(self.linear(x))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,20 +44,6 @@ def test_a_call_runs_no_python_of_ours(form, bound):
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("form", [*FORMS, "named tuple"])
-@torch.no_grad()
-def test_what_lies_in_the_slab_is_cloned(form, bound):
-    make = FORMS.get(form, lambda x: Pair(x, 1))
-    trainer, worker, pub, _ = bound(lambda: Returns(make, shows=True))
-    found = tensors(worker(torch.randn(3)))
-    before = trainer.linear.weight.clone()
-    trainer.linear.weight.add_(1.0)
-    pub.publish()
-    worker(torch.randn(3))
-    assert found and all(torch.equal(each, before) or torch.equal(each, before + 1) for each in found)
-    assert torch.equal(found[0], before)
-
-
 @torch.no_grad()
 def test_a_tensordict_that_was_given_is_the_one_that_comes_back(bound):
     trainer, worker, _, _ = bound(lambda: TensorDictModule(nn.Linear(3, 2), in_keys=["x"], out_keys=["y"]))
@@ -87,18 +52,3 @@ def test_a_tensordict_that_was_given_is_the_one_that_comes_back(bound):
     worker(given)
     assert own_calls(lambda: worker(given)) == []
     assert worker(given) is given and torch.equal(given["y"], expected)
-
-
-def deep(x, levels=20):
-    return x if levels == 0 else [deep(x, levels - 1)]
-
-
-@torch.no_grad()
-def test_however_deep_it_lies(bound):
-    trainer, worker, pub, _ = bound(lambda: Returns(deep, shows=True))
-    found = tensors(worker(torch.randn(3)))[0]
-    before = found.clone()
-    trainer.linear.weight.add_(1.0)
-    pub.publish()
-    worker(torch.randn(3))
-    assert torch.equal(found, before)

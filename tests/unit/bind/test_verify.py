@@ -135,7 +135,9 @@ def refused(sub, *leaves, match=None, modules=()):
         sub.verify(*modules)
     assert set(caught.value.leaves) == set(leaves)
     assert caught.value.version == sub.version
-    return str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.leaves, again.version) == (str(caught.value), caught.value.leaves, sub.version)
+    return str(again)
 
 
 def replaced_submodule(worker):
@@ -148,10 +150,6 @@ def replaced_data(worker):
 
 def replaced_parameter(worker):
     worker.head.weight = nn.Parameter(torch.randn(2, 8))
-
-
-def swapped(worker):
-    worker.head._parameters["weight"] = nn.Parameter(torch.randn(2, 8))
 
 
 def assigned_by_load_state_dict(worker):
@@ -174,7 +172,6 @@ def untied(worker):
         (replaced_submodule, ["head.weight", "head.bias"], "has other values, in memory of its own"),
         (replaced_data, ["head.weight"], "has other values"),
         (replaced_parameter, ["head.weight"], "has other values"),
-        (swapped, ["head.weight"], "has other values"),
         (assigned_by_load_state_dict, ["head.weight", "head.bias"], "has other values"),
         (dropped, ["head.bias"], "is not there"),
         (untied, ["out.weight"], "has other values"),
@@ -280,41 +277,20 @@ def test_checksum_false_takes_no_byte(publisher):
     assert b"sums" not in publisher(Agent())._writer.arena.manifest.to_json()
 
 
-def test_an_error_travels(delivered):
-    _, worker, _, sub = delivered()
-    worker.head = nn.Linear(8, 2)
-    with pytest.raises(shmsync.NotDelivered) as caught:
-        sub.verify()
-    again = pickle.loads(pickle.dumps(caught.value))
-    assert (str(again), again.leaves, again.version) == (str(caught.value), caught.value.leaves, 1)
+INCOMPARABLE = {
+    "uninitialized": nn.UninitializedParameter,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(8)]),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.empty(2, 8)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 8), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.empty(2, 8, device="meta"),
+}
 
 
-def uninitialized():
-    return nn.UninitializedParameter()
-
-
-def nested():
-    return torch.nested.nested_tensor([torch.ones(2), torch.ones(8)])
-
-
-def fake():
-    with FakeTensorMode():
-        return torch.empty(2, 8)
-
-
-def quantized():
-    return torch.quantize_per_tensor(torch.ones(2, 8), 0.1, 0, torch.qint8)
-
-
-def on_meta():
-    return torch.empty(2, 8, device="meta")
-
-
-@pytest.mark.parametrize("make", [uninitialized, nested, fake, quantized, on_meta])
-def test_a_tensor_that_cannot_be_compared_is_another_one_and_ends_no_section(delivered, make):
+@pytest.mark.parametrize("kind", INCOMPARABLE)
+def test_a_tensor_that_cannot_be_compared_is_another_one_and_ends_no_section(delivered, kind):
     _, worker, pub, sub = delivered()
     del worker.head._parameters["weight"]
-    worker.head.register_buffer("weight", make())
+    worker.head.register_buffer("weight", INCOMPARABLE[kind]())
     refused(sub, "head.weight")
     asking = Call(pub.verify, timeout=20.0)
     while asking.is_alive():

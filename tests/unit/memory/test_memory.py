@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import shmsync
-from shmsync.memory.control import leftovers
 from shmsync.memory.slab import available as _memory
 from shmsync.memory.slab import memfd
 from shmsync.memory.slab import slab as _slab
@@ -135,14 +133,3 @@ sys.exit(0 if seen == {True, False} else 3)
             assert subprocess.run([sys.executable, "-c", read, path], timeout=120, check=False).returncode == 0
         finally:
             other.kill()
-
-
-def test_gc_keeps_the_living(publisher, capsys):
-    from shmsync.cli import main
-
-    pub = publisher({"t": torch.ones(1)})
-    assert main(["gc"]) == 0
-    assert f"kept {pub.name}: process {os.getpid()} is alive" in capsys.readouterr().out
-    assert main(["list"]) == 0
-    assert re.search(rf"^{pub.name} +alive +{os.getpid()} ", capsys.readouterr().out, re.M)
-    assert leftovers.sweep(pub.name) == os.getpid()

@@ -7,7 +7,6 @@ import inspect
 import sys
 import warnings
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -68,14 +67,6 @@ def test_sizes_that_are_none(name, high, value, unraisable):
         shmsync.Publisher({"t": torch.zeros(2)}, **{name: value})
     for word in (name, repr(value), "1", f"{high:,}"):
         assert word in str(error.value)
-
-
-@pytest.mark.parametrize("number", [numpy.int64(2), numpy.uint8(2)], ids=["int64", "uint8"])
-def test_numbers_of_numpy_are_numbers(number):
-    with shmsync.Publisher({"t": torch.zeros(2)}, slots=number, max_readers=number, timeout=number) as pub:
-        assert "slots=2" in repr(pub)
-        with shmsync.Subscriber(pub.handle, worker=number, timeout=number):
-            assert pub.readers()[0].worker == 2
 
 
 @pytest.mark.parametrize("value", ["2", True, [1], -1, float("nan")], ids=repr)

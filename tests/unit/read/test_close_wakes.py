@@ -31,26 +31,19 @@ def waits_inside(sub):
         sub.wait_version(9, timeout=for_ever)
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_close_wakes_wait_version(pair, slots):
+@pytest.mark.parametrize(
+    ("slots", "wait"),
+    [
+        (1, lambda sub: sub.wait_version(9, timeout=for_ever)),
+        (2, lambda sub: sub.wait_version(9, timeout=for_ever)),
+        (2, waits_inside),
+        (2, lambda sub: sub.read(version=9, timeout=for_ever).__enter__()),
+    ],
+    ids=["one slot", "two slots", "inside a section", "for a section"],
+)
+def test_close_wakes_a_wait_for_a_version(pair, slots, wait):
     _, sub = pair(slots)
-    call = Call(sub.wait_version, 9, timeout=for_ever)
-    until_waits(call, "_wait_for")
-    sub.close()
-    ends_closed(call)
-
-
-def test_close_wakes_a_wait_for_a_version_inside_a_section(pair):
-    _, sub = pair(2)
-    call = Call(waits_inside, sub)
-    until_waits(call, "_wait_for")
-    sub.close()
-    ends_closed(call)
-
-
-def test_close_wakes_a_section_that_waits_for_its_version(pair):
-    _, sub = pair(2)
-    call = Call(lambda: sub.read(version=9, timeout=for_ever).__enter__())
+    call = Call(wait, sub)
     until_waits(call, "_wait_for")
     sub.close()
     ends_closed(call)
@@ -81,39 +74,26 @@ def test_close_of_the_publisher_wakes_a_publish_that_waits_for_a_reader(both):
         assert sub.latest == 1
 
 
-def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber):
+def publish(pub):
+    pub.publish(wait="all")
+
+
+def update(pub):
+    with pub.update(wait=[3]):
+        pass
+
+
+@pytest.mark.parametrize("write", [publish, update])
+def test_close_of_the_publisher_wakes_a_wait_for_acks(publisher, subscriber, write):
     pub = publisher({"t": torch.zeros(4)}, timeout=for_ever, slots=2)
     sub = subscriber(pub, worker=3)
-    call = Call(pub.publish, wait="all")
+    call = Call(write, pub)
     until_waits(call, "wait_for_acks")
     pub.close()
     error = ends_closed(call)
     assert (error.version, error.missing) == (2, [3])
     assert sub.refresh()
     assert sub.version == 2
-
-
-def test_close_of_the_publisher_wakes_an_update_that_waits_for_acks(publisher, subscriber):
-    pub = publisher({"t": torch.zeros(4)}, timeout=for_ever, slots=2)
-    subscriber(pub, worker=3)
-
-    def update():
-        with pub.update(wait=[7]):
-            pass
-
-    call = Call(update)
-    until_waits(call, "wait_for_acks")
-    pub.close()
-    ends_closed(call)
-
-
-def test_a_publisher_is_not_closed_inside_its_own_update(publisher):
-    pub = publisher({"t": torch.zeros(4)})
-    with pub.update() as weights:
-        with pytest.raises(shmsync.WriterBusy):
-            pub.close()
-        weights["t"].fill_(1)
-    assert pub.version == 2
 
 
 @pytest.mark.parametrize("waits_in", ["begin", "wait_for_acks"])

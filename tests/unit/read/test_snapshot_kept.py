@@ -13,9 +13,9 @@ from torch import nn
 
 import shmsync
 from support.calls import calls_of
+from support.odd_tensors import CHANGES, SHAPES
 from support.processes import until
 
-SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
 INNER = ("b", "c")  # in a TensorDict of their own, where they are nested
 
 
@@ -80,31 +80,17 @@ def of_the_arena(tensor, sub):
 
 
 IN_PLACE = {
+    **{name: lambda t, sub, change=change: change(t) for name, change in CHANGES.items()},
     "nothing": lambda t, sub: None,
-    "in place": lambda t, sub: t.data.add_(1),
-    "data": lambda t, sub: setattr(t, "data", torch.rand(t.shape)),
-    "data, a view": lambda t, sub: setattr(t, "data", torch.rand(3, *t.shape)[1]),
-    "data, in another order": lambda t, sub: setattr(
-        t, "data", torch.rand(t.shape[::-1]).permute(*range(t.dim())[::-1])
-    ),
-    "data, negated": lambda t, sub: setattr(t, "data", torch._neg_view(t.data)),
-    "data, another shape": lambda t, sub: setattr(t, "data", torch.rand(2, *t.shape)),
-    "data, another dtype": lambda t, sub: setattr(t, "data", torch.rand(t.shape, dtype=torch.float64)),
     "data, expanded": lambda t, sub: setattr(t, "data", torch.rand(1).expand(t.shape)),
     "data, shared with others": lambda t, sub: setattr(t, "data", SHARED[: t.numel()].view(t.shape)),
     "data, of inference mode": lambda t, sub: setattr(t, "data", alias(t.data, inference=True)),
     "data, in the arena": lambda t, sub: setattr(t, "data", of_the_arena(t, sub)),
-    "set_": lambda t, sub: t.data.set_(torch.rand(t.shape)),
     "set_, expanded": lambda t, sub: t.data.set_(torch.rand(1).untyped_storage(), 0, t.shape, (0,) * t.dim()),
-    "resize_": lambda t, sub: t.data.resize_(t.numel() + 2),
     "as_strided_": lambda t, sub: t.data.as_strided_(t.shape, (0,) * t.dim()),
-    "storage moves": lambda t, sub: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
-    "storage given back": lambda t, sub: t.untyped_storage().resize_(0),
-    "requires_grad_": lambda t, sub: t.requires_grad_(not t.requires_grad),
     "swapped with one of the same place that counts no changes": lambda t, sub: torch.utils.swap_tensors(
         t, uncounted(t.data)
     ),
-    "swapped": lambda t, sub: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
 }  # fmt: skip
 SHARED = torch.zeros(2000)
 REPLACED = {

@@ -126,6 +126,8 @@ def test_a_snapshot_into_an_update_of_another_arena(publisher, subscriber):
 
 def test_the_slab_of_the_same_arena_is_refused(both):
     pub, sub = both({"t": torch.ones(4)}, slots=2)
-    with pub.update() as weights, pytest.raises(ValueError, match="lies in the arena itself"):
-        sub.snapshot(weights)
+    with pub.update() as weights:
+        for out in (weights, pub.weights, sub.weights):
+            with pytest.raises(ValueError, match="lies in the arena itself"):
+                sub.snapshot(out)
     assert isinstance(sub.snapshot(), shmsync.Snapshot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 import shmsync
 from support.calls import Call
+from support.processes import descriptors
 from support.weights import put
 
 
@@ -39,26 +40,14 @@ def test_wait_version_returns_when_it_is_published(pair):
         sub.wait_version(4, timeout=0.02)
 
 
-def test_closing_the_publisher(pair):
-    pub, sub = pair()
-    pub.close()
-    pub.close()
-    assert not sub.refresh()
-    with sub.read() as section:
-        assert section.version == 1
-    with pytest.raises(shmsync.ClosedError):
-        sub.wait_version(2)
-    with pytest.raises(shmsync.ClosedError):
-        pub.publish()
-    with pytest.raises(shmsync.ArenaNotFound):
-        shmsync.Subscriber(pub.handle)
-
-
 def test_a_closed_subscriber_frees_its_row_and_its_views_stay(pair, subscriber):
     pub, sub = pair(max_readers=1)
     view = sub.weights["t"]
-    with pytest.raises(shmsync.ReaderTableFull, match="max_readers"):
-        shmsync.Subscriber(pub.handle)
+    before = descriptors()
+    for _ in range(5):
+        with pytest.raises(shmsync.ReaderTableFull, match="max_readers"):
+            shmsync.Subscriber(pub.handle)
+    assert descriptors() == before
     sub.close()
     with pytest.raises(shmsync.ClosedError), sub.read():
         pass
@@ -85,8 +74,6 @@ def test_snapshots_are_private_copies(pair, consistency):
 
 def test_attach_arguments(publisher):
     pub = publisher({"t": torch.ones(1)})
-    with pytest.raises(ValueError, match="consistency"):
-        shmsync.Subscriber(pub.handle, consistency="eventual")
     with pytest.raises(ValueError, match="worker"):
         shmsync.Subscriber(pub.handle, worker=-1)
     with pytest.raises(shmsync.ArenaNotFound, match="no arena 'nobody'"):
@@ -102,27 +89,11 @@ def test_an_unclosed_subscriber_is_loud(publisher):
 
 
 def test_handles_are_not_pickled_by_mistake(pair):
-    import pickle
-
     pub, sub = pair()
     assert pickle.loads(pickle.dumps(pub.handle)) == pub.handle
     for handle in (pub, sub):
         with pytest.raises(TypeError, match="handle"):
             pickle.dumps(handle)
-
-
-def test_errors_keep_their_fields_across_processes():
-    import pickle
-
-    error = pickle.loads(pickle.dumps(shmsync.AckTimeout("late", version=3, missing=[1])))
-    assert (type(error), str(error), error.version, error.missing) == (shmsync.AckTimeout, "late", 3, [1])
-
-
-def test_a_snapshot_into_the_arena_itself_is_refused(both):
-    pub, sub = both({"w": torch.zeros(4)})
-    for out in (pub.weights, sub.weights):
-        with pytest.raises(ValueError, match="lies in the arena itself"):
-            sub.snapshot(out)
 
 
 def test_versions_are_whole_numbers(publisher, subscriber):
@@ -134,18 +105,9 @@ def test_versions_are_whole_numbers(publisher, subscriber):
             pass
 
 
-def test_refused_attaches_leave_no_descriptor(publisher, subscriber):
-    pub = publisher({"w": torch.zeros(4)}, max_readers=1)
-    subscriber(pub)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        with pytest.raises(shmsync.ReaderTableFull):
-            shmsync.Subscriber(pub.handle)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_numbers_of_numpy_are_numbers(publisher):
-    pub = publisher({"w": torch.zeros(4)}, timeout=np.float32(5))
+    pub = publisher({"w": torch.zeros(4)}, slots=np.int64(2), max_readers=np.uint8(2), timeout=np.float32(5))
+    assert "slots=2" in repr(pub)
     with shmsync.Subscriber(pub.handle, worker=np.int64(3), timeout=np.float64(5)) as sub:
         assert sub.wait_version(np.int64(1)) == 1
         with sub.read(version=np.int64(1), timeout=np.float32(1)) as section:

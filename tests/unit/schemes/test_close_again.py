@@ -1,7 +1,6 @@
 """A scheme's end that is busy when it is closed: the others are closed, and the next close() ends it."""
 
 import multiprocessing
-import os
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from shmsync.engine.publisher import writer_of
 from shmsync.schemes import SharedMemWeightSyncScheme
 from shmsync.schemes.arenas.subscriptions import Subscriptions
 from support.calls import elsewhere
+from support.processes import segments
 
 WEIGHTS = {"t": torch.zeros(4)}
-
-
-def arenas():
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"shmsync.{os.getpid()}-")]
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -26,16 +22,16 @@ def test_a_shutdown_beside_a_write_is_finished_by_the_next(busy):
     scheme.init_on_sender("policy", pipes=[ours for ours, _ in with_worker])
     sender = scheme.get_sender()
     sender.send_async(WEIGHTS)
-    assert len(arenas()) == 2
+    assert len(segments()) == 2
     writer = writer_of(sender.carrier.publishers.publisher("policy", busy))
     with elsewhere(writer.side.lock):
         with pytest.raises(shmsync.WriterBusy):
             scheme.shutdown()
-        assert len(arenas()) == 1
+        assert len(segments()) == 1
         with pytest.raises(shmsync.ClosedError):
             sender.send(WEIGHTS)
     scheme.shutdown()
-    assert arenas() == []
+    assert segments() == []
     scheme.shutdown()
     for pipe in with_worker:
         for end in pipe:

@@ -7,7 +7,6 @@ import math
 import socket
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from shmsync.schemes.remote.packed_weights import Packer, allow_views
 from shmsync.schemes.remote.remote_requests import Unreached
 from shmsync.schemes.remote.weight_client import fetch, forget_ended, opened
 from shmsync.schemes.remote.weight_server import ASK, REPLY, TAKE
+from support.holdings import mapping_at
 from support.processes import until
 
 COUNT = 100_000  # elements of a leaf
@@ -78,16 +78,6 @@ def reader():
     return made
 
 
-def mapping_of(tensor):
-    address = tensor.data_ptr()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        bounds, permissions, _, _, _, *path = line.split(maxsplit=5)
-        first, last = (int(bound, 16) for bound in bounds.split("-"))
-        if first <= address < last:
-            return permissions, "".join(path)
-    raise LookupError(hex(address))
-
-
 def values(weights):
     return {float(tensor.min()) for tensor in weights.values()} | {float(tensor.max()) for tensor in weights.values()}
 
@@ -100,13 +90,13 @@ def test_weights_are_fetched_by_views_for_who_only_reads_and_as_a_copy_by_others
         delivery = sender.ship(version, version)
         weights = opened(sender.ticket(delivery))
         assert values(weights) == {float(version)} and weights.stamp.version == version
-        permissions, path = mapping_of(weights["a"])
+        permissions, _, path = mapping_at(weights["a"].data_ptr())
         assert ("shmsync-weights" in path) == (where is here)
         assert where is elsewhere or permissions == "r--s"
     del reader
     gc.collect()
     weights = fetch(sender.ticket(delivery))
-    assert "shmsync-weights" not in mapping_of(weights["a"])[1]
+    assert "shmsync-weights" not in mapping_at(weights["a"].data_ptr())[2]
     weights["a"].fill_(7)  # harms nobody
     assert values(fetch(sender.ticket(delivery))) == {3.0}
 

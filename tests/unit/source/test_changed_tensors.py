@@ -12,8 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import shmsync
-
-SHAPES = {"a": (4, 3), "b": (12,), "c": (2, 2, 2), "one": (1,), "w": (40, 40)}
+from support.odd_tensors import CHANGES, SHAPES
 
 
 class Holder:
@@ -63,23 +62,11 @@ def cut(tensor):
     storage.resize_(4 * (tensor.numel() // 2))
 
 
-CHANGES = {
-    "in place": lambda t: t.data.add_(1),
-    "data": lambda t: setattr(t, "data", torch.rand(t.shape)),
-    "data, a view": lambda t: setattr(t, "data", torch.rand(3, *t.shape)[1]),
-    "data, in another order": lambda t: setattr(t, "data", torch.rand(t.shape[::-1]).permute(*range(t.dim())[::-1])),
-    "data, negated": lambda t: setattr(t, "data", torch._neg_view(t.data)),
+EVERY_CHANGE = {
+    **CHANGES,
     "data, imaginary": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.complex64).conj().imag),
-    "data, another shape": lambda t: setattr(t, "data", torch.rand(2, *t.shape)),
-    "data, another dtype": lambda t: setattr(t, "data", torch.rand(t.shape, dtype=torch.float64)),
-    "set_": lambda t: t.data.set_(torch.rand(t.shape)),
-    "resize_": lambda t: t.data.resize_(t.numel() + 2),
-    "storage moves": lambda t: t.untyped_storage().resize_(t.untyped_storage().nbytes() + 4096),
-    "storage given back": lambda t: t.untyped_storage().resize_(0),
     "storage cut": cut,
-    "requires_grad_": lambda t: t.requires_grad_(not t.requires_grad),
     "inference": lambda t: setattr(t, "data", torch.inference_mode()(torch.rand)(t.shape)),
-    "swapped": lambda t: torch.utils.swap_tensors(t, type(t)(torch.rand(t.shape))),
 }
 REPLACED = {
     "another tensor": lambda t: torch.rand(t.shape),
@@ -112,7 +99,7 @@ def test_each_publish_gives_what_the_tensors_are_now(publisher, table, how, cast
         name = draw.choice(names)
         with contextlib.suppress(RuntimeError):  # torch refuses some to tensors made in inference mode
             if draw.random() < 0.6:
-                CHANGES[draw.choice(list(CHANGES))](holder[name])
+                EVERY_CHANGE[draw.choice(list(EVERY_CHANGE))](holder[name])
             else:
                 holder[name] = REPLACED[draw.choice(list(REPLACED))](holder[name])
         version = pub.version

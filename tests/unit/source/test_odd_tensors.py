@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 
 import pytest
@@ -41,6 +42,16 @@ def plain_of(tensor):
     return torch.zeros(shape, dtype=tensor.dtype if tensor.dtype.is_floating_point else torch.float32)
 
 
+@contextlib.contextmanager
+def unchanged(look):
+    """Whatever is raised inside, there is to be seen what there was."""
+    before = look()
+    try:
+        yield
+    finally:
+        assert look() == before
+
+
 def new_publisher(arenas, tensor):
     shmsync.Publisher({"first": torch.zeros(2), "t": tensor})
 
@@ -57,10 +68,8 @@ def new_publisher_of_a_tensordict(arenas, tensor):
 
 def publish(arenas, tensor):
     pub = arenas.publisher(good())
-    try:
+    with unchanged(lambda: (pub.version, pub.weights["first"].tolist())):
         pub.publish({"first": torch.ones(2), "t": tensor})
-    finally:
-        assert pub.version == 1 and pub.weights["first"].tolist() == [0, 0]
 
 
 def publish_a_module(arenas, tensor):
@@ -71,54 +80,40 @@ def publish_a_module(arenas, tensor):
     for store in (module._parameters, module._buffers):
         store.pop("t", None)
     (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)["t"] = tensor
-    try:
+    with unchanged(lambda: (pub.version, pub.weights["first"].tolist())):
         pub.publish()
-    finally:
-        assert pub.version == 1 and pub.weights["first"].tolist() == [0, 0]
 
 
 def adopt(arenas, tensor):
     module = Holder(tensor)
-    address = module.first.data_ptr()
-    try:
+    with unchanged(module.first.data_ptr):
         arenas.publisher(good()).adopt(module)
-    finally:
-        assert module.first.data_ptr() == address
 
 
 def bind(arenas, tensor):
     module = Holder(tensor)
-    address = module.first.data_ptr()
-    try:
+    with unchanged(module.first.data_ptr):
         arenas.subscriber(arenas.publisher(good())).bind(module, guard=False)
-    finally:
-        assert module.first.data_ptr() == address
 
 
 def snapshot(arenas, tensor):
     sub = arenas.subscriber(arenas.publisher({"first": torch.ones(2), "t": torch.zeros(4)}))
     out = TensorDict({"first": torch.zeros(2)}, batch_size=[])
     out._tensordict["t"] = tensor
-    try:
+    with unchanged(out["first"].tolist):
         sub.snapshot(out)
-    finally:
-        assert out["first"].tolist() == [0, 0]
 
 
 def apply(arenas, tensor):
     into = Holder(plain_of(tensor))
-    try:
+    with unchanged(into.first.tolist):
         WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": tensor})
-    finally:
-        assert into.first.tolist() == [0, 0]
 
 
 def apply_to(arenas, tensor):
     into = Holder(tensor)
-    try:
+    with unchanged(into.first.tolist):
         WeightStrategy().apply_weights(into, {"first": torch.ones(2), "t": plain_of(tensor)})
-    finally:
-        assert into.first.tolist() == [0, 0]
 
 
 def extract_tensordict(arenas, tensor):

@@ -113,6 +113,12 @@ def add_in_place(module):
             tensor.add_(1)
 
 
+def update(pub):
+    """What the adopted module has now is the next version."""
+    with pub.update():
+        pass
+
+
 class Held:
     """A trainer's module, held by a publisher in one way; send() makes what it has now the next version."""
 
@@ -130,8 +136,7 @@ class Held:
 
     def send(self):
         if self.how == "adopted, update":
-            with self.pub.update():
-                pass
+            update(self.pub)
         elif self.how == "adopted, step":  # by an optimizer that adopt() does not know
             with self.pub.update():
                 torch.optim.SGD(self.module.parameters(), lr=1.0).step()
@@ -287,8 +292,7 @@ def test_two_parameters_that_change_places_keep_their_values(adopted):
     pub, sub = adopted(module)
     first, second = (layer.weight.detach().clone() for layer in module)
     module[0].weight, module[1].weight = module[1].weight, module[0].weight
-    with pub.update():
-        pass
+    update(pub)
     assert torch.equal(module[0].weight, second) and torch.equal(module[1].weight, first)
     assert_current(sub, module)
 
@@ -302,8 +306,7 @@ def test_a_parameter_that_was_taken_out_of_an_adopted_module_keeps_its_values(ad
     pub.publish()
     assert torch.equal(old, bias)
     module.lin.bias = old
-    with pub.update():
-        pass
+    update(pub)
     assert torch.equal(pub.weights["lin", "bias"], bias)
     over_the_same = module.lin.bias = nn.Parameter(old.data)
     pub.publish()
@@ -387,8 +390,7 @@ def test_a_buffer_with_two_names_is_seen_under_both(adopted, same):
     pub, sub = adopted(module)
 
     def updated():
-        with pub.update():
-            pass
+        update(pub)
         assert_current(sub, module)
 
     module.a.scale = module.b.scale = torch.ones(2)
@@ -416,12 +418,10 @@ def test_a_buffer_that_is_not_in_rows_is_gathered(adopted):
     pub, sub = adopted(module)
     for _ in range(2):
         module.table.mul_(2)
-        with pub.update():
-            pass
+        update(pub)
         assert_current(sub, module)
     module.table = torch.ones(3, 2)
-    with pub.update():
-        pass
+    update(pub)
     assert_current(sub, module)
 
 
@@ -431,44 +431,50 @@ def test_a_scripted_module_is_followed_without_dicts_to_watch(adopted):
     for value in (3.0, 4.0):
         getattr(module, "0").weight = nn.Parameter(torch.full((2, 2), value))
         module(torch.randn(4, 2))
-        with pub.update():
-            pass
+        update(pub)
         assert_current(sub, module)
         with pub.update():
             add_in_place(module)
         assert_current(sub, module)
 
 
-# ---- TensorDicts
+# ---- TensorDicts and mappings
 
 
-def replace_leaf(td):
-    td["a", "w"] = torch.full((2,), 3.0)
+def replace_leaf(source):
+    source["a"]["w"] = torch.full((2,), 3.0)
 
 
-def replace_inner(td):
-    td["a"] = TensorDict({"w": torch.full((2,), 4.0)})
+def replace_inner(source):
+    source["a"] = {"w": torch.full((2,), 4.0)}
 
 
-def select_in_place(td):
-    td.select(("a", "w"), "b", inplace=True)
-    td["a", "w"] = torch.full((2,), 5.0)
-    td["b"] = torch.full((2,), 5.0)
+def replace_data(source):
+    source["b"].data = torch.full((2,), 5.0)
 
 
-def update_not_in_place(td):
-    td.update({"b": torch.full((2,), 6.0)})
+def replace_by_update(source):
+    source.update({"b": torch.full((2,), 6.0)})
+
+
+def select_in_place(source):
+    if isinstance(source, TensorDict):
+        source.select(("a", "w"), "b", inplace=True)
+    source["a"]["w"], source["b"] = torch.full((2,), 7.0), torch.full((2,), 7.0)
 
 
 @pytest.mark.parametrize("itself", [False, True])
-@pytest.mark.parametrize("replace", [replace_leaf, replace_inner, select_in_place, update_not_in_place])
-def test_a_tensordict_is_what_it_holds_now(both, replace, itself):
-    td = TensorDict({"a": TensorDict({"w": torch.zeros(2)}), "b": torch.zeros(2)})
-    pub, sub = both(td)
-    pub.publish(td if itself else None)
-    replace(td)
-    pub.publish(td if itself else None)
-    assert all(torch.equal(tensor, td.flatten_keys(".")[key]) for key, tensor in shown(sub).items())
+@pytest.mark.parametrize("make", [TensorDict, dict])
+@pytest.mark.parametrize(
+    "replace", [replace_leaf, replace_inner, replace_data, replace_by_update, select_in_place], ids=lambda f: f.__name__
+)
+def test_what_holds_tensors_is_what_it_holds_now(both, replace, make, itself):
+    source = make({"a": {"w": torch.zeros(2)}, "b": torch.zeros(2)})
+    pub, sub = both(source)
+    pub.publish(source if itself else None)
+    replace(source)
+    pub.publish(source if itself else None)
+    assert torch.equal(shown(sub)["a.w"], source["a"]["w"]) and torch.equal(shown(sub)["b"], source["b"])
 
 
 @pytest.mark.parametrize("how", ["source", "itself", "adopted"])
@@ -480,8 +486,7 @@ def test_tensordict_params_are_what_they_hold_now(both, how):
 
     def sent():
         if how == "adopted":
-            with pub.update():
-                pass
+            update(pub)
         else:
             pub.publish(params if how == "itself" else None)
         seen = shown(sub)
@@ -494,15 +499,3 @@ def test_tensordict_params_are_what_they_hold_now(both, how):
     sent()
     params["w"].data = torch.full((2, 2), 5.0)
     sent()
-
-
-def test_a_mapping_is_what_it_holds_now(both):
-    mapping = {"a": {"w": torch.zeros(2)}, "b": torch.zeros(2)}
-    pub, sub = both(mapping)
-    mapping["a"]["w"] = torch.full((2,), 3.0)
-    pub.publish()
-    assert (shown(sub)["a.w"] == 3).all()
-    mapping["a"] = {"w": torch.full((2,), 4.0)}
-    mapping["b"].data = torch.full((2,), 4.0)
-    pub.publish()
-    assert (shown(sub)["a.w"] == 4).all() and (shown(sub)["b"] == 4).all()

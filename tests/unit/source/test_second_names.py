@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import shmsync
 from shmsync.errors import ManifestMismatch
 from support.jobs.engine import bind_copies
 
@@ -45,12 +46,13 @@ def show(net):
 WAYS = [(1, "pinned"), (2, "pinned"), (3, "optimistic")]
 
 
+@pytest.mark.parametrize("bind", [shmsync.Subscriber.bind, bind_copies], ids=["views", "copies"])
 @pytest.mark.parametrize("tie", ["object", "memory"])
 @pytest.mark.parametrize(("slots", "consistency"), WAYS)
-def test_worker_whose_module_has_the_tie_is_bound(publisher, subscriber, slots, consistency, tie):
+def test_worker_whose_module_has_the_tie_is_bound(publisher, subscriber, slots, consistency, tie, bind):
     trainer, worker = Net(), Net(tie)
     pub = publisher(single(trainer), slots=slots)
-    subscriber(pub, consistency=consistency).bind(worker)
+    bind(subscriber(pub, consistency=consistency), worker)
     for value in (1.0, 2.0, 3.0):
         pub.publish(single(change(trainer, value)))
         assert torch.equal(show(worker), show(trainer))
@@ -125,16 +127,6 @@ def test_module_on_meta_is_bound(publisher, subscriber):
     subscriber(publisher(single(trainer))).bind(worker)
     assert worker.head.weight is worker.emb.weight
     assert float(worker.head.weight.max()) == 2
-
-
-def test_copies_on_another_device_are_bound(publisher, subscriber):
-    trainer, worker = Net("memory"), Net("memory")
-    pub = publisher(single(trainer))
-    bind_copies(subscriber(pub), worker)
-    for value in (1.0, 2.0):
-        pub.publish(single(change(trainer, value)))
-        show(worker)
-        assert float(worker.head.weight.max()) == value
 
 
 def test_adopted_module_may_have_the_second_name(publisher, subscriber):

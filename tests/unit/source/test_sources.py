@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -24,15 +22,6 @@ def test_tied_leaves_with_different_values_are_refused(both):
     with pytest.raises(shmsync.ManifestMismatch):
         pub.publish(source)
     assert (sub.snapshot().weights["b"] == 1).all()
-
-
-def test_a_scripted_module_can_be_published(publisher, subscriber):
-    module = torch.jit.script(nn.Linear(2, 2))
-    pub = publisher(module)
-    with torch.no_grad():
-        module.weight.fill_(4)
-    pub.publish()
-    assert (subscriber(pub).weights["weight"] == 4).all()
 
 
 def test_every_change_to_a_tensordict_is_seen(both):
@@ -67,16 +56,6 @@ def test_every_change_to_a_tensordict_is_seen(both):
     with pytest.raises(shmsync.ManifestMismatch, match="bias"):
         published(TensorDict({"0": {"bias": torch.zeros(3)}}))
     assert published(TensorDict.from_module(module)) == [6, 5]
-
-
-def test_no_tensordict_of_values_is_kept_alive(publisher):
-    pub = publisher(nn.Linear(2, 2))
-    source = TensorDict({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)})
-    alive = weakref.ref(source["weight"])
-    pub.publish(source)
-    pub.publish(source)
-    del source
-    assert alive() is None
 
 
 def flat(key):

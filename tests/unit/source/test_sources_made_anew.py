@@ -84,24 +84,13 @@ def test_no_value_is_kept_alive_by_a_plan(publisher):
             source = make({"t": torch.ones(4), "strided": torch.ones(8)[::2]})
             alive = [weakref.ref(value) for value in source.values()]
             pub.publish(source)
+            pub.publish(source)
             del source
             gc.collect()
             assert not any(ref() is not None for ref in alive)
 
 
-@pytest.mark.parametrize("kind", ODD)
-def test_a_tensor_without_plain_memory_is_refused_at_every_publish(publisher, kind):
-    good = {"t": torch.zeros(4), "other": torch.zeros(2)}
-    pub = publisher(good)
-    for number in range(2, 5):
-        pub.publish({"t": torch.full((4,), float(number)), "other": torch.zeros(2)})
-        with pytest.raises(shmsync.ManifestMismatch):
-            pub.publish({"t": ODD[kind][0](), "other": torch.zeros(2)})
-        assert pub.version == number
-        assert pub.weights["t"].tolist() == [number] * 4
-
-
-REFUSED = {
+REFUSED = {kind: make for kind, (make, *_) in ODD.items()} | {
     "other dtype": lambda: torch.zeros(4, dtype=torch.float64),
     "other shape": lambda: torch.zeros(2, 2),
     "uninitialised": nn.UninitializedParameter,
@@ -110,15 +99,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_does_not_fit_is_refused_after_what_did(publisher, kind):
-    pub = publisher({"t": torch.zeros(4)})
-    pub.publish({"t": torch.ones(4)})
-    for _ in range(2):
-        with pytest.raises(shmsync.ManifestMismatch):
-            pub.publish({"t": REFUSED[kind]()})
-    assert pub.version == 2
-    pub.publish({"t": torch.full((4,), 3.0)})
-    assert pub.weights["t"].tolist() == [3] * 4
+def test_what_does_not_fit_is_refused_at_every_publish_after_what_did(publisher, kind):
+    pub = publisher({"t": torch.zeros(4), "other": torch.zeros(2)})
+    for number in range(2, 5):
+        pub.publish({"t": torch.full((4,), float(number)), "other": torch.zeros(2)})
+        for _ in range(2):
+            with pytest.raises(shmsync.ManifestMismatch):
+                pub.publish({"t": REFUSED[kind](), "other": torch.zeros(2)})
+        assert pub.version == number
+        assert pub.weights["t"].tolist() == [number] * 4
 
 
 LAZY = {

@@ -11,7 +11,6 @@ import torch
 import shmsync
 from support.calls import Call
 from support.faults.interrupts import Interrupt, interrupt_at
-from support.weights import fail_half_way
 
 WRITER = tuple(f"engine/write/{name}.py" for name in ("publishing", "writing", "dirty_leaves"))
 
@@ -145,14 +144,3 @@ def test_what_is_carried_is_what_changed_since_the_slot_was_written(publisher, s
         weights["base"].fill_(3)
     assert copied({"one": adapter}) >= large + small
     assert (pub.weights["base"] == 3).all()
-
-
-@pytest.mark.parametrize("slots", [2, 3])
-def test_nothing_of_a_failed_write_is_relied_on(publisher, slots):
-    pub = publisher({"base": torch.zeros(1000), "one": torch.zeros(8)}, slots=slots)
-    for value in range(slots + 1):
-        pub.publish({"one": torch.full((8,), float(value))})
-    fail_half_way(pub, "base")
-    for value in range(slots + 1):
-        pub.publish({"one": torch.full((8,), float(value))})
-        assert (pub.weights["base"] == 0).all()

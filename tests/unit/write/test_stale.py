@@ -1,8 +1,10 @@
 """What a slot lacks since it was last written: every history there can be, against the obvious reference.
 
+test_carry.py takes an arena itself through long random histories.
+
 test_the_model_of_every_history goes through all states that StaleLeaves can get into, however long the history: leaves
 are published all together, in part, through update(), half written and given up, each time into any slot that is not
-the current one, as pins of readers may have it. test_every_short_history does so with the arena itself.
+the current one, as pins of readers may have it.
 
 Each of these mutations of shmsync/engine/write/dirty_leaves.py makes the model fail; they were tried one at a time:
 
@@ -24,9 +26,7 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-import shmsync
 from shmsync.engine.write.dirty_leaves import DirtyLeaves
 
 SIZES = {0: 100, 256: 4, 768: 8}  # bytes of each leaf by its offset: neighbours with padding between them, and a gap
@@ -112,86 +112,3 @@ def test_the_model_of_every_history(slots):
                     seen.add(then.key)
                     todo.append(then)
     assert len(seen) > 10  # it went somewhere
-
-
-class Arena:
-    """A publisher, and what its newest version must be."""
-
-    def __init__(self, publisher, slots):
-        self.module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(3)) for name in "ab"})
-        self.pub = publisher(self.module, slots=slots)
-        self.values = {"a": 0, "b": 0}
-        self.number = 0
-
-    def new(self, names):
-        self.number += 1
-        return {name: torch.full((3,), float(self.number)) for name in names}
-
-    def publish(self, names):
-        given = self.new(names)
-        if self.pub._writer.side.writer.poisoned and len(names) < 2:
-            with pytest.raises(shmsync.Poisoned):
-                self.pub.publish(given)
-            return
-        self.pub.publish(given)
-        self.values |= dict.fromkeys(names, self.number)
-
-    def update(self):
-        if self.pub._writer.side.writer.poisoned:
-            with pytest.raises(shmsync.Poisoned), self.pub.update():
-                pass
-            return
-        with self.pub.update() as weights:
-            weights["a"].copy_(self.new("a")["a"])
-        self.values["a"] = self.number
-
-    def abort(self):
-        """With one slot it poisons the arena."""
-        if self.pub._writer.side.writer.poisoned:
-            return
-        with pytest.raises(ZeroDivisionError), self.pub.update() as weights:
-            weights["b"].fill_(77)
-            raise ZeroDivisionError
-
-    def refuse(self):
-        with pytest.raises(shmsync.ManifestMismatch):
-            self.pub.publish({"a": torch.zeros(3), "b": torch.zeros(4)})
-
-    def adopt(self):
-        if self.pub._writer.side.arena.slots > 1:
-            with pytest.raises(ValueError, match="slots=1"):
-                self.pub.adopt(self.module)
-        elif self.pub._writer.side.adopted is None:
-            with torch.no_grad():
-                for name, tensor in self.new("ab").items():
-                    self.module[name].copy_(tensor)
-            self.pub.adopt(self.module)
-            self.values = dict.fromkeys("ab", self.number)
-
-    def check(self, history):
-        if not self.pub._writer.side.writer.poisoned:
-            shown = {name: self.pub.weights[name].tolist() for name in "ab"}
-            assert shown == {name: [float(value)] * 3 for name, value in self.values.items()}, history
-
-
-STEPS = {
-    "all": lambda arena: arena.publish("ab"),
-    "a": lambda arena: arena.publish("a"),
-    "b": lambda arena: arena.publish("b"),
-    "update": Arena.update,
-    "abort": Arena.abort,
-    "refuse": Arena.refuse,
-    "adopt": Arena.adopt,
-}
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@pytest.mark.parametrize("first", STEPS)
-def test_every_short_history(publisher, slots, first):
-    for rest in itertools.product(STEPS, repeat=2):
-        history = (first, *rest, "b", "a", "a")
-        arena = Arena(publisher, slots)
-        for step in history:
-            STEPS[step](arena)
-            arena.check(history)
-        arena.pub.close()

@@ -41,45 +41,6 @@ def test_replacing_a_key_in_update_is_refused_rather_than_lost(publisher):
     assert pub.version == 1
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_a_failed_update_poisons_one_slot_until_a_whole_publish(both, partial):
-    source = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    pub, sub = both(source)
-    fail_half_way(pub, "a")
-    with pytest.raises(shmsync.Poisoned), sub.read(timeout=0.05):
-        pass
-    with pytest.raises(shmsync.Poisoned, match=r"call publish\(\) first, with all weights, or without"), pub.update():
-        pass
-    if partial:
-        with pytest.raises(shmsync.Poisoned):
-            pub.publish({"a": torch.ones(2)})
-    assert pub.publish() == 2
-    with sub.read() as section:
-        assert section.version == 2
-        assert section.weights["a"].tolist() == [0, 0]
-
-
-def test_a_failed_update_with_more_slots_is_abandoned(both):
-    pub, sub = both({"t": torch.zeros(2)}, slots=2)
-    fail_half_way(pub, "t")
-    assert pub.version == 1
-    with sub.read() as section:
-        assert section.weights["t"].tolist() == [0, 0]
-    assert pub.publish({"t": torch.ones(2)}) == 2
-
-
-def test_nested_and_concurrent_writer_calls_are_refused_at_once(publisher):
-    pub = publisher({"t": torch.zeros(2)})
-    with pub.update():
-        with pytest.raises(shmsync.WriterBusy):
-            pub.publish()
-        with pytest.raises(shmsync.WriterBusy), pub.update():
-            pass
-        with pytest.raises(shmsync.WriterBusy):
-            Call(pub.publish).result()
-    assert pub.version == 2
-
-
 def test_publishing_a_poisoned_arena_into_itself_repairs_nothing(publisher):
     pub = publisher({"w": torch.zeros(3)})
     fail_half_way(pub, "w")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.modules import RandomPolicy
 
 import shmsync
@@ -27,13 +26,6 @@ def scheme():
     scheme.shutdown()
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_a_collectors_policy(collector, kind):
-    collecting = collector(Tagged(3), kind=kind)
-    assert tags(collecting) == [3, 3]
-    assert seen(next(iter(collecting))).unique().tolist() == [3]
-
-
 def test_a_model_and_devices_with_the_values_that_it_has_when_the_collector_is_made(collector, scheme):
     model = Tagged(1)
     scheme.init_on_sender(model=model, devices=[CPU, CPU], model_id="policy")
@@ -43,16 +35,6 @@ def test_a_model_and_devices_with_the_values_that_it_has_when_the_collector_is_m
     model.set(3)
     collecting.update_policy_weights_()
     assert tags(collecting) == [3, 3]
-
-
-def test_weights_and_devices(collector, scheme):
-    weights = TensorDict.from_module(Tagged(1)).data
-    scheme.init_on_sender(weights=weights, devices=[CPU, CPU], model_id="policy")
-    collecting = collector(policy_factory=Tagged, scheme=scheme)
-    assert tags(collecting) == [1, 1]
-    weights.apply_(lambda tensor: tensor.fill_(2))
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [2, 2]
 
 
 def test_a_map_of_weights_for_each_worker(collector, scheme):
@@ -66,12 +48,6 @@ def test_a_map_of_weights_for_each_worker(collector, scheme):
     assert tags(collecting) == [8, 8]
 
 
-def test_a_map_in_which_workers_share_weights(collector, scheme):
-    weights = TensorDict.from_module(Tagged(4)).data
-    scheme.init_on_sender(params_map={0: weights, 1: weights})
-    assert tags(collector(Tagged(), scheme=scheme)) == [4, 4]
-
-
 @pytest.mark.parametrize("source", ["weights", "model"])
 def test_a_function_that_makes_each_workers_weights(collector, scheme, source):
     model = Tagged(1)
@@ -82,25 +58,6 @@ def test_a_function_that_makes_each_workers_weights(collector, scheme, source):
     model.set(2)
     collecting.update_policy_weights_()
     assert tags(collecting) == [2, 12]
-
-
-@pytest.mark.parametrize("factory", [functools.partial(Tagged, 5), [functools.partial(Tagged, 5)] * 2])
-@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
-def test_one_factory_for_all_workers(collector, kind, factory):
-    collecting = collector(policy_factory=factory, kind=kind)
-    assert tags(collecting) == [5, 5]
-    collecting.update_policy_weights_(Tagged(6))
-    assert tags(collecting) == [6, 6]
-    assert seen(next(iter(collecting))).unique().tolist() == [6]
-
-
-def test_one_factory_and_a_policy_in_the_trainer(collector):
-    policy = Tagged(1)
-    collecting = collector(policy, policy_factory=Tagged)
-    assert tags(collecting) == [1, 1]
-    policy.set(2)
-    collecting.update_policy_weights_()
-    assert tags(collecting) == [2, 2]
 
 
 def test_a_factory_for_each_worker(collector):

@@ -58,12 +58,17 @@ def training(collecting, policy, update=None):
     assert trainer.error is None, trainer.error
 
 
-def true(frames):
+def true(frames, tags=None):
     """The versions that frames give: each is that of the weights that chose its action."""
-    tags = seen(frames)
+    tags = seen(frames) if tags is None else tags
     assert torch.equal(frames["next", "policy_version"], tags)
     assert torch.equal(frames["policy_version"], tags)
     return set(tags.flatten().tolist())
+
+
+def true_actions(frames):
+    """The same of a policy whose action is its version."""
+    return true(frames, frames["action"].squeeze(-1).long())
 
 
 def collect(collecting, policy, check=true, enough=ENOUGH, update=None):
@@ -94,31 +99,29 @@ def test_no_forward_of_a_large_policy_sees_two_versions(collector, kind, slots):
     assert len(collect(collecting, policy, enough=100)) >= 100
 
 
-def test_updates_that_nobody_waits_for_are_counted_too(collector):
-    policy = Tagged(pause=0.001)
-    collecting = collector(policy, scheme=ShmWeightSyncScheme(sync=False))
-    assert len(collect(collecting, policy)) >= ENOUGH
+OPTIONS = [
+    {"device": "cpu"},
+    {"policy_device": "cpu"},  # with which TorchRL hands the policy a copy of the frame
+    {"env_device": "cpu"},
+    {"storing_device": "cpu"},
+    {"reset_at_each_iter": True},
+    {"scheme": {"sync": False}},
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", ["device", "policy_device", "env_device", "storing_device"])
-def test_with_a_device(collector, kind, which):
-    """With a policy_device TorchRL hands the policy a copy of the frame."""
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_with_every_option(collector, kind, options):
     policy = Tagged(pause=0.001)
-    assert len(collect(collector(policy, kind=kind, **{which: "cpu"}), policy)) >= ENOUGH
+    scheme = ShmWeightSyncScheme(**options.get("scheme", {}))
+    collecting = collector(policy, kind=kind, **{**options, "scheme": scheme})
+    assert len(collect(collecting, policy)) >= ENOUGH
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_that_is_a_plain_module(collector, kind):
     policy = policies.PlainTagged(pause=0.001)
-
-    def check(frames):
-        tags = frames["action"].squeeze(-1).long()
-        assert torch.equal(frames["next", "policy_version"], tags)
-        assert torch.equal(frames["policy_version"], tags)
-        return set(tags.flatten().tolist())
-
-    assert len(collect(collector(policy, kind=kind), policy, check)) >= ENOUGH
+    assert len(collect(collector(policy, kind=kind), policy, true_actions)) >= ENOUGH
 
 
 def test_with_whole_trajectories(collector):
@@ -129,11 +132,6 @@ def test_with_whole_trajectories(collector):
         return true(batch[batch["collector", "mask"]])
 
     assert len(collect(collecting, policy, check)) >= ENOUGH
-
-
-def test_when_each_batch_starts_with_a_reset(collector):
-    policy = Tagged(pause=0.001)
-    assert len(collect(collector(policy, reset_at_each_iter=True), policy)) >= ENOUGH
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,13 +175,7 @@ def test_while_extra_state_grows_and_workers_move_with_it(collector, kind):
         policy.module.write("x" * (1 << min(number, 18)))
         collecting.update_policy_weights_()
 
-    def check(frames):
-        counts = frames["action"].squeeze(-1).long()
-        assert torch.equal(frames["next", "policy_version"], counts)
-        assert torch.equal(frames["policy_version"], counts)
-        return set(counts.flatten().tolist())
-
-    assert len(collect(collecting, policy, check, update=update)) >= ENOUGH
+    assert len(collect(collecting, policy, true_actions, update=update)) >= ENOUGH
 
 
 def test_while_another_model_is_updated_as_often(collector):
