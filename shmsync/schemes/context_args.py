@@ -28,23 +28,18 @@ class Arguments:
             raise ValueError(f'model_id is a path such as "policy", not {model_id!r}')
         self.model_id = model_id
         self.context = context
-        self._kwargs = kwargs
+        self.kwargs = kwargs
         self._read: set[str] = set()
-
-    @property
-    def names(self) -> set[str]:
-        """The keyword arguments that were given."""
-        return set(self._kwargs)
 
     @property
     def unread(self) -> set[str]:
         """The arguments that were not used."""
-        return self._kwargs.keys() - self._read
+        return self.kwargs.keys() - self._read
 
     def given(self, name: str) -> Any:
         """The keyword argument, else None."""
         self._read.add(name)
-        return self._kwargs.get(name)
+        return self.kwargs.get(name)
 
     def get(self, name: str) -> Any:
         """The keyword argument, else the context's attribute, else None."""
@@ -179,7 +174,7 @@ def check_names(scheme: Any, attribute: str, arguments: Arguments) -> Callable[[
             )
 
     if _says_what_it_takes(type(scheme), attribute):
-        refuse(arguments.names - takes)
+        refuse(arguments.kwargs.keys() - takes)
         return lambda: None
     return lambda: refuse(arguments.unread - takes)
 
@@ -193,27 +188,13 @@ def _says_what_it_takes(kind: type, attribute: str) -> bool:
 
 def process_of(arguments: Arguments, index: int) -> Any:
     """A function that gives the worker's process as soon as there is one, or None."""
-    procs, context = arguments.get("procs"), arguments.context
-    held = None if context is None or getattr(context, "procs", None) is not procs else weakref.ref(context)
+    procs = arguments.reader("procs")
 
     def process() -> Any:
-        current = procs if held is None else getattr(held(), "procs", None)
+        current = procs()
         return current[index] if current is not None and index < len(current) else None
 
     return process
-
-
-def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> Any:
-    """The model that a receiver was given: itself, or its id in a context. Raises ValueError for neither."""
-    if reference is not None and not isinstance(reference, str):
-        return reference
-    if reference is None or context_ref is None:
-        which = "" if reference is None else f" for {reference!r}"
-        raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
-    context = context_ref()
-    if context is None:
-        raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
-    return model_in(context, reference)
 
 
 def copied_end(end: Any, scheme: Any) -> Any:
@@ -223,7 +204,6 @@ def copied_end(end: Any, scheme: Any) -> Any:
     """
     made = object.__new__(type(end))
     state = {**end.__getstate__(), "_scheme": copy.copy(scheme)}
-    state |= {name: copy.copy(state[name]) for name in ("_send_locks", "_blocking_calls") if name in state}
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
     else:

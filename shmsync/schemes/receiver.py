@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.deadlines import check_worker, timeout_or_none
 from . import remote_verify as proving
-from .context_args import Arguments, copied_end, find_model, named_content, referenced_model
+from .context_args import Arguments, copied_end, find_model, model_in, named_content
 from .remote_verify import Asked
 
 
@@ -73,12 +73,21 @@ class WeightReceiver:
 
     def _resolve_model_ref(self) -> Any:
         """The model that weights are applied to. Raises ValueError when there is none."""
-        return referenced_model(self._model_ref, self._context_ref)
+        reference = self._model_ref
+        if reference is not None and not isinstance(reference, str):
+            return reference
+        if reference is None or self._context_ref is None:
+            which = "" if reference is None else f" for {reference!r}"
+            raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
+        context = self._context_ref()
+        if context is None:
+            raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
+        return model_in(context, reference)
 
     def begin(self, arguments: Arguments) -> None:
         """Take in the arguments that init_on_worker() got. Called by the scheme."""
         self._set_context(arguments.context)
-        self._from_context = arguments.context is not None and "model" not in arguments.names
+        self._from_context = arguments.context is not None and "model" not in arguments.kwargs
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:

@@ -13,7 +13,7 @@ from ..engine.deadlines import check_worker, deadline_after
 from ..engine.verify.local import Proof
 from ..errors import NotDelivered, ProtocolError
 from .context_args import Arguments, chosen_workers, copied_end, model_at, process_of
-from .link.blocking_calls import BlockingCalls, Calls
+from .link.blocking_calls import Calls, CallState
 from .link.send_lock import SendLock, hold_all
 from .remote_verify import Asked, SentSums, refuse_unnoted
 
@@ -34,7 +34,7 @@ class WeightSender:
         self._scheme = scheme
         self._strategy = scheme.make_strategy()
         self._model_id = "policy"
-        self._model: Any = None  # that init_on_sender() was given
+        self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
         self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
         self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._context_ref: weakref.ref[Any] | None = None
@@ -43,7 +43,7 @@ class WeightSender:
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
         self._sums = SentSums()
         self._send_locks = SendLock()
-        self._blocking_calls = BlockingCalls()
+        self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
         self._copied = False  # it came out of a pickle, without the workers of the original
 
     @property
@@ -156,13 +156,8 @@ class WeightSender:
 
     def _take_model(self, arguments: Arguments, *names: str) -> None:
         """The model that was given under the first of these names; else what the context has there."""
-        self._model = next((m for name in names if (m := arguments.given(name)) is not None), None)
+        self.given_model = next((m for name in names if (m := arguments.given(name)) is not None), None)
         self._model_names = names
-
-    @property
-    def given_model(self) -> Any:
-        """What init_on_sender(model=) got; None: nothing."""
-        return self._model
 
     @property
     def context_model(self) -> Any:
@@ -256,13 +251,12 @@ class WeightSender:
             return self._verify(self._chosen(worker_ids), deadline)
 
     def _verify(self, workers: list[int], deadline: float) -> Proof:
-        names = {id(transport): index for index, transport in self._transports.items()}
-        transports = {names[id(each)]: each for each in self._iterate_transports(workers)}
+        transports = self._chosen_transports(workers)
         questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
         wrong: dict[int, NotDelivered] = {}
         for index, transport in transports.items():
             what = f"the question what it holds of {self._model_id!r}"
-            calls = Calls(self._blocking_calls, {index: transport}, what, self._version)
+            calls = Calls(self._call_states, {index: transport}, what, self._version)
             try:
                 calls.send(self._model_id, Asked(questions[index]), deadline)
                 calls.finish(deadline)
@@ -278,6 +272,14 @@ class WeightSender:
             )
         return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
 
+    def _chosen_transports(self, workers: list[int]) -> dict[int, Any]:
+        """What _iterate_transports() yields, by worker; one of its own by its position."""
+        names = {id(transport): index for index, transport in self._transports.items()}
+        return {
+            names.get(id(transport), position): transport
+            for position, transport in enumerate(self._iterate_transports(workers))
+        }
+
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
@@ -288,14 +290,10 @@ class WeightSender:
         """Start sending; what _collect() needs."""
         prepared = self._prepared(weights)
         self._version += 1
-        names = {id(transport): index for index, transport in self._transports.items()}
-        transports = {
-            names.get(id(transport), position): transport
-            for position, transport in enumerate(self._iterate_transports(workers))
-        }
+        transports = self._chosen_transports(workers)
         if self._scheme.checksum:
             self._sums.note(prepared, transports)
-        calls = Calls(self._blocking_calls, transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls = Calls(self._call_states, transports, f"version {self._version} of {self._model_id!r}", self._version)
         calls.send(self._model_id, prepared, deadline)
         return calls
 
@@ -324,8 +322,8 @@ class WeightSender:
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
-        if weights is None and self._model is not None:
-            return self._model
+        if weights is None and self.given_model is not None:
+            return self.given_model
         found = self._scheme.find_source(weights, self._model_id, self._context)
         found = self.context_model if found is None else found
         return self._needed_source(found)
@@ -364,10 +362,12 @@ class WeightSender:
         return {
             **self.__dict__,
             "_context_ref": None,
-            "_model": None,
+            "given_model": None,
             "_pending": None,
             "_transports": {},
             "_processes": {},
             "_sums": SentSums(),
+            "_send_locks": SendLock(),
+            "_call_states": {},
             "_copied": True,
         }
