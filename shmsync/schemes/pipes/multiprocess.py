@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.outcome import Failure, Outcome
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
+from ...engine.source.strategy import Form, WeightStrategy, leaves_of, refuse_odd
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Plan
@@ -288,8 +288,6 @@ class MultiProcessSender(PipeSender):
 class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
-    _checked: tuple[Message, Fit] | None = None  # so that _use() need not look again
-
     @override
     def set_up(self, arguments: Arguments) -> None:
         """Refuse a model that lies on another kind of device than the scheme says."""
@@ -299,24 +297,18 @@ class MultiProcessReceiver(PipeReceiver):
         super().set_up(arguments)
 
     @override
-    def _check(self, message: Message) -> None:
+    def _checked(self, message: Message) -> Callable[[], None]:
         if isinstance(message.content, Unreadable):
             raise message.content.error
-        fit = self._strategy.check_weights(self._resolve_model_ref(), message.content)
-        if type(self._strategy) is WeightStrategy:  # a user's own applies weights in its own way
-            self._checked = message, fit
+        model = self._resolve_model_ref()
+        fit = self._strategy.check_weights(model, message.content)
 
-    @override
-    def _refused(self, message: Message, error: Exception) -> None:
-        self._checked = None  # it would keep the weights
-        super()._refused(message, error)
+        def apply() -> None:
+            if type(self._strategy) is WeightStrategy:
+                self._strategy.apply_checked(fit)
+            else:  # a user's own applies weights in its own way
+                self._strategy.apply_weights(model, message.content)
+            if message.tag is not None:
+                self._version = message.tag.version
 
-    @override
-    def _use(self, message: Message) -> None:
-        checked, self._checked = self._checked, None
-        if checked is not None and checked[0] is message:
-            self._strategy.apply_checked(checked[1])
-        else:
-            self._strategy.apply_weights(self._resolve_model_ref(), message.content)
-        if message.tag is not None:
-            self._version = message.tag.version
+        return apply

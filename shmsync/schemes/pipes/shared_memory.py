@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -318,14 +319,12 @@ class SharedMemReceiver(PipeReceiver):
         self._transport.subscriptions.bind(message.model_id, self._resolve_model_ref())
 
     @override
-    def _check(self, message: Message) -> None:
+    def _checked(self, message: Message) -> Callable[[], None]:
         if not isinstance(message.content, int):
             raise ValueError(f"weights of {message.model_id!r} came through the pipe; use this scheme on both sides")
-        self._transport.subscriptions.needed(message.model_id)
-
-    @override
-    def _use(self, message: Message) -> None:
-        self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model_ref())
+        subscriptions = self._transport.subscriptions
+        subscriptions.needed(message.model_id)
+        return partial(subscriptions.use, message.model_id, message.content, self._resolve_model_ref())
 
     @override
     def _use_news(self) -> None:
