@@ -46,7 +46,8 @@ class MultiProcessCarrier(PipeCarrier):
     def __init__(self, *, partial: bool = False, checksum: bool = False, devices: WorkerDevices | None = None) -> None:
         super().__init__()
         self._devices = WorkerDevices(None) if devices is None else devices
-        self._sums = SentSums() if checksum else None
+        self._sums = SentSums()
+        self._checksum = checksum
         self._versions: dict[str, int] = {}
         self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
         self._newest: dict[str, tuple[int, WeightsMessage]] = {}  # what resend() brings: a version, and its message
@@ -55,7 +56,6 @@ class MultiProcessCarrier(PipeCarrier):
         self._unacked: dict[str, Unacked] = {}
         self._given: dict[str, Leaves] = {}  # with the newest version
         self._unsent: dict[str, set[Link]] = {}  # workers without the message of the newest version
-        self._renewed: dict[str, set[Link]] = {}  # workers that everything is sent to once more
         self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
 
     @override
@@ -79,12 +79,11 @@ class MultiProcessCarrier(PipeCarrier):
         apart = any(link.end.reaches for link in links.values())
         message = WeightsMessage(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
         keys = [(model_id, index) for index in links]
-        sums = None if self._sums is None else self._sums.noted(leaves, keys)
+        sums = self._sums.noted(leaves, keys) if self._checksum else {}
 
         def accept() -> None:
             self._newest[model_id] = version, message
-            if self._sums is not None and sums is not None:
-                self._sums.take(sums)
+            self._sums.take(sums)
             if self._partial:
                 self._take_late(model_id)
                 self._unacked.setdefault(model_id, Unacked()).add(given, links.values())
@@ -94,12 +93,9 @@ class MultiProcessCarrier(PipeCarrier):
         return Plan([], accept, lambda: None)
 
     @override
-    def question(self, model_id: str, index: int) -> Any:
-        return (
-            super().question(model_id, index)
-            if self._sums is None
-            else self._sums.of((model_id, index), model_id, index)
-        )
+    def question(self, model_id: str, index: int) -> tuple[Any, int]:
+        found = self._sums.of((model_id, index), model_id, index)
+        return found, len(found)
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
@@ -111,14 +107,16 @@ class MultiProcessCarrier(PipeCarrier):
         self._take_late(model_id)
         version, message = self._newest[model_id]
         tag = Tag(model_id, version)
-        self._renewed[model_id] = set()
         # The parts of several senders are different leaves: none of them takes the place of another's.
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.announcers[model_id] = self.sign
-            payload = self._payload(self._message_for(model_id, link, version, message), link, tag)
             if self._partial:
-                self._expect(model_id, link, tag)
+                each = _Open(link, tag, self._given[model_id], link not in self._unsent[model_id])
+                payload = self._payload(self._message_for(each, message), link, tag)
+                self._expect(each)
+            else:
+                payload = self._payload(message, link, tag)
             link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
@@ -133,25 +131,21 @@ class MultiProcessCarrier(PipeCarrier):
         """Drop weights that no worker can still ask for."""
         self._in_use = [each for each in self._in_use if each[0].end.expects(each[1]) and not each[0].reported]
 
-    def _message_for(self, model_id: str, link: Link, version: int, message: WeightsMessage) -> WeightsMessage:
+    def _message_for(self, each: _Open, message: WeightsMessage) -> WeightsMessage:
         """The newest version for this worker, which may need more than what was given, or less than everything."""
-        if not self._partial:
-            return message
-        unacked, given = self._unacked[model_id], self._given[model_id]
-        if link in self._unsent[model_id]:
-            self._unsent[model_id].remove(link)
-            due = unacked.due(link, given)
+        link, tag, given, renewed = each
+        if renewed:
+            due = self._unacked[tag.model_id].renew(link)
         else:
-            due = unacked.renew(link)
-            self._renewed[model_id].add(link)
-        return message if due is None else WeightsMessage(Tag(model_id, version), due, nbytes=0, apart=False)
+            self._unsent[tag.model_id].remove(link)
+            due = self._unacked[tag.model_id].due(link, given)
+        return message if due is None else WeightsMessage(tag, due, nbytes=0, apart=False)
 
-    def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
+    def _expect(self, each: _Open) -> None:
         """An answer to this message counts whenever it comes."""
-        given, renewed = self._given[model_id], link in self._renewed[model_id]
-        self._unacked[model_id].expect(given, link)
-        self._open.setdefault(model_id, []).append(_Open(link, tag, given, renewed))
-        link.end.remember(tag)
+        self._unacked[each.tag.model_id].expect(each.given, each.link)
+        self._open.setdefault(each.tag.model_id, []).append(each)
+        each.link.end.remember(each.tag)
 
     def _take_late(self, model_id: str) -> None:
         """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
@@ -162,15 +156,15 @@ class MultiProcessCarrier(PipeCarrier):
                 end.pump()
             answer = end.late_answer(each.tag)
             if answer is not None:
-                self._settle(model_id, each, *answer)
+                self._settle(each, *answer)
             elif end.expects(each.tag) and not each.link.reported:
                 still.append(each)
             else:  # newer leaves have taken its place before it left, or the worker is gone
                 self._unacked[model_id].settle(each.given, [], [], [each.link])
         self._open[model_id] = still
 
-    def _settle(self, model_id: str, each: _Open, result: Result) -> None:
-        unacked, link = self._unacked[model_id], each.link
+    def _settle(self, each: _Open, result: Result) -> None:
+        unacked, link = self._unacked[each.tag.model_id], each.link
         if result is None:
             unacked.settle(each.given, [link], [])
         elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
@@ -200,7 +194,7 @@ class MultiProcessCarrier(PipeCarrier):
         self._take_late(posted.model_id)
         for each in answered:
             each.link.end.late_answer(each.tag)  # it is known already
-            self._settle(posted.model_id, each, results[each.link])
+            self._settle(each, results[each.link])
 
 
 class MPTransport(PipeTransport):

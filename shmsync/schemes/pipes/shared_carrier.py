@@ -117,18 +117,12 @@ class SharedMemCarrier(PipeCarrier):
         return max(self.publishers.version(model_id), self._sent.get(model_id, 0))
 
     @override
-    def question(self, model_id: str, index: int) -> bytes:
-        return self._proven(model_id, index).handle.session
-
-    @override
-    def leaves(self, model_id: str, index: int) -> int:
-        return len(writer_of(self._proven(model_id, index)).arena.manifest.leaves)
-
-    def _proven(self, model_id: str, index: int) -> Publisher:
+    def question(self, model_id: str, index: int) -> tuple[bytes, int]:
         self._check_open()
         if not self.publishers.version(model_id):
             raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
-        return self.publishers.of_worker(model_id, index)
+        publisher = self.publishers.of_worker(model_id, index)
+        return publisher.handle.session, len(writer_of(publisher).arena.manifest.leaves)
 
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:
