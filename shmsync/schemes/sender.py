@@ -288,7 +288,7 @@ class WeightSender:
 
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Any:
         """Start sending; what _collect() needs."""
-        prepared = self._prepared(weights)
+        prepared = self.sent_weights(weights)
         self._version += 1
         transports = self._chosen_transports(workers)
         if self._scheme.checksum:
@@ -336,8 +336,8 @@ class WeightSender:
             )
         return found
 
-    def _prepared(self, weights: Any) -> Any:
-        """The weights that travel."""
+    def sent_weights(self, weights: Any) -> Any:
+        """What travels for the weights that a user passed."""
         if self._scheme.prepares:
             prepared = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
             found = self._needed_source(prepared)

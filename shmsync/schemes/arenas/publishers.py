@@ -78,26 +78,22 @@ class Publishers:
         self._group_of: dict[int, int] | None = None
         self._device_of: dict[int, str | None] = {}  # by group
         self._take(devices_for(device))
-        self._publishers: dict[str, dict[int, Publisher]] = {}
+        self.made: dict[str, dict[int, Publisher]] = {}  # by model and group
         self._optional: dict[str, set[Key]] = {}  # buffers of the model that no state_dict() has
         # close() does not warn: a scheme of this shape has no close(), so collecting it is the normal end.
-        self._finalizer = util.Finalize(self, _close_all, (self._publishers,), exitpriority=25)
+        self._finalizer = util.Finalize(self, _close_all, (self.made,), exitpriority=25)
 
     def place(self, devices: WorkerDevices) -> None:
         """The workers' devices, where none were given. Raises ValueError when others were, or there are arenas."""
-        if devices.unset or devices == self._devices:
+        if devices.unset or devices == self.devices:
             return
-        self._devices.check_same(devices)
-        if self._publishers:
+        self.devices.check_same(devices)
+        if self.made:
             raise ValueError(
-                f"device={devices} comes too late: the weights of {', '.join(self._publishers)} lie in their arenas "
+                f"device={devices} comes too late: the weights of {', '.join(self.made)} lie in their arenas "
                 "already; say it when you make the scheme"
             )
         self._take(devices)
-
-    def check_workers(self, count: int) -> None:
-        """Raise ValueError when the devices are those of another number of workers."""
-        self._devices.check_workers(count)
 
     def _take(self, devices: WorkerDevices) -> None:
         """Workers of one group that are on one device share an arena."""
@@ -116,11 +112,11 @@ class Publishers:
             numbers: dict[tuple[int, str | None], int] = {}
             self._group_of = {worker: numbers.setdefault(key, len(numbers)) for worker, key in keys.items()}
             self._device_of = {number: place for (_, place), number in numbers.items()}
-        self._devices = devices
+        self.devices = devices
 
     def group_of(self, worker: int) -> int:
         """Which group a worker belongs to. Raises ValueError when it is in none, or has no device."""
-        self._devices.of(worker)
+        self.devices.of(worker)
         if self._group_of is None:
             return ALL
         if worker not in self._group_of:
@@ -144,21 +140,17 @@ class Publishers:
                 )
         return sorted(number for number, group in members.items() if wanted & group)
 
-    def known(self) -> list[str]:
-        """The models that have an arena."""
-        return list(self._publishers)
-
     def version(self, model_id: str) -> int:
         """The newest version of a model; 0 when it has no arena yet."""
-        return max((p.version for p in self._publishers.get(model_id, {}).values()), default=0)
+        return max((p.version for p in self.made.get(model_id, {}).values()), default=0)
 
     def publisher(self, model_id: str, group: int) -> Publisher:
         """The publisher of a model for a group."""
-        return self._publishers[model_id][group]
+        return self.made[model_id][group]
 
     def known_publisher(self, model_id: str, groups: Sequence[int]) -> Publisher | None:
         """The model's publisher for the first of these groups that has one."""
-        made = self._publishers.get(model_id, {})
+        made = self.made.get(model_id, {})
         return next((made[group] for group in groups if group in made), None)
 
     def of_worker(self, model_id: str, worker: int) -> Publisher:
@@ -170,7 +162,7 @@ class Publishers:
 
     def only(self, model_id: str) -> Publisher | None:
         """The model's publisher if it has one for all workers."""
-        return None if self._group_of is not None else self._publishers.get(model_id, {}).get(ALL)
+        return None if self._group_of is not None else self.made.get(model_id, {}).get(ALL)
 
     def optional(self, model_id: str) -> set[Key]:
         """Leaves that weights of the model may lack: its buffers that are never saved."""
@@ -184,7 +176,7 @@ class Publishers:
         _refuse_extra_state(model_id, source)
         if not self.partial and model_id not in self._optional and isinstance(source, nn.Module):
             self._optional[model_id] = not_saved(source)
-        made = self._publishers.setdefault(model_id, {})
+        made = self.made.setdefault(model_id, {})
         first = source
         if self.partial and made:
             source = self._strategy.extract_weights(source) if isinstance(source, nn.Module) else source
@@ -250,7 +242,7 @@ class Publishers:
 
     def close(self) -> None:
         """End every arena. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""
-        _close_all(self._publishers)
+        _close_all(self.made)
 
 
 def _refuse_extra_state(model_id: str, source: Weights) -> None:

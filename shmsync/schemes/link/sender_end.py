@@ -34,7 +34,7 @@ class SenderEnd:
         self.lock = threading.RLock()  # held by the reading thread; senders of several models, and so threads, share it
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
-        self._highest: dict[str, int] = {}
+        self.highest: dict[str, int] = {}  # by model: the newest version that any sender sent over this pipe
         self._unmatched: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
         self.reaches = False  # and that it can open what this process has?
@@ -75,15 +75,11 @@ class SenderEnd:
 
     def note(self, tag: Tag) -> None:
         """A message of this tag is about to be sent: its number is never used again."""
-        self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+        self.highest[tag.model_id] = max(tag.version, self.highest.get(tag.model_id, 0))
 
     def answered_by_version(self, tag: Tag) -> None:
         """The message of this tag says where its weights lie, so its answer is the pair ((model, version), word)."""
         self._in_arenas[tag.model_id] = max(tag.version, self._in_arenas.get(tag.model_id, 0))
-
-    def highest(self, model_id: str) -> int:
-        """The newest version of a model that any sender sent over this pipe; see PipeCarrier.next_version()."""
-        return self._highest.get(model_id, 0)
 
     @property
     def idle(self) -> bool:

@@ -86,7 +86,7 @@ class PipeCarrier(ABC):
 
     def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
         """One that no sender used for this model on these pipes: a late answer never counts for a newer message."""
-        used = max((link.end.highest(model_id) for link in links.values()), default=0)
+        used = max((link.end.highest.get(model_id, 0) for link in links.values()), default=0)
         return max(self.version(model_id), used) + 1
 
     def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:

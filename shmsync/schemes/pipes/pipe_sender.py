@@ -79,7 +79,10 @@ class PipeSender(WeightSender):
         """
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "resend"):
-            links = self.ready("resend", worker_ids) if self.version else {}
+            if not self.version:
+                return 0
+            self.check_ready("resend")
+            links = self.carrier.reach(self.model_id, self._chosen(worker_ids))
             if not links:
                 return 0
             posted = self.carrier.notify(self.model_id, self.version, links)
@@ -95,18 +98,6 @@ class PipeSender(WeightSender):
     def links(self, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
         """The workers that are meant, the dead too. Raises ValueError for one that is not registered."""
         return {index: self.carrier.links[index] for index in self._chosen(worker_ids)}
-
-    def ready(self, call: str, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
-        """The workers that a call goes to.
-
-        Raises what check_ready() raises, ValueError for an unknown worker, WorkerDied if all are dead.
-        """
-        self.check_ready(call)
-        return self.carrier.reach(self.model_id, self._chosen(worker_ids))
-
-    def sent_weights(self, weights: Any) -> Any:
-        """What the carrier gets for the weights that a user passed."""
-        return self._prepared(weights)
 
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:

@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.pickling import dumps, small
@@ -48,16 +47,12 @@ class SharedMemCarrier(PipeCarrier):
         self._set_up: set[str] = set()  # the models that have a sender
         self._closed = False
 
-    def register_pipe(self, pipe: Any, index: int | None = None, process: Any = None) -> int:
-        """Reach a worker over this pipe; the index it has from now on: the one it has already, or the next."""
-        if index is None:
-            index = next((i for i, link in self.links.items() if link.pipe is pipe), max(self.links, default=-1) + 1)
-        index = check_worker(index)
-        self.publishers.group_of(index)
+    @override
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        self.publishers.group_of(index)  # or raise
         known = self.links.get(index)
         if known is None or known.pipe is not pipe or process is not None:
             super().add(index, pipe, process)
-        return index
 
     def set_up(self, model_id: str, pipes: Sequence[Any]) -> None:
         """This model's workers are now those at the other ends of these pipes, and no others: the models share them.
@@ -65,7 +60,7 @@ class SharedMemCarrier(PipeCarrier):
         Raises ValueError when another model has other workers in their places, or devices were given for another number
         of workers.
         """
-        self.publishers.check_workers(len(pipes))
+        self.publishers.devices.check_workers(len(pipes))
         others = sorted(self._set_up - {model_id})
         for index, pipe in enumerate(pipes):
             known = self.links.get(index)
@@ -76,19 +71,12 @@ class SharedMemCarrier(PipeCarrier):
                 )
         if model_id in self._set_up:
             for index in [index for index in self.links if index >= len(pipes)]:
-                self._remove(index)
+                del self.links[index]
+                for joined in self._joined.values():
+                    joined.pop(index, None)
+                for unconfirmed in self._unconfirmed.values():
+                    unconfirmed.discard(index)
         self._set_up.add(model_id)
-
-    def _remove(self, index: int) -> None:
-        del self.links[index]
-        for joined in self._joined.values():
-            joined.pop(index, None)
-        for unconfirmed in self._unconfirmed.values():
-            unconfirmed.discard(index)
-
-    @override
-    def add(self, index: int, pipe: Any, process: Any = None) -> None:
-        self.register_pipe(pipe, index, process)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
         """Register a model before its first send: `weights` are its version 1.
@@ -139,7 +127,7 @@ class SharedMemCarrier(PipeCarrier):
             weights = WeightStrategy().extract_weights(weights)  # a path for each dotted key, as modules have them
         plain = self.plain.get(model_id)
         if not (self._auto_register or plain is not None or self.version(model_id)):
-            known = sorted({*self.plain, *self.publishers.known()})
+            known = sorted({*self.plain, *self.publishers.made})
             raise KeyError(
                 f"{model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
                 "auto_register=True"

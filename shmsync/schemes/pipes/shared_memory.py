@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency, reader_of
@@ -77,7 +77,12 @@ class SharedMemTransport(PipeTransport):
             worker_idx: its index; None: the next one.
             process: as in WeightSender.register_worker().
         """
-        return self.carrier.register_pipe(pipe, worker_idx, process)
+        links = self.carrier.links
+        if worker_idx is None:  # the one that it has already, or the next
+            worker_idx = next((i for i, link in links.items() if link.pipe is pipe), max(links, default=-1) + 1)
+        worker_idx = check_worker(worker_idx)
+        self.carrier.add(worker_idx, pipe, process)
+        return worker_idx
 
     def register_weights(self, model_id: str, weights: Any) -> None:
         """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
@@ -244,7 +249,7 @@ class SharedMemSender(PipeSender):
     @override
     def sent_weights(self, weights: Any) -> Any:
         # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
-        return self._prepared(weights) if self._scheme.prepares else self._source(weights)
+        return super().sent_weights(weights) if self._scheme.prepares else self._source(weights)
 
     @override
     def set_up(self, arguments: Any) -> None:

@@ -236,7 +236,7 @@ class RemoteSender(WeightSender):
                 "was sent. Start others in their place",
                 missing=workers,
             )
-        prepared = self._prepared(weights)
+        prepared = self.sent_weights(weights)
         given = private_leaves(prepared) if self._scheme.partial else None
         sending = RemoteSend(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
