@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,60 @@ class _Open(NamedTuple):
     renewed: bool  # it brought everything
 
 
+@dataclass(eq=False)
+class _Sent:
+    """What was sent of one model."""
+
+    version: int = 0
+    newest: tuple[int, WeightsMessage] | None = None  # what resend() brings: a version, and its message
+    applied: tuple[int, WeightsMessage] | None = None  # the newest that a worker has applied
+    # With partial=True, for leaves that a worker may still have to get:
+    given: Leaves = field(default_factory=dict)  # with the newest version
+    unsent: set[Link] = field(default_factory=set)  # workers without the message of the newest version
+    unacked: Unacked = field(default_factory=Unacked)
+    open: list[_Open] = field(default_factory=list)  # messages that are not answered
+
+    def message_for(self, each: _Open, message: WeightsMessage) -> WeightsMessage:
+        """The newest version for this worker, which may need more than what was given, or less than everything."""
+        if each.renewed:
+            due: Leaves | None = self.unacked.renew(each.link)
+        else:
+            self.unsent.remove(each.link)
+            due = self.unacked.due(each.link, each.given)
+        return message if due is None else WeightsMessage(each.tag, due, nbytes=0, apart=False)
+
+    def expect(self, each: _Open) -> None:
+        """An answer to this message counts whenever it comes."""
+        self.unacked.expect(each.given, each.link)
+        self.open.append(each)
+        each.link.end.remember(each.tag)
+
+    def take_late(self) -> None:
+        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
+        still = []
+        for each in self.open:
+            end = each.link.end
+            if not end.channel.closed:
+                end.pump()
+            answer = end.late_answer(each.tag)
+            if answer is not None:
+                self.settle(each, *answer)
+            elif end.expects(each.tag) and not each.link.reported:
+                still.append(each)
+            else:  # newer leaves have taken its place before it left, or the worker is gone
+                self.unacked.settle(each.given, [], [], [each.link])
+        self.open = still
+
+    def settle(self, each: _Open, result: Result) -> None:
+        """The worker has answered this message."""
+        if result is None:
+            self.unacked.settle(each.given, [each.link], [])
+        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
+            self.unacked.settle(each.given, [], [], [each.link])
+        else:
+            self.unacked.settle(each.given, [], {each.link: result.leaves if isinstance(result, Failure) else ()})
+
+
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
@@ -48,15 +104,9 @@ class MultiProcessCarrier(PipeCarrier):
         self._devices = WorkerDevices(None) if devices is None else devices
         self._sums = SentSums()
         self._checksum = checksum
-        self._versions: dict[str, int] = {}
-        self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
-        self._newest: dict[str, tuple[int, WeightsMessage]] = {}  # what resend() brings: a version, and its message
-        self._applied: dict[str, tuple[int, WeightsMessage]] = {}  # the newest that a worker has applied
         self._partial = partial
-        self._unacked: dict[str, Unacked] = {}
-        self._given: dict[str, Leaves] = {}  # with the newest version
-        self._unsent: dict[str, set[Link]] = {}  # workers without the message of the newest version
-        self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
+        self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
+        self._sent: defaultdict[str, _Sent] = defaultdict(_Sent)  # by model
 
     @override
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
@@ -65,7 +115,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def version(self, model_id: str) -> int:
-        return self._versions.get(model_id, 0)
+        return self._sent[model_id].version
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -80,15 +130,16 @@ class MultiProcessCarrier(PipeCarrier):
         message = WeightsMessage(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
         keys = [(model_id, index) for index in links]
         sums = self._sums.noted(leaves, keys) if self._checksum else {}
+        sent = self._sent[model_id]
 
         def accept() -> None:
-            self._newest[model_id] = version, message
+            sent.newest = version, message
             self._sums.take(sums)
             if self._partial:
-                self._take_late(model_id)
-                self._unacked.setdefault(model_id, Unacked()).add(given, links.values())
-                self._given[model_id], self._unsent[model_id] = given, set(links.values())
-            self._versions[model_id] = version
+                sent.take_late()
+                sent.unacked.add(given, links.values())
+                sent.given, sent.unsent = given, set(links.values())
+            sent.version = version
 
         return Plan([], accept, lambda: None)
 
@@ -99,22 +150,23 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        if model_id not in self._newest:
+        sent = self._sent[model_id]
+        if sent.newest is None:
             raise ProtocolError(
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
-                f"{self.version(model_id)}, and have applied none before it. Send others"
+                f"{sent.version}, and have applied none before it. Send others"
             )
-        self._take_late(model_id)
-        version, message = self._newest[model_id]
+        sent.take_late()
+        version, message = sent.newest
         tag = Tag(model_id, version)
         # The parts of several senders are different leaves: none of them takes the place of another's.
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.announcers[model_id] = self.sign
             if self._partial:
-                each = _Open(link, tag, self._given[model_id], link not in self._unsent[model_id])
-                payload = self._payload(self._message_for(each, message), link, tag)
-                self._expect(each)
+                each = _Open(link, tag, sent.given, link not in sent.unsent)
+                payload = self._payload(sent.message_for(each, message), link, tag)
+                sent.expect(each)
             else:
                 payload = self._payload(message, link, tag)
             link.end.send(payload, tag, replaceable=True, whose=whose)
@@ -131,70 +183,24 @@ class MultiProcessCarrier(PipeCarrier):
         """Drop weights that no worker can still ask for."""
         self._in_use = [each for each in self._in_use if each[0].end.expects(each[1]) and not each[0].reported]
 
-    def _message_for(self, each: _Open, message: WeightsMessage) -> WeightsMessage:
-        """The newest version for this worker, which may need more than what was given, or less than everything."""
-        link, tag, given, renewed = each
-        if renewed:
-            due = self._unacked[tag.model_id].renew(link)
-        else:
-            self._unsent[tag.model_id].remove(link)
-            due = self._unacked[tag.model_id].due(link, given)
-        return message if due is None else WeightsMessage(tag, due, nbytes=0, apart=False)
-
-    def _expect(self, each: _Open) -> None:
-        """An answer to this message counts whenever it comes."""
-        self._unacked[each.tag.model_id].expect(each.given, each.link)
-        self._open.setdefault(each.tag.model_id, []).append(each)
-        each.link.end.remember(each.tag)
-
-    def _take_late(self, model_id: str) -> None:
-        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
-        still = []
-        for each in self._open.get(model_id, ()):
-            end = each.link.end
-            if not end.channel.closed:
-                end.pump()
-            answer = end.late_answer(each.tag)
-            if answer is not None:
-                self._settle(each, *answer)
-            elif end.expects(each.tag) and not each.link.reported:
-                still.append(each)
-            else:  # newer leaves have taken its place before it left, or the worker is gone
-                self._unacked[model_id].settle(each.given, [], [], [each.link])
-        self._open[model_id] = still
-
-    def _settle(self, each: _Open, result: Result) -> None:
-        unacked, link = self._unacked[each.tag.model_id], each.link
-        if result is None:
-            unacked.settle(each.given, [link], [])
-        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
-            unacked.settle(each.given, [], [], [link])
-        else:
-            unacked.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
-
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         self._release()
-        newest = self._newest.get(posted.model_id)
-        if newest is not None and newest[0] == posted.version and outcome.done:
-            self._applied[posted.model_id] = newest
-        elif newest is not None and newest[0] == posted.version and outcome.failed:
-            # Refused by all workers that answered: it is sent to no other worker.
-            del self._newest[posted.model_id]
-            if posted.model_id in self._applied:
-                self._newest[posted.model_id] = self._applied[posted.model_id]
+        sent = self._sent[posted.model_id]
+        if sent.newest is not None and sent.newest[0] == posted.version:
+            if outcome.done:
+                sent.applied = sent.newest
+            elif outcome.failed:  # refused by all workers that answered: it is sent to no other worker
+                sent.newest = sent.applied
         super().mark(posted, outcome)
-        if not self._partial:
-            return
         results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
         results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
-        open_ones = self._open[posted.model_id]
-        answered = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
-        self._open[posted.model_id] = [each for each in open_ones if each not in answered]
-        self._take_late(posted.model_id)
+        answered = [each for each in sent.open if each.tag.version == posted.version and each.link in results]
+        sent.open = [each for each in sent.open if each not in answered]
+        sent.take_late()
         for each in answered:
             each.link.end.late_answer(each.tag)  # it is known already
-            self._settle(each, results[each.link])
+            sent.settle(each, results[each.link])
 
 
 class MPTransport(PipeTransport):
