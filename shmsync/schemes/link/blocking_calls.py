@@ -194,9 +194,7 @@ def _takes_timeout(method: Callable[..., Any]) -> bool:
 
 
 def _copied(weights: Any) -> Any:
-    if isinstance(weights, torch.Tensor):
-        return weights.detach().clone()
-    if isinstance(weights, TensorDictBase):
+    if isinstance(weights, (torch.Tensor, TensorDictBase)):
         return weights.detach().clone()
     if isinstance(weights, Mapping):
         return {key: _copied(value) for key, value in weights.items()}
