@@ -38,7 +38,7 @@ class SharedMemCarrier(PipeCarrier):
         self.policy_weights = policy_weights
         self.plain: dict[str, TensorDictBase] = dict(policy_weights)
         self._auto_register = auto_register
-        self._strategy = WeightStrategy(partial=publishers.partial, dtype=publishers.dtype)
+        self._strategy = WeightStrategy(partial=publishers.options.partial, dtype=publishers.options.dtype)
         self._joined: dict[str, dict[int, Link]] = {}  # the workers that the handle of the arena was sent to
         self._unconfirmed: dict[str, set[int]] = {}  # workers that have not answered it
         self._routes: dict[str, tuple[Route, Publication]] = {}
@@ -137,7 +137,7 @@ class SharedMemCarrier(PipeCarrier):
         groups = self.publishers.chosen(links, living) if living else [ALL] if plain is None else []
         copy = self._plain_copy(model_id, self.publishers.known_publisher(model_id, groups))
         if copy is not None:
-            given = copy.given(weights) if self.publishers.partial else None
+            given = copy.given(weights) if self.publishers.options.partial else None
         elif plain is not None:
             extracted = self._strategy.extract_weights(weights)
             fit = self._strategy.check_weights(plain, extracted)
@@ -163,7 +163,7 @@ class SharedMemCarrier(PipeCarrier):
         if plain is None or publisher is None or (known is not None and known.good_for(writer_of(publisher))):
             return None if publisher is None else known
         self._copies.pop(model_id, None)
-        made = PlainCopy.of(plain, writer_of(publisher), partial=self.publishers.partial)
+        made = PlainCopy.of(plain, writer_of(publisher), partial=self.publishers.options.partial)
         if made is not None:
             self._copies[model_id] = made
         return made

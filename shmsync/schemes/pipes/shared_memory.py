@@ -16,7 +16,7 @@ from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency, reader_of
 from ..api import WeightSyncScheme
-from ..arenas.publishers import Publishers
+from ..arenas.publishers import ArenaOptions, Publishers
 from ..arenas.subscriptions import Subscriptions
 from ..arenas.worker_devices import DeviceChoice, WorkerDevices, devices_for
 from ..link import messages
@@ -55,16 +55,7 @@ class SharedMemTransport(PipeTransport):
         checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
-        publishers = Publishers(
-            slots=slots,
-            groups=groups,
-            timeout=timeout,
-            alias=alias,
-            partial=partial,
-            dtype=dtype,
-            device=device,
-            checksum=checksum,
-        )
+        publishers = Publishers(ArenaOptions(slots, timeout, groups, alias, partial, dtype, device, checksum))
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
