@@ -119,18 +119,13 @@ class Unacked:
             part.unanswered.add(worker)
 
     def settle(
-        self,
-        given: Leaves,
-        done: Iterable[Any],
-        failed: Iterable[Any] | Mapping[Any, Collection[str]],
-        never: Iterable[Any] = (),
+        self, given: Leaves, done: Collection[Any], refusals: Mapping[Any, Collection[str]], never: Iterable[Any] = ()
     ) -> None:
         """Who has confirmed the message that brought these leaves, who has refused it, and who will never answer it.
 
         The same for answers that came in time and for those that came later. None is a peer that is not a worker.
-        A mapping of those who have refused it says which leaves speak against it, as far as they are known.
+        `refusals` says which leaves speak against the message, as far as they are known.
         """
-        done, refusals = list(done), failed if isinstance(failed, Mapping) else dict.fromkeys(failed, ())
         part = self._part(given)
         if part is None:
             return

@@ -92,11 +92,10 @@ class SenderEnd:
         with self.lock:
             self._results.pop(tag, None)
             self._ambiguous.pop(tag, None)
-            reason = self._reasons.pop(tag, None)
-            if tag in self._awaited:
+            if self._reasons.pop(tag, None) is not None:
+                self._awaited.pop(tag, None)  # the worker cannot answer it any more
+            elif tag in self._awaited:
                 self._awaited[tag] = False
-                if reason is not None:
-                    del self._awaited[tag]  # the worker cannot answer it any more
 
     def foreign(self) -> str | None:
         """What came that looks like an answer and is none of ours, once; None: nothing."""

@@ -83,15 +83,15 @@ class _Sent:
             elif end.expects(each.tag) and not each.link.reported:
                 still.append(each)
             else:  # newer leaves have taken its place before it left, or the worker is gone
-                self.unacked.settle(each.given, [], [], [each.link])
+                self.unacked.settle(each.given, [], {}, [each.link])
         self.open = still
 
     def settle(self, each: _Open, result: Result) -> None:
         """The worker has answered this message."""
         if result is None:
-            self.unacked.settle(each.given, [each.link], [])
+            self.unacked.settle(each.given, [each.link], {})
         elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
-            self.unacked.settle(each.given, [], [], [each.link])
+            self.unacked.settle(each.given, [], {}, [each.link])
         else:
             self.unacked.settle(each.given, [], {each.link: result.leaves if isinstance(result, Failure) else ()})
 
