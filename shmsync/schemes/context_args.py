@@ -1,4 +1,4 @@
-"""The arguments of init_on_sender() and init_on_worker(), and the models of a context.
+"""The arguments of init_on_sender() and init_on_worker(), the models of a context, and what holds a context weakly.
 
 A context is a collector, or any object with the right attributes: it has what is not given as a keyword.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
+from typing_extensions import Self
 
 from ..errors import ProtocolError
 
@@ -197,30 +198,46 @@ def process_of(arguments: Arguments, index: int) -> Any:
     return process
 
 
-def copied_end(end: Any, scheme: Any) -> Any:
-    """copy.copy() of a sender or a receiver: what a pickled copy would be, with a copy of this scheme of its.
+class SchemeEnd:
+    """What the sender and the receiver of a model have in common."""
 
-    A scheme may hold what its senders send with, pipes and arenas, and these stay the original's.
-    """
-    made = object.__new__(type(end))
-    state = {**end.__getstate__(), "_scheme": copy.copy(scheme)}
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        made.__dict__.update(state)
-    return made
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+        self._strategy = scheme.make_strategy()
+        self._model_id = "policy"
+        self._context_ref: weakref.ref[Any] | None = None
+
+    @property
+    def model_id(self) -> str:
+        """Which model it sends or receives."""
+        return self._model_id
+
+    @property
+    def _context(self) -> Any:
+        return None if self._context_ref is None else self._context_ref()
+
+    def __copy__(self) -> Self:
+        # As a pickled copy, but with a copy of the scheme: that may hold what its senders send with, pipes and arenas.
+        made = object.__new__(type(self))
+        made.__setstate__({**self.__getstate__(), "_scheme": copy.copy(self._scheme)})
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_context_ref": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
 
 def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:
     """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
     if worker_ids is None:
         return list(known)
-    one = isinstance(worker_ids, Integral) or not hasattr(worker_ids, "__iter__")
-    chosen = [worker_ids] if one else list(worker_ids)  # type: ignore[arg-type]
+    chosen = list(worker_ids) if hasattr(worker_ids, "__iter__") else [worker_ids]
     odd = [index for index in chosen if isinstance(index, bool) or not isinstance(index, Integral)]
     if odd:
         raise ValueError(f"worker_ids are indices such as 0 or [0, 1], not {odd[0]!r}; the registered ones are {known}")
     unknown = [index for index in chosen if index not in known]
     if unknown:
         raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
-    return sorted({int(index) for index in chosen})  # type: ignore[arg-type]
+    return sorted({int(index) for index in chosen})

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..engine.deadlines import check_worker, timeout_or_none
 from . import remote_verify as proving
-from .context_args import Arguments, copied_end, find_model, model_in, named_content
+from .context_args import Arguments, SchemeEnd, find_model, model_in, named_content
 from .remote_verify import Asked
 
 
-class WeightReceiver:
+class WeightReceiver(SchemeEnd):
     """Receives the weights of one model, over any transport. Made by a scheme.
 
     Args:
@@ -20,20 +20,12 @@ class WeightReceiver:
     """
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        self._strategy = scheme.make_strategy()
-        self._model_id = "policy"
+        super().__init__(scheme)
         self._worker_idx: int | None = None
         self._model_ref: Any = None
-        self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
         self._from_context = False  # is the context's model the one that is meant?
         self._version = 0
-
-    @property
-    def model_id(self) -> str:
-        """Which model it receives."""
-        return self._model_id
 
     @property
     def worker_idx(self) -> int | None:
@@ -79,8 +71,7 @@ class WeightReceiver:
         if reference is None or self._context_ref is None:
             which = "" if reference is None else f" for {reference!r}"
             raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
-        context = self._context_ref()
-        if context is None:
+        if (context := self._context) is None:
             raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
         return model_in(context, reference)
 
@@ -150,16 +141,13 @@ class WeightReceiver:
     def _models_now(self) -> list[Any]:
         """The model that weights are applied to, and the one that has taken its place in the context, if one has."""
         model = self._resolve_model_ref()
-        context = None if self._context_ref is None or not self._from_context else self._context_ref()
+        context = self._context if self._from_context else None
         now = None if context is None else find_model(context, self._model_id)
         return [model] if now is None or now is model else [model, now]
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
-    def __copy__(self) -> WeightReceiver:
-        return copied_end(self, self._scheme)
-
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None
-        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None}
+        return {**super().__getstate__(), "_model_ref": model_ref, "_transport": None}

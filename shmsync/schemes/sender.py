@@ -12,13 +12,13 @@ from torch import nn
 from ..engine.deadlines import check_worker, deadline_after
 from ..engine.verify.local import Proof
 from ..errors import NotDelivered, ProtocolError
-from .context_args import Arguments, chosen_workers, copied_end, model_at, process_of
+from .context_args import Arguments, SchemeEnd, chosen_workers, model_at, process_of
 from .link.blocking_calls import Calls, CallState
 from .link.send_lock import SendLock, hold_all
 from .remote_verify import Asked, SentSums, refuse_unnoted
 
 
-class WeightSender:
+class WeightSender(SchemeEnd):
     """Sends the weights of one model to its workers, over any transport. Made by a scheme.
 
     Args:
@@ -31,13 +31,10 @@ class WeightSender:
     takes_process = False  # can it see the death of a worker's process?
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        self._strategy = scheme.make_strategy()
-        self._model_id = "policy"
+        super().__init__(scheme)
         self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
         self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
         self._processes: dict[int, Any] = {}  # of workers that are being registered
-        self._context_ref: weakref.ref[Any] | None = None
         self._transports: dict[int, Any] = {}
         self._version = 0
         self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
@@ -45,11 +42,6 @@ class WeightSender:
         self._send_locks = SendLock()
         self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
         self._copied = False  # it came out of a pickle, without the workers of the original
-
-    @property
-    def model_id(self) -> str:
-        """Which model it sends."""
-        return self._model_id
 
     @property
     def version(self) -> int:
@@ -347,21 +339,13 @@ class WeightSender:
             return self._strategy.extract_weights(found)
         return self._strategy.cast(found)
 
-    @property
-    def _context(self) -> Any:
-        return None if self._context_ref is None else self._context_ref()
-
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
-
-    def __copy__(self) -> WeightSender:
-        return copied_end(self, self._scheme)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
         return {
-            **self.__dict__,
-            "_context_ref": None,
+            **super().__getstate__(),
             "given_model": None,
             "_pending": None,
             "_transports": {},

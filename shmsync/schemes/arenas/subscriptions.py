@@ -94,9 +94,7 @@ class Subscriptions:
 
     def use(self, model_id: str, version: int, model: Any) -> None:
         """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
-        subscriber = self._subscribers.get(model_id)
-        if subscriber is None:
-            subscriber = self.needed(model_id)
+        subscriber = self.needed(model_id)
         self.move_to(subscriber, version)
         applied = reader_of(subscriber)._version
         if applied < version:

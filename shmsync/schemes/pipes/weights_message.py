@@ -46,13 +46,9 @@ class WeightsMessage:
                 self._sealed = Sealed(pieces)
             except ShmSyncError:
                 pass  # no descriptor or memory for it: as bytes it needs less at once
-        if self._sealed is None:
+        self.is_apart = self._sealed is not None  # may messages of it lead to what this process keeps?
+        if not self.is_apart:
             self._bytes = self._by_value(weights)
-
-    @property
-    def is_apart(self) -> bool:
-        """May messages of it lead to what this process keeps?"""
-        return self._sealed is not None
 
     def reference(self) -> bytes:
         """The message that says where the weights are."""
