@@ -288,8 +288,7 @@ class Link:
     @property
     def dead(self) -> bool:
         """Is its process gone, or its end of the pipe closed? What it sent before can still be read."""
-        channel = self.end.channel
-        return channel.ended or channel.closed or (self.peer is not None and self.peer.dead)
+        return self.channel.ended or self.channel.closed or (self.peer is not None and self.peer.dead)
 
     @property
     def finished(self) -> bool:
@@ -299,12 +298,12 @@ class Link:
     def take_pending(self) -> list[Any]:
         """Messages from the worker that are no answers, oldest first; each is given once."""
         self.end.pump()
-        return self.end.channel.take_pending()
+        return self.channel.take_pending()
 
     def __str__(self) -> str:
         if self.peer is not None:
             return str(self.peer)
-        return "this end of its pipe is closed" if self.end.channel.closed else "its end of the pipe is closed"
+        return "this end of its pipe is closed" if self.channel.closed else "its end of the pipe is closed"
 
 
 class Route:
@@ -313,10 +312,10 @@ class Route:
     def __init__(self, links: Mapping[int, Link]) -> None:
         self.links = dict(links)
         # Every route locks in one order.
-        ordered = sorted(self.links.items(), key=lambda item: item[1].end.channel.fd)
+        ordered = sorted(self.links.items(), key=lambda item: item[1].channel.fd)
         self._indices = [index for index, _ in ordered]
         self._ends = [link.end for _, link in ordered]
-        self._frames = [end.channel.frames for end in self._ends]
+        self._frames = [link.channel.frames for _, link in ordered]
         self._awaited = [end._awaited for end in self._ends]
         peers = [link.peer for _, link in ordered]
         self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]

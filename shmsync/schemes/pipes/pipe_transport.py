@@ -104,7 +104,7 @@ class PipeTransport:
         self._posted.clear()
         outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
-            link.end.channel.pending.pop()
+            link.channel.pending.pop()
             return
         outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
         if message != messages.UPDATED:

@@ -61,14 +61,6 @@ class SharedMemCarrier(PipeCarrier):
         of workers.
         """
         self.publishers.devices.check_workers(len(pipes))
-        others = sorted(self._set_up - {model_id})
-        for index, pipe in enumerate(pipes):
-            known = self.links.get(index)
-            if others and model_id not in self._set_up and known is not None and known.pipe is not pipe:
-                raise ValueError(
-                    f"worker {index} is reached over another pipe for {others[0]!r}, and all models of one scheme have "
-                    f"the same workers; give {model_id!r} the same pipes, or a scheme of its own"
-                )
         if model_id in self._set_up:
             for index in [index for index in self.links if index >= len(pipes)]:
                 del self.links[index]
@@ -76,6 +68,13 @@ class SharedMemCarrier(PipeCarrier):
                     joined.pop(index, None)
                 for unconfirmed in self._unconfirmed.values():
                     unconfirmed.discard(index)
+        elif self._set_up:
+            for index, pipe in enumerate(pipes):
+                if index in self.links and self.links[index].pipe is not pipe:
+                    raise ValueError(
+                        f"worker {index} is reached over another pipe for {min(self._set_up)!r}, and all models of one "
+                        f"scheme have the same workers; give {model_id!r} the same pipes, or a scheme of its own"
+                    )
         self._set_up.add(model_id)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
