@@ -16,7 +16,7 @@ from ..engine.source.dtypes import Dtypes
 from ..engine.source.strategy import Form, WeightStrategy
 from ..engine.verify.checksums import check_checksum
 from ..errors import ClosedError
-from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector
+from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector, says_what_it_takes
 from .receiver import WeightReceiver
 from .sender import WeightSender
 
@@ -103,10 +103,11 @@ class WeightSyncScheme(ABC):
         self.check_open("init_on_sender")
         refuse_collector(self, context, self._for_torchrl)
         arguments = Arguments(model_id, context, kwargs)
-        late = check_names(self, "sender_takes", arguments)
+        if says_what_it_takes(type(self), "sender_takes"):
+            check_names(self, "sender_takes", arguments)  # before anything is done
         sender = self.create_sender()
         sender.begin(arguments)
-        late()
+        check_names(self, "sender_takes", arguments)
         self._sender = sender
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
@@ -121,10 +122,11 @@ class WeightSyncScheme(ABC):
         """
         self.check_open("init_on_worker")
         arguments = Arguments(model_id, context, kwargs)
-        late = check_names(self, "worker_takes", arguments)
+        if says_what_it_takes(type(self), "worker_takes"):
+            check_names(self, "worker_takes", arguments)  # before anything is done
         receiver = self.create_receiver()
         receiver.begin(arguments)
-        late()
+        check_names(self, "worker_takes", arguments)
         self._receiver = receiver
 
     def get_sender(self) -> WeightSender:

@@ -30,16 +30,11 @@ class Arguments:
         self.model_id = model_id
         self.context = context
         self.kwargs = kwargs
-        self._read: set[str] = set()
-
-    @property
-    def unread(self) -> set[str]:
-        """The arguments that were not used."""
-        return self.kwargs.keys() - self._read
+        self.read: set[str] = set()  # those that were used so far
 
     def given(self, name: str) -> Any:
         """The keyword argument, else None."""
-        self._read.add(name)
+        self.read.add(name)
         return self.kwargs.get(name)
 
     def get(self, name: str) -> Any:
@@ -158,30 +153,21 @@ def refuse_collector(scheme: object, context: Any, instead: str) -> None:
         )
 
 
-def check_names(scheme: Any, attribute: str, arguments: Arguments) -> Callable[[], None]:
-    """Raise TypeError for keyword arguments that this side of the scheme does not take; gives a check for later.
-
-    A class that reads arguments in its own way, without saying which, is believed first: what it has not read by then
-    is refused by the later check.
-    """
+def check_names(scheme: Any, attribute: str, arguments: Arguments) -> None:
+    """Raise TypeError for keyword arguments that this side of the scheme does not take, and that were not read."""
     takes, call = getattr(scheme, attribute), "init_on_sender" if attribute == "sender_takes" else "init_on_worker"
-
-    def refuse(unknown: set[str]) -> None:
-        if unknown:
-            names = ", ".join(f"{name}=" for name in sorted(unknown))
-            raise TypeError(
-                f"{type(scheme).__name__}.{call}() takes no {names}; it takes model_id, context, "
-                f"{', '.join(sorted(takes))}"
-            )
-
-    if _says_what_it_takes(type(scheme), attribute):
-        refuse(arguments.kwargs.keys() - takes)
-        return lambda: None
-    return lambda: refuse(arguments.unread - takes)
+    if unknown := arguments.kwargs.keys() - arguments.read - takes:
+        names = ", ".join(f"{name}=" for name in sorted(unknown))
+        raise TypeError(
+            f"{type(scheme).__name__}.{call}() takes no {names}; it takes model_id, context, {', '.join(sorted(takes))}"
+        )
 
 
-def _says_what_it_takes(kind: type, attribute: str) -> bool:
-    """Does no subclass of the class that has the attribute read arguments in its own way?"""
+def says_what_it_takes(kind: type, attribute: str) -> bool:
+    """Does no subclass of the class that has the attribute read arguments in its own way?
+
+    Such a subclass is believed first: what it has not read is refused afterwards.
+    """
     reading = {"create_sender", "create_receiver", "roster"}
     base = next(each for each in kind.__mro__ if attribute in vars(each))
     return not any(reading & vars(each).keys() for each in kind.__mro__[: kind.__mro__.index(base)])
