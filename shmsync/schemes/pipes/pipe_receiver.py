@@ -94,7 +94,7 @@ class PipeReceiver(WeightReceiver):
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id, self._worker_idx)
         if message.kind in (messages.PREPARE, messages.RESUME):
-            self._meet(message)
+            self._receive_jointly(message)
         else:
             with self._end.lock:
                 self._apply_given(message)
@@ -141,7 +141,7 @@ class PipeReceiver(WeightReceiver):
 
     def _handle(self, message: Message) -> None:
         if message.kind in (messages.PREPARE, messages.RESUME):
-            self._meet(message)
+            self._receive_jointly(message)
         else:
             with self._end.lock:
                 receiver = self._serves(message.model_id)
@@ -157,7 +157,7 @@ class PipeReceiver(WeightReceiver):
                     else:
                         self._end.answer(message, word)
 
-    def _meet(self, first: Message) -> None:
+    def _receive_jointly(self, first: Message) -> None:
         """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
         end = self._end
         ids, (number, version, deadline) = first.content
