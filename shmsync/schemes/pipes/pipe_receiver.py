@@ -102,9 +102,7 @@ class PipeReceiver(WeightReceiver):
     def _apply_given(self, message: Message) -> None:
         end, word = self._end, messages.UPDATED
         try:
-            receiver: PipeReceiver | None = end.receivers.get(message.model_id)
-            if message.model_id == self._model_id:
-                receiver = self
+            receiver = self if message.model_id == self._model_id else end.receivers.get(message.model_id)
             if receiver is None:
                 raise ValueError(
                     f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
