@@ -1,11 +1,10 @@
-"""The arguments of init_on_sender() and init_on_worker(), the models of a context, and what holds a context weakly.
+"""The arguments of init_on_sender() and init_on_worker(), and the models of a context.
 
 A context is a collector, or any object with the right attributes: it has what is not given as a keyword.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import nn
-from typing_extensions import Self
 
 from ..errors import ProtocolError
 
@@ -182,37 +180,6 @@ def process_of(arguments: Arguments, index: int) -> Any:
         return current[index] if current is not None and index < len(current) else None
 
     return process
-
-
-class SchemeEnd:
-    """What the sender and the receiver of a model have in common."""
-
-    def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        self._strategy = scheme.make_strategy()
-        self._model_id = "policy"
-        self._context_ref: weakref.ref[Any] | None = None
-
-    @property
-    def model_id(self) -> str:
-        """Which model it sends or receives."""
-        return self._model_id
-
-    @property
-    def _context(self) -> Any:
-        return None if self._context_ref is None else self._context_ref()
-
-    def __copy__(self) -> Self:
-        # As a pickled copy, but with a copy of the scheme: that may hold what its senders send with, pipes and arenas.
-        made = object.__new__(type(self))
-        made.__setstate__({**self.__getstate__(), "_scheme": copy.copy(self._scheme)})
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_context_ref": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from ..engine.deadlines import check_worker, timeout_or_none
 from . import remote_verify as proving
-from .context_args import Arguments, SchemeEnd, find_model, model_in, named_content
+from .context_args import Arguments, find_model, model_in, named_content
 from .remote_verify import Asked
+from .scheme_end import SchemeEnd
 
 
 class WeightReceiver(SchemeEnd):
@@ -49,11 +49,7 @@ class WeightReceiver(SchemeEnd):
         """
         return self._version
 
-    # Hooks: a subclass may override these, in every scheme.
-
-    def _set_context(self, context: Any) -> None:
-        """Look for the model here. Held weakly."""
-        self._context_ref = None if context is None else weakref.ref(context)
+    # Hooks: a subclass may override these and _set_context(), in every scheme.
 
     def _register_model(self, model_ref: Any) -> None:
         """The model itself, or its id in the context."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
 from ..engine.verify.local import Proof
 from ..errors import NotDelivered, ProtocolError
-from .context_args import Arguments, SchemeEnd, chosen_workers, model_at, process_of
+from .context_args import Arguments, chosen_workers, model_at, process_of
 from .link.blocking_calls import Calls, CallState
 from .link.send_lock import SendLock, hold_all
 from .remote_verify import Asked, SentSums, refuse_unnoted
+from .scheme_end import SchemeEnd
 
 
 class WeightSender(SchemeEnd):
@@ -90,9 +91,10 @@ class WeightSender(SchemeEnd):
 
     # Hooks: a subclass may override these, in every scheme.
 
+    @override
     def _set_context(self, context: Any, model_id: str | None = None) -> None:
         """Look for the model here when send() gets none. Held weakly."""
-        self._context_ref = None if context is None else weakref.ref(context)
+        super()._set_context(context)
         if model_id is not None:
             self._model_id = model_id
 
