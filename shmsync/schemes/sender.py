@@ -30,6 +30,7 @@ class WeightSender(SchemeEnd):
 
     sends = True  # False: its workers keep the weights they came with
     takes_process = False  # can it see the death of a worker's process?
+    default_timeout = math.inf  # of a call without timeout=; without a deadline the transports' own time-outs count
 
     def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
@@ -38,7 +39,7 @@ class WeightSender(SchemeEnd):
         self._processes: dict[int, Any] = {}  # of workers that are being registered
         self._transports: dict[int, Any] = {}
         self._version = 0
-        self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
+        self._pending: Any = None  # what _post() gave a send_async()
         self._sums = SentSums()
         self._send_locks = SendLock()
         self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
@@ -186,9 +187,8 @@ class WeightSender(SchemeEnd):
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "send"):
             self.check_ready("send")
-            workers = self._chosen(worker_ids)
-            posted = self._post(weights, workers, deadline)
-            self._collect(workers, posted, deadline)
+            posted = self._post(weights, self._chosen(worker_ids), deadline)
+            self._collect(posted, deadline)
             return self.version
 
     def send_async(
@@ -204,8 +204,7 @@ class WeightSender(SchemeEnd):
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "send_async"):
             self.check_ready("send_async")
-            workers = self._chosen(worker_ids)
-            self._pending = workers, self._post(weights, workers, deadline)
+            self._pending = self._post(weights, self._chosen(worker_ids), deadline)
             return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
@@ -217,8 +216,8 @@ class WeightSender(SchemeEnd):
         with hold_all(self.send_locks(), deadline, "wait_async"):
             if self._pending is None:
                 raise RuntimeError("no send is pending; call send_async() first")
-            (workers, posted), self._pending = self._pending, None
-            self._collect(workers, posted, deadline)
+            posted, self._pending = self._pending, None
+            self._collect(posted, deadline)
             return self.version
 
     def verify(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> Proof:
@@ -291,13 +290,13 @@ class WeightSender(SchemeEnd):
         calls.send(self._model_id, prepared, deadline)
         return calls
 
-    def _collect(self, workers: list[int], posted: Any, deadline: float) -> None:
+    def _collect(self, posted: Any, deadline: float) -> None:
         """Wait for every answer."""
         if posted:  # of a sender that sends nothing it is empty
             posted.finish(deadline)
 
     def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, math.inf)  # without a deadline the transports' own time-outs count
+        return deadline_after(timeout, self.default_timeout)
 
     def send_locks(self) -> list[SendLock]:
         """What a send has to itself while it lasts."""

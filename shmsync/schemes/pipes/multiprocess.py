@@ -261,7 +261,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     @override
     def create_sender(self) -> PipeSender:
-        return MultiProcessSender(self, self.create_carrier())
+        return MultiProcessSender(self)
 
     @override
     def create_receiver(self) -> PipeReceiver:

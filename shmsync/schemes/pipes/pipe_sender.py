@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after
 from ...engine.verify.local import Proof
 from ..context_args import chosen_workers
 from ..link.send_lock import SendLock, hold_all
@@ -23,10 +22,10 @@ class PipeSender(WeightSender):
     takes_process = True
     _scheme: Any  # has .timeout and .create_carrier()
 
-    def __init__(self, scheme: Any, carrier: PipeCarrier) -> None:
+    def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
-        self.carrier = carrier
-        self.default_timeout: float = scheme.timeout
+        self.carrier: PipeCarrier = scheme.create_carrier()
+        self.default_timeout = scheme.timeout
 
     @property
     @override
@@ -109,12 +108,8 @@ class PipeSender(WeightSender):
         return self.carrier.ask(self.model_id, self.carrier.reach(self.model_id, workers), deadline)
 
     @override
-    def _collect(self, workers: list[int], posted: Posted, deadline: float) -> None:
+    def _collect(self, posted: Posted, deadline: float) -> None:
         self.carrier.collect(posted, deadline)
-
-    @override
-    def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, self.default_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "carrier"}

@@ -214,7 +214,7 @@ class SharedMemSender(PipeSender):
     carrier: SharedMemCarrier
 
     def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
-        super().__init__(scheme, scheme.create_carrier())
+        super().__init__(scheme)
         self._plain = not (scheme.prepares or self._picks or scheme.partial)  # may it be the common case?
 
     @override

@@ -286,7 +286,7 @@ class RemoteSender(WeightSender):
         return judged(sending.outcome, self._model_id, self._version, leaves)
 
     @override
-    def _collect(self, workers: list[int], posted: RemoteSend, deadline: float) -> None:
+    def _collect(self, posted: RemoteSend, deadline: float) -> None:
         posted.finish(deadline)
         if self._scheme.partial:
             given, asked = self._given
