@@ -30,7 +30,7 @@ from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
-from .weights_message import Unreadable, WeightsMessage
+from .weights_message import LARGE, Unreadable, WeightsMessage
 
 
 class _Open(NamedTuple):
@@ -62,7 +62,7 @@ class _Sent:
         else:
             self.unsent.remove(each.link)
             due = self.unacked.due(each.link, each.given)
-        return message if due is None else WeightsMessage(each.tag, due, nbytes=0, apart=False)
+        return message if due is None else WeightsMessage(each.tag, due)
 
     def expect(self, each: _Open) -> None:
         """An answer to this message counts whenever it comes."""
@@ -125,9 +125,9 @@ class MultiProcessCarrier(PipeCarrier):
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
         self._release()
-        sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
-        apart = any(link.end.reaches for link in links.values())
-        message = WeightsMessage(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
+        size = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+        apart = size >= LARGE and any(link.end.reaches for link in links.values())
+        message = WeightsMessage(Tag(model_id, version), weights, apart=apart)
         keys = [(model_id, index) for index in links]
         sums = self._sums.noted(leaves, keys) if self._checksum else {}
         sent = self._sent[model_id]

@@ -32,15 +32,14 @@ class WeightsMessage:
     """A message with weights; read from its source when it is made.
 
     Args:
-        nbytes: of all tensors, about.
-        apart: may it travel beside the message?
+        apart: are they to travel beside the message, if there is memory for that?
     """
 
-    def __init__(self, tag: Tag, weights: Any, *, nbytes: int, apart: bool) -> None:
+    def __init__(self, tag: Tag, weights: Any, *, apart: bool = False) -> None:
         self._tag = tag
         self._sealed: Sealed | None = None
         self._bytes: bytes | None = None
-        if apart and nbytes >= LARGE:
+        if apart:
             self._head, pieces = dumps_apart(weights, _APART)
             try:
                 self._sealed = Sealed(pieces)
