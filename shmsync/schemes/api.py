@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import nn
+from typing_extensions import Self
 
 from ..engine.source.dtypes import Dtypes
 from ..engine.source.strategy import Form, WeightStrategy
 from ..engine.verify.checksums import check_checksum
 from ..errors import ClosedError
-from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector
+from .context_args import Arguments, check_names, find_model, model_at, model_in, refuse_collector, says_what_it_takes
 from .receiver import WeightReceiver
 from .sender import WeightSender
 
@@ -23,7 +24,6 @@ _OF_TORCHRL = {
     "connect", "init_on_receiver", "initialized_on_receiver", "initialized_on_sender", "synchronized_on_receiver",
     "synchronized_on_sender",
 }  # fmt: skip
-S = TypeVar("S", bound="WeightSyncScheme")
 
 
 @runtime_checkable
@@ -85,8 +85,6 @@ class WeightSyncScheme(ABC):
         self.make_strategy()  # refuses wrong arguments now, not at the first send
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
-        self._initialized_on_sender = False
-        self._initialized_on_worker = False
 
     def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Prepare to send the model of this id.
@@ -105,12 +103,12 @@ class WeightSyncScheme(ABC):
         self.check_open("init_on_sender")
         refuse_collector(self, context, self._for_torchrl)
         arguments = Arguments(model_id, context, kwargs)
-        late = check_names(self, "sender_takes", arguments)
+        if says_what_it_takes(type(self), "sender_takes"):
+            check_names(self, "sender_takes", arguments)  # before anything is done
         sender = self.create_sender()
         sender.begin(arguments)
-        late()
+        check_names(self, "sender_takes", arguments)
         self._sender = sender
-        self._initialized_on_sender = True
 
     def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
         """Prepare to receive the model of this id.
@@ -124,24 +122,24 @@ class WeightSyncScheme(ABC):
         """
         self.check_open("init_on_worker")
         arguments = Arguments(model_id, context, kwargs)
-        late = check_names(self, "worker_takes", arguments)
+        if says_what_it_takes(type(self), "worker_takes"):
+            check_names(self, "worker_takes", arguments)  # before anything is done
         receiver = self.create_receiver()
         receiver.begin(arguments)
-        late()
+        check_names(self, "worker_takes", arguments)
         self._receiver = receiver
-        self._initialized_on_worker = True
 
     def get_sender(self) -> WeightSender:
         """The sender; RuntimeError before init_on_sender(), ClosedError after shutdown()."""
         self.check_open("get_sender")
-        if self._sender is None or not self._initialized_on_sender:
+        if self._sender is None:
             raise RuntimeError(f"call init_on_sender() before get_sender() on this {type(self).__name__}")
         return self._sender
 
     def get_receiver(self) -> WeightReceiver:
         """The receiver; RuntimeError before init_on_worker(), ClosedError after shutdown()."""
         self.check_open("get_receiver")
-        if self._receiver is None or not self._initialized_on_worker:
+        if self._receiver is None:
             raise RuntimeError(f"call init_on_worker() before get_receiver() on this {type(self).__name__}")
         return self._receiver
 
@@ -235,7 +233,7 @@ class WeightSyncScheme(ABC):
             )
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
 
-    def __enter__(self: S) -> S:
+    def __enter__(self) -> Self:
         self.check_open("with")
         self._depth += 1
         return self
@@ -256,10 +254,7 @@ class WeightSyncScheme(ABC):
             self._over = True  # a subclass may have a shutdown() of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.update(_sender=None, _receiver=None, _initialized_on_sender=False, _initialized_on_worker=False)
-        state.update(_depth=0, _over=False)
-        return state
+        return {**self.__dict__, "_sender": None, "_receiver": None, "_depth": 0, "_over": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

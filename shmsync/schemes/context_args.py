@@ -5,7 +5,6 @@ A context is a collector, or any object with the right attributes: it has what i
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 import weakref
@@ -28,23 +27,13 @@ class Arguments:
             raise ValueError(f'model_id is a path such as "policy", not {model_id!r}')
         self.model_id = model_id
         self.context = context
-        self._kwargs = kwargs
-        self._read: set[str] = set()
-
-    @property
-    def names(self) -> set[str]:
-        """The keyword arguments that were given."""
-        return set(self._kwargs)
-
-    @property
-    def unread(self) -> set[str]:
-        """The arguments that were not used."""
-        return self._kwargs.keys() - self._read
+        self.kwargs = kwargs
+        self.read: set[str] = set()  # those that were used so far
 
     def given(self, name: str) -> Any:
         """The keyword argument, else None."""
-        self._read.add(name)
-        return self._kwargs.get(name)
+        self.read.add(name)
+        return self.kwargs.get(name)
 
     def get(self, name: str) -> Any:
         """The keyword argument, else the context's attribute, else None."""
@@ -162,30 +151,21 @@ def refuse_collector(scheme: object, context: Any, instead: str) -> None:
         )
 
 
-def check_names(scheme: Any, attribute: str, arguments: Arguments) -> Callable[[], None]:
-    """Raise TypeError for keyword arguments that this side of the scheme does not take; gives a check for later.
-
-    A class that reads arguments in its own way, without saying which, is believed first: what it has not read by then
-    is refused by the later check.
-    """
+def check_names(scheme: Any, attribute: str, arguments: Arguments) -> None:
+    """Raise TypeError for keyword arguments that this side of the scheme does not take, and that were not read."""
     takes, call = getattr(scheme, attribute), "init_on_sender" if attribute == "sender_takes" else "init_on_worker"
-
-    def refuse(unknown: set[str]) -> None:
-        if unknown:
-            names = ", ".join(f"{name}=" for name in sorted(unknown))
-            raise TypeError(
-                f"{type(scheme).__name__}.{call}() takes no {names}; it takes model_id, context, "
-                f"{', '.join(sorted(takes))}"
-            )
-
-    if _says_what_it_takes(type(scheme), attribute):
-        refuse(arguments.names - takes)
-        return lambda: None
-    return lambda: refuse(arguments.unread - takes)
+    if unknown := arguments.kwargs.keys() - arguments.read - takes:
+        names = ", ".join(f"{name}=" for name in sorted(unknown))
+        raise TypeError(
+            f"{type(scheme).__name__}.{call}() takes no {names}; it takes model_id, context, {', '.join(sorted(takes))}"
+        )
 
 
-def _says_what_it_takes(kind: type, attribute: str) -> bool:
-    """Does no subclass of the class that has the attribute read arguments in its own way?"""
+def says_what_it_takes(kind: type, attribute: str) -> bool:
+    """Does no subclass of the class that has the attribute read arguments in its own way?
+
+    Such a subclass is believed first: what it has not read is refused afterwards.
+    """
     reading = {"create_sender", "create_receiver", "roster"}
     base = next(each for each in kind.__mro__ if attribute in vars(each))
     return not any(reading & vars(each).keys() for each in kind.__mro__[: kind.__mro__.index(base)])
@@ -193,54 +173,24 @@ def _says_what_it_takes(kind: type, attribute: str) -> bool:
 
 def process_of(arguments: Arguments, index: int) -> Any:
     """A function that gives the worker's process as soon as there is one, or None."""
-    procs, context = arguments.get("procs"), arguments.context
-    held = None if context is None or getattr(context, "procs", None) is not procs else weakref.ref(context)
+    procs = arguments.reader("procs")
 
     def process() -> Any:
-        current = procs if held is None else getattr(held(), "procs", None)
+        current = procs()
         return current[index] if current is not None and index < len(current) else None
 
     return process
-
-
-def referenced_model(reference: Any, context_ref: weakref.ref[Any] | None) -> Any:
-    """The model that a receiver was given: itself, or its id in a context. Raises ValueError for neither."""
-    if reference is not None and not isinstance(reference, str):
-        return reference
-    if reference is None or context_ref is None:
-        which = "" if reference is None else f" for {reference!r}"
-        raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
-    context = context_ref()
-    if context is None:
-        raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
-    return model_in(context, reference)
-
-
-def copied_end(end: Any, scheme: Any) -> Any:
-    """copy.copy() of a sender or a receiver: what a pickled copy would be, with a copy of this scheme of its.
-
-    A scheme may hold what its senders send with, pipes and arenas, and these stay the original's.
-    """
-    made = object.__new__(type(end))
-    state = {**end.__getstate__(), "_scheme": copy.copy(scheme)}
-    state |= {name: copy.copy(state[name]) for name in ("_send_locks", "_blocking_calls") if name in state}
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        made.__dict__.update(state)
-    return made
 
 
 def chosen_workers(worker_ids: int | Sequence[int] | None, known: Sequence[int]) -> list[int]:
     """The indices that a send is for: all, one or several. Raises ValueError for an unknown one."""
     if worker_ids is None:
         return list(known)
-    one = isinstance(worker_ids, Integral) or not hasattr(worker_ids, "__iter__")
-    chosen = [worker_ids] if one else list(worker_ids)  # type: ignore[arg-type]
+    chosen = list(worker_ids) if hasattr(worker_ids, "__iter__") else [worker_ids]
     odd = [index for index in chosen if isinstance(index, bool) or not isinstance(index, Integral)]
     if odd:
         raise ValueError(f"worker_ids are indices such as 0 or [0, 1], not {odd[0]!r}; the registered ones are {known}")
     unknown = [index for index in chosen if index not in known]
     if unknown:
         raise ValueError(f"worker {unknown[0]} is not registered; the registered ones are {known}")
-    return sorted({int(index) for index in chosen})  # type: ignore[arg-type]
+    return sorted({int(index) for index in chosen})

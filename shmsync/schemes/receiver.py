@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 from ..engine.deadlines import check_worker, timeout_or_none
 from . import remote_verify as proving
-from .context_args import Arguments, copied_end, find_model, named_content, referenced_model
+from .context_args import Arguments, find_model, model_in, named_content
 from .remote_verify import Asked
+from .scheme_end import SchemeEnd
 
 
-class WeightReceiver:
+class WeightReceiver(SchemeEnd):
     """Receives the weights of one model, over any transport. Made by a scheme.
 
     Args:
@@ -20,20 +20,12 @@ class WeightReceiver:
     """
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        self._strategy = scheme.make_strategy()
-        self._model_id = "policy"
+        super().__init__(scheme)
         self._worker_idx: int | None = None
         self._model_ref: Any = None
-        self._context_ref: weakref.ref[Any] | None = None
         self._transport: Any = None
         self._from_context = False  # is the context's model the one that is meant?
         self._version = 0
-
-    @property
-    def model_id(self) -> str:
-        """Which model it receives."""
-        return self._model_id
 
     @property
     def worker_idx(self) -> int | None:
@@ -57,11 +49,7 @@ class WeightReceiver:
         """
         return self._version
 
-    # Hooks: a subclass may override these, in every scheme.
-
-    def _set_context(self, context: Any) -> None:
-        """Look for the model here. Held weakly."""
-        self._context_ref = None if context is None else weakref.ref(context)
+    # Hooks: a subclass may override these and _set_context(), in every scheme.
 
     def _register_model(self, model_ref: Any) -> None:
         """The model itself, or its id in the context."""
@@ -73,12 +61,20 @@ class WeightReceiver:
 
     def _resolve_model_ref(self) -> Any:
         """The model that weights are applied to. Raises ValueError when there is none."""
-        return referenced_model(self._model_ref, self._context_ref)
+        reference = self._model_ref
+        if reference is not None and not isinstance(reference, str):
+            return reference
+        if reference is None or self._context_ref is None:
+            which = "" if reference is None else f" for {reference!r}"
+            raise ValueError(f"no model is registered{which}; give init_on_worker() model= or a context that has it")
+        if (context := self._context) is None:
+            raise ValueError(f"the context that had {reference!r} is gone; keep it as long as its receiver")
+        return model_in(context, reference)
 
     def begin(self, arguments: Arguments) -> None:
         """Take in the arguments that init_on_worker() got. Called by the scheme."""
         self._set_context(arguments.context)
-        self._from_context = arguments.context is not None and "model" not in arguments.names
+        self._from_context = arguments.context is not None and "model" not in arguments.kwargs
         self.set_up(arguments)
 
     def set_up(self, arguments: Arguments) -> None:
@@ -141,16 +137,13 @@ class WeightReceiver:
     def _models_now(self) -> list[Any]:
         """The model that weights are applied to, and the one that has taken its place in the context, if one has."""
         model = self._resolve_model_ref()
-        context = None if self._context_ref is None or not self._from_context else self._context_ref()
+        context = self._context if self._from_context else None
         now = None if context is None else find_model(context, self._model_id)
         return [model] if now is None or now is model else [model, now]
 
     def close(self) -> None:
         """Give back what the receiver holds. Idempotent; it also happens when the process ends."""
 
-    def __copy__(self) -> WeightReceiver:
-        return copied_end(self, self._scheme)
-
     def __getstate__(self) -> dict[str, Any]:
         model_ref = self._model_ref if isinstance(self._model_ref, str) else None
-        return {**self.__dict__, "_context_ref": None, "_model_ref": model_ref, "_transport": None}
+        return {**super().__getstate__(), "_model_ref": model_ref, "_transport": None}

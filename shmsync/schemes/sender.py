@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from ..engine.deadlines import check_worker, deadline_after
 from ..engine.verify.local import Proof
 from ..errors import NotDelivered, ProtocolError
-from .context_args import Arguments, chosen_workers, copied_end, model_at, process_of
-from .link.blocking_calls import BlockingCalls, Calls
+from .context_args import Arguments, chosen_workers, model_at, process_of
+from .link.blocking_calls import Calls, CallState
 from .link.send_lock import SendLock, hold_all
 from .remote_verify import Asked, SentSums, refuse_unnoted
+from .scheme_end import SchemeEnd
 
 
-class WeightSender:
+class WeightSender(SchemeEnd):
     """Sends the weights of one model to its workers, over any transport. Made by a scheme.
 
     Args:
@@ -29,27 +30,20 @@ class WeightSender:
 
     sends = True  # False: its workers keep the weights they came with
     takes_process = False  # can it see the death of a worker's process?
+    default_timeout = math.inf  # of a call without timeout=; without a deadline the transports' own time-outs count
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        self._strategy = scheme.make_strategy()
-        self._model_id = "policy"
-        self._model: Any = None  # that init_on_sender() was given
+        super().__init__(scheme)
+        self.given_model: Any = None  # what init_on_sender(model=) got; None: nothing
         self._model_names: tuple[str, ...] = ()  # under which the context may have it, if not under the id
         self._processes: dict[int, Any] = {}  # of workers that are being registered
-        self._context_ref: weakref.ref[Any] | None = None
         self._transports: dict[int, Any] = {}
         self._version = 0
-        self._pending: tuple[list[int], Any] | None = None  # of a send_async(): workers, and what _post() gave
+        self._pending: Any = None  # what _post() gave a send_async()
         self._sums = SentSums()
         self._send_locks = SendLock()
-        self._blocking_calls = BlockingCalls()
+        self._call_states: dict[int, CallState] = {}  # of transports with blocking calls, by worker
         self._copied = False  # it came out of a pickle, without the workers of the original
-
-    @property
-    def model_id(self) -> str:
-        """Which model it sends."""
-        return self._model_id
 
     @property
     def version(self) -> int:
@@ -98,9 +92,10 @@ class WeightSender:
 
     # Hooks: a subclass may override these, in every scheme.
 
+    @override
     def _set_context(self, context: Any, model_id: str | None = None) -> None:
         """Look for the model here when send() gets none. Held weakly."""
-        self._context_ref = None if context is None else weakref.ref(context)
+        super()._set_context(context)
         if model_id is not None:
             self._model_id = model_id
 
@@ -156,13 +151,8 @@ class WeightSender:
 
     def _take_model(self, arguments: Arguments, *names: str) -> None:
         """The model that was given under the first of these names; else what the context has there."""
-        self._model = next((m for name in names if (m := arguments.given(name)) is not None), None)
+        self.given_model = next((m for name in names if (m := arguments.given(name)) is not None), None)
         self._model_names = names
-
-    @property
-    def given_model(self) -> Any:
-        """What init_on_sender(model=) got; None: nothing."""
-        return self._model
 
     @property
     def context_model(self) -> Any:
@@ -197,9 +187,8 @@ class WeightSender:
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "send"):
             self.check_ready("send")
-            workers = self._chosen(worker_ids)
-            posted = self._post(weights, workers, deadline)
-            self._collect(workers, posted, deadline)
+            posted = self._post(weights, self._chosen(worker_ids), deadline)
+            self._collect(posted, deadline)
             return self.version
 
     def send_async(
@@ -215,8 +204,7 @@ class WeightSender:
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "send_async"):
             self.check_ready("send_async")
-            workers = self._chosen(worker_ids)
-            self._pending = workers, self._post(weights, workers, deadline)
+            self._pending = self._post(weights, self._chosen(worker_ids), deadline)
             return self.version
 
     def wait_async(self, *, timeout: float | None = None) -> int:
@@ -228,8 +216,8 @@ class WeightSender:
         with hold_all(self.send_locks(), deadline, "wait_async"):
             if self._pending is None:
                 raise RuntimeError("no send is pending; call send_async() first")
-            (workers, posted), self._pending = self._pending, None
-            self._collect(workers, posted, deadline)
+            posted, self._pending = self._pending, None
+            self._collect(posted, deadline)
             return self.version
 
     def verify(self, worker_ids: int | Sequence[int] | None = None, *, timeout: float | None = None) -> Proof:
@@ -256,13 +244,12 @@ class WeightSender:
             return self._verify(self._chosen(worker_ids), deadline)
 
     def _verify(self, workers: list[int], deadline: float) -> Proof:
-        names = {id(transport): index for index, transport in self._transports.items()}
-        transports = {names[id(each)]: each for each in self._iterate_transports(workers)}
+        transports = self._chosen_transports(workers)
         questions = {index: self._sums.of(index, self._model_id, index) for index in transports}
         wrong: dict[int, NotDelivered] = {}
         for index, transport in transports.items():
             what = f"the question what it holds of {self._model_id!r}"
-            calls = Calls(self._blocking_calls, {index: transport}, what, self._version)
+            calls = Calls(self._call_states, {index: transport}, what, self._version)
             try:
                 calls.send(self._model_id, Asked(questions[index]), deadline)
                 calls.finish(deadline)
@@ -278,6 +265,14 @@ class WeightSender:
             )
         return Proof(self._version, max(map(len, questions.values()), default=0), workers=tuple(sorted(transports)))
 
+    def _chosen_transports(self, workers: list[int]) -> dict[int, Any]:
+        """What _iterate_transports() yields, by worker; one of its own by its position."""
+        names = {id(transport): index for index, transport in self._transports.items()}
+        return {
+            names.get(id(transport), position): transport
+            for position, transport in enumerate(self._iterate_transports(workers))
+        }
+
     def update_weights(self, weights: Any) -> int:
         """Call send(weights)."""
         return self.send(weights)
@@ -286,26 +281,22 @@ class WeightSender:
 
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Any:
         """Start sending; what _collect() needs."""
-        prepared = self._prepared(weights)
+        prepared = self.sent_weights(weights)
         self._version += 1
-        names = {id(transport): index for index, transport in self._transports.items()}
-        transports = {
-            names.get(id(transport), position): transport
-            for position, transport in enumerate(self._iterate_transports(workers))
-        }
+        transports = self._chosen_transports(workers)
         if self._scheme.checksum:
             self._sums.note(prepared, transports)
-        calls = Calls(self._blocking_calls, transports, f"version {self._version} of {self._model_id!r}", self._version)
+        calls = Calls(self._call_states, transports, f"version {self._version} of {self._model_id!r}", self._version)
         calls.send(self._model_id, prepared, deadline)
         return calls
 
-    def _collect(self, workers: list[int], posted: Any, deadline: float) -> None:
+    def _collect(self, posted: Any, deadline: float) -> None:
         """Wait for every answer."""
         if posted:  # of a sender that sends nothing it is empty
             posted.finish(deadline)
 
     def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, math.inf)  # without a deadline the transports' own time-outs count
+        return deadline_after(timeout, self.default_timeout)
 
     def send_locks(self) -> list[SendLock]:
         """What a send has to itself while it lasts."""
@@ -324,8 +315,8 @@ class WeightSender:
 
     def _source(self, weights: Any) -> Any:
         """What the user means: a module or weights."""
-        if weights is None and self._model is not None:
-            return self._model
+        if weights is None and self.given_model is not None:
+            return self.given_model
         found = self._scheme.find_source(weights, self._model_id, self._context)
         found = self.context_model if found is None else found
         return self._needed_source(found)
@@ -338,8 +329,8 @@ class WeightSender:
             )
         return found
 
-    def _prepared(self, weights: Any) -> Any:
-        """The weights that travel."""
+    def sent_weights(self, weights: Any) -> Any:
+        """What travels for the weights that a user passed."""
         if self._scheme.prepares:
             prepared = self._scheme.prepare_weights(weights, self._model_id, self._strategy, self._context)
             found = self._needed_source(prepared)
@@ -349,25 +340,19 @@ class WeightSender:
             return self._strategy.extract_weights(found)
         return self._strategy.cast(found)
 
-    @property
-    def _context(self) -> Any:
-        return None if self._context_ref is None else self._context_ref()
-
     def _chosen(self, worker_ids: int | Sequence[int] | None) -> list[int]:
         return chosen_workers(worker_ids, self.worker_ids)
-
-    def __copy__(self) -> WeightSender:
-        return copied_end(self, self._scheme)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipes and contexts belong to this process: a copy has to register its own workers.
         return {
-            **self.__dict__,
-            "_context_ref": None,
-            "_model": None,
+            **super().__getstate__(),
+            "given_model": None,
             "_pending": None,
             "_transports": {},
             "_processes": {},
             "_sums": SentSums(),
+            "_send_locks": SendLock(),
+            "_call_states": {},
             "_copied": True,
         }

@@ -63,6 +63,10 @@ class SentPart:
         """Is it for new workers too? Not if no worker has it and one has refused it."""
         return self.confirmed or not self.refused
 
+    def is_in(self, brought: Leaves, names: Collection[str] | None = None) -> bool:
+        """Has a message that brought these leaves one of this part's, of these names if any are given?"""
+        return any(brought.get(n, self) is v for n, v in self.leaves.items() if names is None or n in names)
+
     def holds(self, name: str, value: Any) -> bool:
         """Is this leaf, or one that is the same tensor, a part of it?"""
         return self.leaves.get(name, self) is value or (
@@ -93,8 +97,7 @@ class Unacked:
         whole = self.whole
         part = SentPart(given, {**tied_along(whole, given), **given}, weakref.WeakKeyDictionary())
         for worker in workers:
-            due = self._due.get(worker)
-            due = whole if due is None else due
+            due = self._due.get(worker, whole)
             self._due[worker] = {**due, **part.leaves}  # its own model may have two tensors where the trainer has one
             part.brought[worker] = self._due[worker]
         self._parts.append(part)
@@ -119,18 +122,13 @@ class Unacked:
             part.unanswered.add(worker)
 
     def settle(
-        self,
-        given: Leaves,
-        done: Iterable[Any],
-        failed: Iterable[Any] | Mapping[Any, Collection[str]],
-        never: Iterable[Any] = (),
+        self, given: Leaves, done: Collection[Any], refusals: Mapping[Any, Collection[str]], never: Iterable[Any] = ()
     ) -> None:
         """Who has confirmed the message that brought these leaves, who has refused it, and who will never answer it.
 
         The same for answers that came in time and for those that came later. None is a peer that is not a worker.
-        A mapping of those who have refused it says which leaves speak against it, as far as they are known.
+        `refusals` says which leaves speak against the message, as far as they are known.
         """
-        done, refusals = list(done), failed if isinstance(failed, Mapping) else dict.fromkeys(failed, ())
         part = self._part(given)
         if part is None:
             return
@@ -152,7 +150,7 @@ class Unacked:
     def _confirm(self, part: SentPart, worker: Any) -> None:
         had = part.brought.get(worker, {})
         for each in self._parts:
-            if any(had.get(name, each) is value for name, value in each.leaves.items()):
+            if each.is_in(had):
                 each.confirmed = True
         due = self._due.get(worker, {})
         self._due[worker] = {name: value for name, value in due.items() if had.get(name, part) is not value}
@@ -160,12 +158,8 @@ class Unacked:
     def _refuse(self, part: SentPart, worker: Any, names: Collection[str]) -> None:
         brought, due = part.brought.get(worker, {}), self._due.get(worker, {})
         parts = self._parts[: self._parts.index(part) + 1]
-        blamed = [
-            each
-            for each in parts
-            if any(name in each.leaves and brought.get(name, each) is each.leaves[name] for name in names)
-        ]
-        gone = blamed or [each for each in parts if any(brought.get(n, each) is v for n, v in each.leaves.items())]
+        blamed = [each for each in parts if each.is_in(brought, names)]
+        gone = blamed or [each for each in parts if each.is_in(brought)]
         for each in gone:
             each.refused = True
             each.refusers.add(worker)

@@ -48,9 +48,7 @@ class PlainCopy:
         leaves = {tuple(leaf.name.split(".")): leaf for leaf in arena.manifest.leaves}
         if arena.on_device is not None or collected.watched_dicts is None or len(targets) != len(collected.tensors):
             return None
-        if not partial and len(leaves) < len(targets):
-            return None
-        if not leaves.keys() <= targets.keys():
+        if not (leaves.keys() <= targets.keys() if partial else leaves.keys() == targets.keys()):
             return None
         pairs = [(leaf, targets[key]) for key, leaf in leaves.items()]
         readonly = readonly_ranges()

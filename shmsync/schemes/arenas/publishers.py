@@ -46,6 +46,19 @@ def write(plans: Sequence[Plan], version: int, deadline: float) -> None:
         plan.accept()
 
 
+class ArenaOptions(NamedTuple):
+    """How the arenas of a scheme are made; see SharedMemWeightSyncScheme."""
+
+    slots: int
+    timeout: float
+    groups: Sequence[Sequence[int]] | None = None
+    alias: bool = False
+    partial: bool = False
+    dtype: Dtypes = None
+    device: DeviceChoice | WorkerDevices = None
+    checksum: bool = False
+
+
 class Publishers:
     """Publishers by model and group. A model's groups share version numbers, and skip what a send to others used.
 
@@ -53,56 +66,36 @@ class Publishers:
     group whose arena is made later begins with what the others have.
     """
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        groups: Sequence[Sequence[int]] | None,
-        timeout: float,
-        alias: bool,
-        partial: bool = False,
-        dtype: Dtypes = None,
-        device: DeviceChoice | WorkerDevices = None,
-        checksum: bool = False,
-    ) -> None:
-        self.partial = partial
-        self._checksum = checksum
-        self.dtype = dtype
+    def __init__(self, options: ArenaOptions) -> None:
+        self.options = options
         self._strategy = WeightStrategy()
-        self._slots = slots
-        self._timeout = timeout
-        self._alias = alias
-        self._groups = None if groups is None else [list(group) for group in groups]
+        self._groups = None if options.groups is None else [list(group) for group in options.groups]
         if self._groups is not None and len({w for g in self._groups for w in g}) != sum(map(len, self._groups)):
             raise ValueError(f"each worker is in one group, but some are in several of {self._groups}")
         self._group_of: dict[int, int] | None = None
         self._device_of: dict[int, str | None] = {}  # by group
-        self._take(devices_for(device))
-        self._publishers: dict[str, dict[int, Publisher]] = {}
+        self._take(devices_for(options.device))
+        self.made: dict[str, dict[int, Publisher]] = {}  # by model and group
         self._optional: dict[str, set[Key]] = {}  # buffers of the model that no state_dict() has
         # close() does not warn: a scheme of this shape has no close(), so collecting it is the normal end.
-        self._finalizer = util.Finalize(self, _close_all, (self._publishers,), exitpriority=25)
+        self._finalizer = util.Finalize(self, _close_all, (self.made,), exitpriority=25)
 
     def place(self, devices: WorkerDevices) -> None:
         """The workers' devices, where none were given. Raises ValueError when others were, or there are arenas."""
-        if devices.unset or devices == self._devices:
+        if devices.unset or devices == self.devices:
             return
-        self._devices.check_same(devices)
-        if self._publishers:
+        self.devices.check_same(devices)
+        if self.made:
             raise ValueError(
-                f"device={devices} comes too late: the weights of {', '.join(self._publishers)} lie in their arenas "
+                f"device={devices} comes too late: the weights of {', '.join(self.made)} lie in their arenas "
                 "already; say it when you make the scheme"
             )
         self._take(devices)
 
-    def check_workers(self, count: int) -> None:
-        """Raise ValueError when the devices are those of another number of workers."""
-        self._devices.check_workers(count)
-
     def _take(self, devices: WorkerDevices) -> None:
         """Workers of one group that are on one device share an arena."""
         places = devices.distinct
-        if self._alias and len(places) > 1:
+        if self.options.alias and len(places) > 1:
             raise ValueError(
                 f"alias=True is one storage for all workers, but they are on {' and '.join(places)}; give one device, "
                 "or leave alias= out"
@@ -116,11 +109,11 @@ class Publishers:
             numbers: dict[tuple[int, str | None], int] = {}
             self._group_of = {worker: numbers.setdefault(key, len(numbers)) for worker, key in keys.items()}
             self._device_of = {number: place for (_, place), number in numbers.items()}
-        self._devices = devices
+        self.devices = devices
 
     def group_of(self, worker: int) -> int:
         """Which group a worker belongs to. Raises ValueError when it is in none, or has no device."""
-        self._devices.of(worker)
+        self.devices.of(worker)
         if self._group_of is None:
             return ALL
         if worker not in self._group_of:
@@ -144,21 +137,17 @@ class Publishers:
                 )
         return sorted(number for number, group in members.items() if wanted & group)
 
-    def known(self) -> list[str]:
-        """The models that have an arena."""
-        return list(self._publishers)
-
     def version(self, model_id: str) -> int:
         """The newest version of a model; 0 when it has no arena yet."""
-        return max((p.version for p in self._publishers.get(model_id, {}).values()), default=0)
+        return max((p.version for p in self.made.get(model_id, {}).values()), default=0)
 
     def publisher(self, model_id: str, group: int) -> Publisher:
         """The publisher of a model for a group."""
-        return self._publishers[model_id][group]
+        return self.made[model_id][group]
 
     def known_publisher(self, model_id: str, groups: Sequence[int]) -> Publisher | None:
         """The model's publisher for the first of these groups that has one."""
-        made = self._publishers.get(model_id, {})
+        made = self.made.get(model_id, {})
         return next((made[group] for group in groups if group in made), None)
 
     def of_worker(self, model_id: str, worker: int) -> Publisher:
@@ -170,7 +159,7 @@ class Publishers:
 
     def only(self, model_id: str) -> Publisher | None:
         """The model's publisher if it has one for all workers."""
-        return None if self._group_of is not None else self._publishers.get(model_id, {}).get(ALL)
+        return None if self._group_of is not None else self.made.get(model_id, {}).get(ALL)
 
     def optional(self, model_id: str) -> set[Key]:
         """Leaves that weights of the model may lack: its buffers that are never saved."""
@@ -182,11 +171,11 @@ class Publishers:
         Raises ManifestMismatch for extra state, and what Publisher() raises; weights that lack a leaf are refused.
         """
         _refuse_extra_state(model_id, source)
-        if not self.partial and model_id not in self._optional and isinstance(source, nn.Module):
+        if not self.options.partial and model_id not in self._optional and isinstance(source, nn.Module):
             self._optional[model_id] = not_saved(source)
-        made = self._publishers.setdefault(model_id, {})
+        made = self.made.setdefault(model_id, {})
         first = source
-        if self.partial and made:
+        if self.options.partial and made:
             source = self._strategy.extract_weights(source) if isinstance(source, nn.Module) else source
             known = max(made.values(), key=lambda publisher: publisher.version)
             writer_of(known).check(source)
@@ -207,30 +196,30 @@ class Publishers:
         except BaseException:
             discard()
             raise
-        optional = None if self.partial else self.optional(model_id)
+        optional = None if self.options.partial else self.optional(model_id)
         old = [Publication(writer_of(made[group]), source, optional) for group in groups if group in made]
         return Plan(old, lambda: made.update(fresh), discard)
 
     def _make(
         self, source: Weights, readers: int, version: int, device: str | None, known: Publisher | None
     ) -> Publisher:
-        if self._alias and not isinstance(source, nn.Module):
+        if self.options.alias and not isinstance(source, nn.Module):
             raise ValueError(
                 f"alias=True makes a module's own parameters the shared memory, but the first weights are a "
                 f"{type(source).__name__}; send the module itself"
             )
         publisher = Publisher(
             source,
-            slots=self._slots,
+            slots=self.options.slots,
             max_readers=max(64, 2 * readers),
-            device="same" if device is None and self._alias else device,
+            device="same" if device is None and self.options.alias else device,
             dtype=self._dtype_for(source, known),
-            include=["*"] if self.partial else None,  # a worker's module may have other leaves besides
-            timeout=self._timeout,
-            checksum=self._checksum,
+            include=["*"] if self.options.partial else None,  # a worker's module may have other leaves besides
+            timeout=self.options.timeout,
+            checksum=self.options.checksum,
         )
         try:
-            if self._alias:
+            if self.options.alias:
                 writer_of(publisher).share(source)  # type: ignore[arg-type]
             if not isinstance(source, nn.Module):
                 writer_of(publisher).forget_source()  # a relay's weights are a buffer that comes and goes
@@ -242,15 +231,15 @@ class Publishers:
         return publisher
 
     def _dtype_for(self, source: Weights, known: Publisher | None) -> Dtypes:
-        if known is None and not self.partial:
-            return self.dtype
+        if known is None and not self.options.partial:
+            return self.options.dtype
         # All arenas of a model cast the same.
-        dtype = self.dtype if known is None else dtypes_of(writer_of(known).arena.manifest)
+        dtype = self.options.dtype if known is None else dtypes_of(writer_of(known).arena.manifest)
         return matching_dtypes(collect(source, EVERYTHING).tensors, dtype)
 
     def close(self) -> None:
         """End every arena. Idempotent. Raises WriterBusy for one that another thread writes; call it again then."""
-        _close_all(self._publishers)
+        _close_all(self.made)
 
 
 def _refuse_extra_state(model_id: str, source: Weights) -> None:

@@ -17,8 +17,6 @@ from ...engine.subscriber import Consistency, Subscriber, reader_of
 from ...errors import NotDelivered, ProtocolError
 from ...memory.control.segment import Handle
 
-_CPU = torch.device("cpu")
-
 
 class Subscriptions:
     """Subscribers by model id, and the models that they are bound to."""
@@ -94,9 +92,7 @@ class Subscriptions:
 
     def use(self, model_id: str, version: int, model: Any) -> None:
         """Make the model use this version, or a later one. Raises ProtocolError if the arena does not have it."""
-        subscriber = self._subscribers.get(model_id)
-        if subscriber is None:
-            subscriber = self.needed(model_id)
+        subscriber = self.needed(model_id)
         self.move_to(subscriber, version)
         applied = reader_of(subscriber)._version
         if applied < version:
@@ -148,7 +144,7 @@ class Subscriptions:
         _close_unused(self._subscribers, self._bound)
 
 
-def is_elsewhere(model: nn.Module, device: torch.device = _CPU) -> bool:
+def is_elsewhere(model: nn.Module, device: torch.device) -> bool:
     """Has the model tensors on another device than the arena, whose memory it then cannot use itself?"""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "meta"}
     return not devices <= {device}

@@ -88,9 +88,6 @@ class WorkerDevices:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WorkerDevices) and (self._all, self._each) == (other._all, other._each)
 
-    def __hash__(self) -> int:
-        return hash((self._all, self._each))
-
     def __repr__(self) -> str:
         return repr(self._all if self._each is None else list(self._each))
 

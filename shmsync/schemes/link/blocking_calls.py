@@ -43,46 +43,26 @@ class CallState:
         self.transport = transport
         self.task: Task | None = None  # a call that has not returned, or whose result was not taken yet
         self.unacked = UnackedCount()
-        self._executor = SerialExecutor()  # its thread starts with the first call
-
-    @property
-    def in_two_steps(self) -> bool:
-        """Has it a method that sends and another one that waits for the answer?"""
-        return hasattr(self.transport, "send_weights_async") and hasattr(self.transport, "wait_ack")
-
-    def start(self, function: Callable[[], Any]) -> None:
-        """Run this on the executor."""
-        self.task = Task(function)  # before it starts: an interrupt may come
-        self._executor.put(self.task)
+        self.executor = SerialExecutor()  # its thread starts with the first call
 
     def idle_by(self, deadline: float) -> bool:
         """Wait until that monotonic time for the call in progress. Has it returned?"""
         return self.task is None or self.task.done_by(deadline)
 
 
-class BlockingCalls:
-    """The transports of one sender by worker. A copy has none."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, CallState] = {}
-
-    def __reduce__(self) -> tuple[type[BlockingCalls], tuple[()]]:
-        return BlockingCalls, ()
-
-    def of(self, index: int, transport: Any) -> CallState:
-        """The state of this worker's transport. A new transport starts with nothing in progress."""
-        state = self._states.get(index)
-        if state is None or state.transport is not transport:
-            state = self._states[index] = CallState(transport)
-        return state
-
-
 class Calls:
-    """The steps of one send: the same method of several workers' transports, then the next one."""
+    """The steps of one send: the same method of several workers' transports, then the next one.
 
-    def __init__(self, blocking_calls: BlockingCalls, transports: Mapping[int, Any], what: str, version: int) -> None:
+    Args:
+        states: of the sender's transports, by worker; a new transport gets a new one.
+    """
+
+    def __init__(self, states: dict[int, CallState], transports: Mapping[int, Any], what: str, version: int) -> None:
+        for index, transport in transports.items():
+            if index not in states or states[index].transport is not transport:
+                states[index] = CallState(transport)
         # The workers whose steps were all done so far, then those whose call is in progress.
-        self._ready = {index: blocking_calls.of(index, transport) for index, transport in transports.items()}
+        self._ready = {index: states[index] for index in transports}
         self._running: dict[int, CallState] = {}
         self._late: dict[int, str] = {}
         self._errors: dict[int, Exception] = {}
@@ -122,7 +102,7 @@ class Calls:
         Raises the first error of a transport, or AckTimeout with the late workers.
         """
         self._take_results(deadline)
-        self._ready = {index: state for index, state in self._ready.items() if state.in_two_steps}
+        self._ready = {index: state for index, state in self._ready.items() if _in_two_steps(state.transport)}
 
         def call_of(index: int, method: Method, in_thread: bool) -> Method:
             unacked = self._ready[index].unacked
@@ -169,7 +149,8 @@ class Calls:
             call = call_of(index, methods[index], index in in_thread)
             if index in in_thread:
                 self._running[index] = self._ready.pop(index)
-                state.start(call)
+                state.task = Task(call)  # before it starts: an interrupt may come
+                state.executor.put(state.task)
                 continue
             try:
                 call(**({} if deadline == math.inf else {"timeout": max(0.0, deadline - time.monotonic())}))
@@ -199,6 +180,11 @@ class Calls:
             self._errors[index] = error
 
 
+def _in_two_steps(transport: Any) -> bool:
+    """Has it a method that sends and another one that waits for the answer?"""
+    return hasattr(transport, "send_weights_async") and hasattr(transport, "wait_ack")
+
+
 def _takes_timeout(method: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(method).parameters.values()
@@ -208,9 +194,7 @@ def _takes_timeout(method: Callable[..., Any]) -> bool:
 
 
 def _copied(weights: Any) -> Any:
-    if isinstance(weights, torch.Tensor):
-        return weights.detach().clone()
-    if isinstance(weights, TensorDictBase):
+    if isinstance(weights, (torch.Tensor, TensorDictBase)):
         return weights.detach().clone()
     if isinstance(weights, Mapping):
         return {key: _copied(value) for key, value in weights.items()}

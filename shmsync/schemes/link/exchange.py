@@ -116,7 +116,7 @@ def forget(links: Mapping[int, Link], tags: Mapping[int, Sequence[Tag]]) -> None
 def deliver(links: Mapping[int, Link], deadline: float) -> list[int]:
     """Write what was sent to these workers into their pipes. Returns the workers whose pipes did not take all of it."""
     while True:
-        waiting = {index: link for index, link in links.items() if not link.dead and link.end.channel.unsent}
+        waiting = {index: link for index, link in links.items() if not link.dead and link.channel.unsent}
         if not waiting or time.monotonic() >= deadline:
             return sorted(waiting)
         LinkPoll(waiting).wait(waiting, deadline)

@@ -86,13 +86,12 @@ class Message(NamedTuple):
         (model_id, content), kind = message
         if kind in (PREPARE, RESUME):
             return cls(kind, "", (frozenset(model_id), content), Tag(kind, content[0]))
+        tag, who = (message.tag, message.who) if isinstance(message, Tagged) else (None, None)
         if kind == REGISTER:
-            worker = message.who if isinstance(message, Tagged) else None
-            return cls(kind, model_id, content, Tag(model_id, 0), worker)
-        tag = message.tag if isinstance(message, Tagged) else None
+            return cls(kind, model_id, content, Tag(model_id, 0), who)
         if tag is None and isinstance(content, int):
             tag = Tag(model_id, content)
-        return cls(kind, model_id, content, tag, sender=message.who if isinstance(message, Tagged) else 0)
+        return cls(kind, model_id, content, tag, sender=who or 0)
 
 
 def given_message(content: Any, model_id: str, worker: int | None) -> Message:

@@ -34,7 +34,7 @@ class SenderEnd:
         self.lock = threading.RLock()  # held by the reading thread; senders of several models, and so threads, share it
         self._awaited: dict[Tag, bool] = {}  # in the order in which they were sent; False: no send waits any more
         self._results: dict[Tag, Result] = {}
-        self._highest: dict[str, int] = {}
+        self.highest: dict[str, int] = {}  # by model: the newest version that any sender sent over this pipe
         self._unmatched: list[tuple[Any, str]] = []  # answers to messages that were not sent from here
         self._tags = False  # has the worker shown that its answers carry tags?
         self.reaches = False  # and that it can open what this process has?
@@ -75,15 +75,11 @@ class SenderEnd:
 
     def note(self, tag: Tag) -> None:
         """A message of this tag is about to be sent: its number is never used again."""
-        self._highest[tag.model_id] = max(tag.version, self._highest.get(tag.model_id, 0))
+        self.highest[tag.model_id] = max(tag.version, self.highest.get(tag.model_id, 0))
 
     def answered_by_version(self, tag: Tag) -> None:
         """The message of this tag says where its weights lie, so its answer is the pair ((model, version), word)."""
         self._in_arenas[tag.model_id] = max(tag.version, self._in_arenas.get(tag.model_id, 0))
-
-    def highest(self, model_id: str) -> int:
-        """The newest version of a model that any sender sent over this pipe; see PipeCarrier.next_version()."""
-        return self._highest.get(model_id, 0)
 
     @property
     def idle(self) -> bool:
@@ -96,11 +92,10 @@ class SenderEnd:
         with self.lock:
             self._results.pop(tag, None)
             self._ambiguous.pop(tag, None)
-            reason = self._reasons.pop(tag, None)
-            if tag in self._awaited:
+            if self._reasons.pop(tag, None) is not None:
+                self._awaited.pop(tag, None)  # the worker cannot answer it any more
+            elif tag in self._awaited:
                 self._awaited[tag] = False
-                if reason is not None:
-                    del self._awaited[tag]  # the worker cannot answer it any more
 
     def foreign(self) -> str | None:
         """What came that looks like an answer and is none of ours, once; None: nothing."""
@@ -293,8 +288,7 @@ class Link:
     @property
     def dead(self) -> bool:
         """Is its process gone, or its end of the pipe closed? What it sent before can still be read."""
-        channel = self.end.channel
-        return channel.ended or channel.closed or (self.peer is not None and self.peer.dead)
+        return self.channel.ended or self.channel.closed or (self.peer is not None and self.peer.dead)
 
     @property
     def finished(self) -> bool:
@@ -304,12 +298,12 @@ class Link:
     def take_pending(self) -> list[Any]:
         """Messages from the worker that are no answers, oldest first; each is given once."""
         self.end.pump()
-        return self.end.channel.take_pending()
+        return self.channel.take_pending()
 
     def __str__(self) -> str:
         if self.peer is not None:
             return str(self.peer)
-        return "this end of its pipe is closed" if self.end.channel.closed else "its end of the pipe is closed"
+        return "this end of its pipe is closed" if self.channel.closed else "its end of the pipe is closed"
 
 
 class Route:
@@ -318,10 +312,10 @@ class Route:
     def __init__(self, links: Mapping[int, Link]) -> None:
         self.links = dict(links)
         # Every route locks in one order.
-        ordered = sorted(self.links.items(), key=lambda item: item[1].end.channel.fd)
+        ordered = sorted(self.links.items(), key=lambda item: item[1].channel.fd)
         self._indices = [index for index, _ in ordered]
         self._ends = [link.end for _, link in ordered]
-        self._frames = [end.channel.frames for end in self._ends]
+        self._frames = [link.channel.frames for _, link in ordered]
         self._awaited = [end._awaited for end in self._ends]
         peers = [link.peer for _, link in ordered]
         self._processes = [peer.fd for peer in peers if peer is not None and peer.fd is not None]

@@ -116,17 +116,10 @@ class WorkerEnd:
         A receiver may be made later, so the message is kept; of weights the newest.
         """
         for message in list(self._messages):
-            if message.tag is None or message.tag in self._reported:
+            if message.kind not in (messages.UPDATE, messages.PREPARE) or message.tag is None:
                 continue
-            if message.kind == messages.UPDATE:
-                known = message.model_id in self.receivers
-                ids: tuple[str, ...] = (message.model_id,)
-            elif message.kind == messages.PREPARE:
-                ids = tuple(sorted(message.content[0]))
-                known = any(model_id in self.receivers for model_id in ids)
-            else:
-                continue
-            if not known:
+            ids = [message.model_id] if message.kind == messages.UPDATE else sorted(message.content[0])
+            if message.tag not in self._reported and not any(model_id in self.receivers for model_id in ids):
                 content = (", ".join(ids), tuple(sorted(self.receivers)))
                 self.channel.send(small(messages.Tagged((content, messages.UNKNOWN), message.tag, me().owner)))
                 self._reported.add(message.tag)

@@ -196,8 +196,8 @@ class _Meeting:
         """Let them go on with what they have."""
         payload = dumps((self._content, messages.RESUME))
         for link in self._links.values():
-            if not link.end.channel.closed:
-                link.end.channel.send(payload)
+            if not link.channel.closed:
+                link.channel.send(payload)
 
 
 def _pairs(models: Mapping[Any, Any]) -> list[tuple[PipeSender, Any]]:

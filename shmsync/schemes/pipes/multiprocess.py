@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from typing_extensions import override
 from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.outcome import Failure, Outcome
 from ...engine.source.dtypes import Dtypes
-from ...engine.source.strategy import Fit, Form, WeightStrategy, leaves_of, refuse_odd
+from ...engine.source.strategy import Form, WeightStrategy, leaves_of, refuse_odd
 from ...errors import ProtocolError
 from ..api import WeightSyncScheme
 from ..arenas.publishers import Plan
@@ -28,7 +30,7 @@ from .pipe_carrier import PipeCarrier, Posted
 from .pipe_receiver import PipeReceiver
 from .pipe_sender import PipeSender
 from .pipe_transport import PipeTransport
-from .weights_message import Unreadable, WeightsMessage
+from .weights_message import LARGE, Unreadable, WeightsMessage
 
 
 class _Open(NamedTuple):
@@ -40,23 +42,71 @@ class _Open(NamedTuple):
     renewed: bool  # it brought everything
 
 
+@dataclass(eq=False)
+class _Sent:
+    """What was sent of one model."""
+
+    version: int = 0
+    newest: tuple[int, WeightsMessage] | None = None  # what resend() brings: a version, and its message
+    applied: tuple[int, WeightsMessage] | None = None  # the newest that a worker has applied
+    # With partial=True, for leaves that a worker may still have to get:
+    given: Leaves = field(default_factory=dict)  # with the newest version
+    unsent: set[Link] = field(default_factory=set)  # workers without the message of the newest version
+    unacked: Unacked = field(default_factory=Unacked)
+    open: list[_Open] = field(default_factory=list)  # messages that are not answered
+
+    def message_for(self, each: _Open, message: WeightsMessage) -> WeightsMessage:
+        """The newest version for this worker, which may need more than what was given, or less than everything."""
+        if each.renewed:
+            due: Leaves | None = self.unacked.renew(each.link)
+        else:
+            self.unsent.remove(each.link)
+            due = self.unacked.due(each.link, each.given)
+        return message if due is None else WeightsMessage(each.tag, due)
+
+    def expect(self, each: _Open) -> None:
+        """An answer to this message counts whenever it comes."""
+        self.unacked.expect(each.given, each.link)
+        self.open.append(each)
+        each.link.end.remember(each.tag)
+
+    def take_late(self) -> None:
+        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
+        still = []
+        for each in self.open:
+            end = each.link.end
+            if not end.channel.closed:
+                end.pump()
+            answer = end.late_answer(each.tag)
+            if answer is not None:
+                self.settle(each, *answer)
+            elif end.expects(each.tag) and not each.link.reported:
+                still.append(each)
+            else:  # newer leaves have taken its place before it left, or the worker is gone
+                self.unacked.settle(each.given, [], {}, [each.link])
+        self.open = still
+
+    def settle(self, each: _Open, result: Result) -> None:
+        """The worker has answered this message."""
+        if result is None:
+            self.unacked.settle(each.given, [each.link], {})
+        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
+            self.unacked.settle(each.given, [], {}, [each.link])
+        else:
+            self.unacked.settle(each.given, [], {each.link: result.leaves if isinstance(result, Failure) else ()})
+
+
 class MultiProcessCarrier(PipeCarrier):
     """The weights themselves go through the pipes; pickled once for all workers."""
 
     def __init__(self, *, partial: bool = False, checksum: bool = False, devices: WorkerDevices | None = None) -> None:
         super().__init__()
         self._devices = WorkerDevices(None) if devices is None else devices
-        self._sums = SentSums() if checksum else None
-        self._versions: dict[str, int] = {}
-        self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
-        self._newest: dict[str, tuple[int, WeightsMessage]] = {}  # what resend() brings: a version, and its message
-        self._applied: dict[str, tuple[int, WeightsMessage]] = {}  # the newest that a worker has applied
+        self._sums = SentSums()
+        self._checksum = checksum
         self._partial = partial
-        self._unacked: dict[str, Unacked] = {}
-        self._given: dict[str, Leaves] = {}  # with the newest version
-        self._unsent: dict[str, set[Link]] = {}  # workers without the message of the newest version
-        self._renewed: dict[str, set[Link]] = {}  # workers that everything is sent to once more
-        self._open: dict[str, list[_Open]] = {}  # with partial: messages that are not answered
+        self._in_use: list[tuple[Link, Tag, WeightsMessage]] = []  # unanswered, in memory of this process
+        self._sent: defaultdict[str, _Sent] = defaultdict(_Sent)  # by model
 
     @override
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
@@ -65,7 +115,7 @@ class MultiProcessCarrier(PipeCarrier):
 
     @override
     def version(self, model_id: str) -> int:
-        return self._versions.get(model_id, 0)
+        return self._sent[model_id].version
 
     @override
     def plan(self, model_id: str, weights: Any, links: Mapping[int, Link], version: int) -> Plan:
@@ -75,50 +125,50 @@ class MultiProcessCarrier(PipeCarrier):
         refuse_odd({key: leaf for key, leaf in leaves.items() if isinstance(leaf, torch.Tensor)})
         given = private_leaves(weights) if self._partial else {}
         self._release()
-        sizes = [leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
-        apart = any(link.end.reaches for link in links.values())
-        message = WeightsMessage(Tag(model_id, version), weights, nbytes=sum(sizes), apart=apart)
+        size = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+        apart = size >= LARGE and any(link.end.reaches for link in links.values())
+        message = WeightsMessage(Tag(model_id, version), weights, apart=apart)
         keys = [(model_id, index) for index in links]
-        sums = None if self._sums is None else self._sums.noted(leaves, keys)
+        sums = self._sums.noted(leaves, keys) if self._checksum else {}
+        sent = self._sent[model_id]
 
         def accept() -> None:
-            self._newest[model_id] = version, message
-            if self._sums is not None and sums is not None:
-                self._sums.take(sums)
+            sent.newest = version, message
+            self._sums.take(sums)
             if self._partial:
-                self._take_late(model_id)
-                self._unacked.setdefault(model_id, Unacked()).add(given, links.values())
-                self._given[model_id], self._unsent[model_id] = given, set(links.values())
-            self._versions[model_id] = version
+                sent.take_late()
+                sent.unacked.add(given, links.values())
+                sent.given, sent.unsent = given, set(links.values())
+            sent.version = version
 
         return Plan([], accept, lambda: None)
 
     @override
-    def question(self, model_id: str, index: int) -> Any:
-        return (
-            super().question(model_id, index)
-            if self._sums is None
-            else self._sums.of((model_id, index), model_id, index)
-        )
+    def question(self, model_id: str, index: int) -> tuple[Any, int]:
+        found = self._sums.of((model_id, index), model_id, index)
+        return found, len(found)
 
     @override
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
-        if model_id not in self._newest:
+        sent = self._sent[model_id]
+        if sent.newest is None:
             raise ProtocolError(
                 f"there are no weights of {model_id!r} to bring: the workers refused version "
-                f"{self.version(model_id)}, and have applied none before it. Send others"
+                f"{sent.version}, and have applied none before it. Send others"
             )
-        self._take_late(model_id)
-        version, message = self._newest[model_id]
+        sent.take_late()
+        version, message = sent.newest
         tag = Tag(model_id, version)
-        self._renewed[model_id] = set()
         # The parts of several senders are different leaves: none of them takes the place of another's.
         whose = f" of {id(self.sign)}" if self._partial else ""
         for link in links.values():
             link.end.announcers[model_id] = self.sign
-            payload = self._payload(self._message_for(model_id, link, version, message), link, tag)
             if self._partial:
-                self._expect(model_id, link, tag)
+                each = _Open(link, tag, sent.given, link not in sent.unsent)
+                payload = self._payload(sent.message_for(each, message), link, tag)
+                sent.expect(each)
+            else:
+                payload = self._payload(message, link, tag)
             link.end.send(payload, tag, replaceable=True, whose=whose)
         return {index: [tag] for index in links}
 
@@ -133,74 +183,24 @@ class MultiProcessCarrier(PipeCarrier):
         """Drop weights that no worker can still ask for."""
         self._in_use = [each for each in self._in_use if each[0].end.expects(each[1]) and not each[0].reported]
 
-    def _message_for(self, model_id: str, link: Link, version: int, message: WeightsMessage) -> WeightsMessage:
-        """The newest version for this worker, which may need more than what was given, or less than everything."""
-        if not self._partial:
-            return message
-        unacked, given = self._unacked[model_id], self._given[model_id]
-        if link in self._unsent[model_id]:
-            self._unsent[model_id].remove(link)
-            due = unacked.due(link, given)
-        else:
-            due = unacked.renew(link)
-            self._renewed[model_id].add(link)
-        return message if due is None else WeightsMessage(Tag(model_id, version), due, nbytes=0, apart=False)
-
-    def _expect(self, model_id: str, link: Link, tag: Tag) -> None:
-        """An answer to this message counts whenever it comes."""
-        given, renewed = self._given[model_id], link in self._renewed[model_id]
-        self._unacked[model_id].expect(given, link)
-        self._open.setdefault(model_id, []).append(_Open(link, tag, given, renewed))
-        link.end.remember(tag)
-
-    def _take_late(self, model_id: str) -> None:
-        """What was answered after its send was over, or interrupted, counts as it would have counted in time."""
-        still = []
-        for each in self._open.get(model_id, ()):
-            end = each.link.end
-            if not end.channel.closed:
-                end.pump()
-            answer = end.late_answer(each.tag)
-            if answer is not None:
-                self._settle(model_id, each, *answer)
-            elif end.expects(each.tag) and not each.link.reported:
-                still.append(each)
-            else:  # newer leaves have taken its place before it left, or the worker is gone
-                self._unacked[model_id].settle(each.given, [], [], [each.link])
-        self._open[model_id] = still
-
-    def _settle(self, model_id: str, each: _Open, result: Result) -> None:
-        unacked, link = self._unacked[model_id], each.link
-        if result is None:
-            unacked.settle(each.given, [link], [])
-        elif each.renewed:  # everything is still to come there: the newest leaves are not what speaks against it
-            unacked.settle(each.given, [], [], [link])
-        else:
-            unacked.settle(each.given, [], {link: result.leaves if isinstance(result, Failure) else ()})
-
     @override
     def mark(self, posted: Posted, outcome: Outcome) -> None:
         self._release()
-        newest = self._newest.get(posted.model_id)
-        if newest is not None and newest[0] == posted.version and outcome.done:
-            self._applied[posted.model_id] = newest
-        elif newest is not None and newest[0] == posted.version and outcome.failed:
-            # Refused by all workers that answered: it is sent to no other worker.
-            del self._newest[posted.model_id]
-            if posted.model_id in self._applied:
-                self._newest[posted.model_id] = self._applied[posted.model_id]
+        sent = self._sent[posted.model_id]
+        if sent.newest is not None and sent.newest[0] == posted.version:
+            if outcome.done:
+                sent.applied = sent.newest
+            elif outcome.failed:  # refused by all workers that answered: it is sent to no other worker
+                sent.newest = sent.applied
         super().mark(posted, outcome)
-        if not self._partial:
-            return
         results: dict[Link, Result] = {posted.links[i]: None for i in outcome.done}
         results |= {posted.links[i]: failure for i, failure in outcome.failed.items()}
-        open_ones = self._open[posted.model_id]
-        answered = [each for each in open_ones if each.tag.version == posted.version and each.link in results]
-        self._open[posted.model_id] = [each for each in open_ones if each not in answered]
-        self._take_late(posted.model_id)
+        answered = [each for each in sent.open if each.tag.version == posted.version and each.link in results]
+        sent.open = [each for each in sent.open if each not in answered]
+        sent.take_late()
         for each in answered:
             each.link.end.late_answer(each.tag)  # it is known already
-            self._settle(posted.model_id, each, results[each.link])
+            sent.settle(each, results[each.link])
 
 
 class MPTransport(PipeTransport):
@@ -261,7 +261,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     @override
     def create_sender(self) -> PipeSender:
-        return MultiProcessSender(self, self.create_carrier())
+        return MultiProcessSender(self)
 
     @override
     def create_receiver(self) -> PipeReceiver:
@@ -288,8 +288,6 @@ class MultiProcessSender(PipeSender):
 class MultiProcessReceiver(PipeReceiver):
     """Copies weights that came through the pipe into the model."""
 
-    _checked: tuple[Message, Fit] | None = None  # so that _use() need not look again
-
     @override
     def set_up(self, arguments: Arguments) -> None:
         """Refuse a model that lies on another kind of device than the scheme says."""
@@ -299,24 +297,18 @@ class MultiProcessReceiver(PipeReceiver):
         super().set_up(arguments)
 
     @override
-    def _check(self, message: Message) -> None:
+    def _checked(self, message: Message) -> Callable[[], None]:
         if isinstance(message.content, Unreadable):
             raise message.content.error
-        fit = self._strategy.check_weights(self._resolve_model_ref(), message.content)
-        if type(self._strategy) is WeightStrategy:  # a user's own applies weights in its own way
-            self._checked = message, fit
+        model = self._resolve_model_ref()
+        fit = self._strategy.check_weights(model, message.content)
 
-    @override
-    def _refused(self, message: Message, error: Exception) -> None:
-        self._checked = None  # it would keep the weights
-        super()._refused(message, error)
+        def apply() -> None:
+            if type(self._strategy) is WeightStrategy:
+                self._strategy.apply_checked(fit)
+            else:  # a user's own applies weights in its own way
+                self._strategy.apply_weights(model, message.content)
+            if message.tag is not None:
+                self._version = message.tag.version
 
-    @override
-    def _use(self, message: Message) -> None:
-        checked, self._checked = self._checked, None
-        if checked is not None and checked[0] is message:
-            self._strategy.apply_checked(checked[1])
-        else:
-            self._strategy.apply_weights(self._resolve_model_ref(), message.content)
-        if message.tag is not None:
-            self._version = message.tag.version
+        return apply

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...engine.outcome import Outcome
 from ...engine.source.pickling import dumps
 from ...engine.verify.local import Proof
-from ...errors import ProtocolError, WorkerDied
+from ...errors import WorkerDied
 from ...memory.system.process import me
 from ..arenas.publishers import Plan, write
 from ..link.exchange import gather
@@ -49,13 +49,12 @@ class PipeCarrier(ABC):
     def announce(self, model_id: str, links: Mapping[int, Link]) -> dict[int, list[Tag]]:
         """Send the newest version to these workers; the answers that each of them is to send."""
 
-    def question(self, model_id: str, index: int) -> Any:
-        """What to ask a worker that is to prove what it holds. Raises ProtocolError when nothing was sent to it."""
-        raise ProtocolError(f"a {type(self).__name__} notes nothing of what it sends, so nothing can be verified")
+    @abstractmethod
+    def question(self, model_id: str, index: int) -> tuple[Any, int]:
+        """What to ask a worker that is to prove what it holds, and about how many leaves that is.
 
-    def leaves(self, model_id: str, index: int) -> int:
-        """How many leaves that is about."""
-        return len(self.question(model_id, index))
+        Raises ProtocolError when nothing was sent to it.
+        """
 
     def add(self, index: int, pipe: Any, process: Any = None) -> None:
         """Reach this worker over this pipe from now on."""
@@ -87,7 +86,7 @@ class PipeCarrier(ABC):
 
     def next_version(self, model_id: str, links: Mapping[int, Link]) -> int:
         """One that no sender used for this model on these pipes: a late answer never counts for a newer message."""
-        used = max((link.end.highest(model_id) for link in links.values()), default=0)
+        used = max((link.end.highest.get(model_id, 0) for link in links.values()), default=0)
         return max(self.version(model_id), used) + 1
 
     def post(self, model_id: str, weights: Any, links: dict[int, Link], deadline: float) -> Posted:
@@ -104,7 +103,10 @@ class PipeCarrier(ABC):
 
     def ask(self, model_id: str, links: dict[int, Link], deadline: float) -> Proof:
         """Let these workers prove what they hold of this model; see WeightSender.verify()."""
-        questions = {index: self.question(model_id, index) for index in links}
+        questions, leaves = {}, 0
+        for index in links:
+            questions[index], count = self.question(model_id, index)
+            leaves = max(leaves, count)
         self._asked += 1
         tag = Tag(model_id, -self._asked)
         distinct = {id(each): each for each in questions.values()}
@@ -114,7 +116,6 @@ class PipeCarrier(ABC):
         outcome = gather(links, {index: [tag] for index in links}, deadline)
         for index in outcome.dead:
             links[index].reported = True
-        leaves = max((self.leaves(model_id, index) for index in links), default=0)
         return judged(outcome, model_id, self.version(model_id), leaves)
 
     def collect(self, posted: Posted, deadline: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -61,7 +61,7 @@ class PipeReceiver(WeightReceiver):
                 end.receivers[self._model_id] = self
         if not self._has_news and (message := end.quick(deadline)) is not None:
             if message.kind == messages.UPDATE and message.model_id == self._model_id and self._ready():
-                self._apply_one(message)
+                _apply([(self, message)])
                 if not end.channel.readable:
                     news, self._has_news = self._has_news, False
                     return news
@@ -93,20 +93,16 @@ class PipeReceiver(WeightReceiver):
         if self._transport is None:
             raise ValueError(f"the receiver of {self._model_id!r} has no pipe; call init_on_worker() first")
         message = given_message(weights, self._model_id, self._worker_idx)
-        if message.kind == messages.PREPARE:
+        if message.kind in (messages.PREPARE, messages.RESUME):
             self._receive_jointly(message)
-        elif message.kind == messages.RESUME:
-            self._end.meeting_over(message.content[1][0])
         else:
             with self._end.lock:
                 self._apply_given(message)
 
     def _apply_given(self, message: Message) -> None:
-        end = self._end
+        end, word = self._end, messages.UPDATED
         try:
-            receiver: PipeReceiver | None = end.receivers.get(message.model_id)
-            if message.model_id == self._model_id:
-                receiver = self
+            receiver = self if message.model_id == self._model_id else end.receivers.get(message.model_id)
             if receiver is None:
                 raise ValueError(
                     f"weights of {message.model_id!r} came to the receiver of {self._model_id!r}, and no receiver has "
@@ -116,19 +112,18 @@ class PipeReceiver(WeightReceiver):
                 end.check_not_alone(message)
                 receiver._use_given(message)
             else:
-                receiver._attach_or_prove(message)
+                word = receiver._attach_or_prove(message)
         except Exception as error:
             end.fail(message, error)
             raise
         if message.tag is not None:
-            end.answer(message, _answer_to(message))
+            end.answer(message, word)
         else:
             end.ack(messages.UPDATED)
 
     def _use_given(self, message: Message) -> None:
         """Make the model use what the worker's own loop has read."""
-        self._check(message)
-        self._use(message)
+        self._checked(message)()
 
     def _serves(self, model_id: str) -> PipeReceiver | None:
         """The receiver of this model, if this thread may apply to it at this moment."""
@@ -143,29 +138,30 @@ class PipeReceiver(WeightReceiver):
         return message.kind == messages.RESUME or any(self._serves(model_id) for model_id in message.content[0])
 
     def _handle(self, message: Message) -> None:
-        if message.kind == messages.PREPARE:
+        if message.kind in (messages.PREPARE, messages.RESUME):
             self._receive_jointly(message)
-        elif message.kind == messages.RESUME:
-            self._end.meeting_over(message.content[1][0])
         else:
             with self._end.lock:
                 receiver = self._serves(message.model_id)
                 if receiver is None:  # its own thread was quicker
                     self._end.put_back(message)
                 elif message.kind == messages.UPDATE:
-                    receiver._apply_one(message)
+                    _apply([(receiver, message)])
                 else:
                     try:
-                        receiver._attach_or_prove(message)
+                        word = receiver._attach_or_prove(message)
                     except Exception as error:
                         receiver._refused(message, error)
                     else:
-                        self._end.answer(message, _answer_to(message))
+                        self._end.answer(message, word)
 
     def _receive_jointly(self, first: Message) -> None:
         """Apply several models at once, or none. No forward runs in here, so none sees one new and another old."""
         end = self._end
         ids, (number, version, deadline) = first.content
+        if first.kind == messages.RESUME:  # of a meeting that this worker has left already
+            end.meeting_over(number)
+            return
         served = {model_id: receiver for model_id in ids if (receiver := self._serves(model_id)) is not None}
         end.only_together(number, version, served)  # an error or an interrupt may end the wait, too
         end.answer(first, messages.PREPARED)
@@ -197,44 +193,30 @@ class PipeReceiver(WeightReceiver):
         with end.lock:
             if len(arrived) == len(served):
                 end.meeting_over(number)
-                _apply_all(arrived, served)
+                _apply([(served[model_id], message) for model_id, message in arrived.items()])
             else:
                 for model_id, message in arrived.items():  # refused, unless they are newer than this meeting
-                    served[model_id]._apply_one(message)
+                    _apply([(served[model_id], message)])
                 if over:
                     end.meeting_over(number)
         for message in superseded:
             end.answer(message, messages.UPDATED)
-
-    def _apply_one(self, message: Message) -> None:
-        """Apply the weights of this receiver's own model, and answer."""
-        try:
-            self._end.check_not_alone(message)
-            self._check(message)
-            self._use(message)
-        except Exception as error:
-            self._refused(message, error)
-            self._resolve_model_ref()  # a receiver without a model raises here too, since that is the worker's mistake
-            return
-        self._has_news = True
-        self._end.answer(message, messages.UPDATED)
 
     def _refused(self, message: Message, error: Exception) -> None:
         reason = str(error)  # a kept log record keeps no weights alive
         _log.warning("%r of %r was refused: %s", message.kind, self._model_id, reason)
         self._end.answer_failure(message, error)
 
-    def _attach_or_prove(self, message: Message) -> None:
-        """Carry out a message that brings no weights."""
+    def _attach_or_prove(self, message: Message) -> str:
+        """Carry out a message that brings no weights; the word that answers it."""
         if message.kind == messages.REGISTER:
             self._attach(message)
-        else:
-            self.prove(message.content)
+            return messages.REGISTERED
+        self.prove(message.content)
+        return messages.UPDATED
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread", "_checked")
-        }
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_end", "_thread")}
 
     def model(self) -> Any:
         """The model that weights are applied to. Raises ValueError when there is none."""
@@ -254,36 +236,33 @@ class PipeReceiver(WeightReceiver):
         """Attach to the arena of the model."""
         raise ValueError(f"{self._model_id!r} is registered in shared memory; use one scheme on both sides")
 
-    def _check(self, message: Message) -> None:
-        """Raise if the model and the weights do not fit."""
-
-    def _use(self, message: Message) -> None:
-        """Make the model use the version of the message."""
+    def _checked(self, message: Message) -> Callable[[], None]:
+        """What makes the model use the version of the message. Raises if the model and the weights do not fit."""
         raise NotImplementedError
 
     def _use_news(self) -> None:
         """receive() returns True: `version` is what was applied, in whatever thread."""
 
 
-def _answer_to(message: Message) -> str:
-    return messages.REGISTERED if message.kind == messages.REGISTER else messages.UPDATED
+def _apply(given: Sequence[tuple[PipeReceiver, Message]]) -> None:
+    """Apply the weights of these models, or none of them, and answer.
 
-
-def _apply_all(given: Mapping[str, Message], served: Mapping[str, PipeReceiver]) -> None:
-    """Apply the weights of several models, or none of them. Raises as _apply_one() does."""
+    What they cannot be applied for raises in the sender. A receiver without a model raises here too, since that is the
+    worker's mistake.
+    """
+    steps = []
     try:
-        for model_id, message in given.items():
-            served[model_id].model()
-            served[model_id]._end.check_not_alone(message)
-            served[model_id]._check(message)
-        for model_id, message in given.items():
-            served[model_id]._use(message)
+        for receiver, message in given:
+            receiver._end.check_not_alone(message)
+            steps.append(receiver._checked(message))
+        for step in steps:
+            step()
     except Exception as error:
-        for model_id, message in given.items():
-            served[model_id]._refused(message, error)
-        for model_id in given:
-            served[model_id].model()
+        for receiver, message in given:
+            receiver._refused(message, error)
+        for receiver, _ in given:
+            receiver.model()
         return
-    for model_id, message in given.items():
-        served[model_id]._has_news = True
-        served[model_id]._end.answer(message, messages.UPDATED)
+    for receiver, message in given:
+        receiver._has_news = True
+        receiver._end.answer(message, messages.UPDATED)

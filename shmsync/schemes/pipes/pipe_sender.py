@@ -7,7 +7,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after
 from ...engine.verify.local import Proof
 from ..context_args import chosen_workers
 from ..link.send_lock import SendLock, hold_all
@@ -23,10 +22,10 @@ class PipeSender(WeightSender):
     takes_process = True
     _scheme: Any  # has .timeout and .create_carrier()
 
-    def __init__(self, scheme: Any, carrier: PipeCarrier) -> None:
+    def __init__(self, scheme: Any) -> None:
         super().__init__(scheme)
-        self.carrier = carrier
-        self.default_timeout: float = scheme.timeout
+        self.carrier: PipeCarrier = scheme.create_carrier()
+        self.default_timeout = scheme.timeout
 
     @property
     @override
@@ -79,7 +78,10 @@ class PipeSender(WeightSender):
         """
         deadline = self._deadline(timeout)
         with hold_all(self.send_locks(), deadline, "resend"):
-            links = self.ready("resend", worker_ids) if self.version else {}
+            if not self.version:
+                return 0
+            self.check_ready("resend")
+            links = self.carrier.reach(self.model_id, self._chosen(worker_ids))
             if not links:
                 return 0
             posted = self.carrier.notify(self.model_id, self.version, links)
@@ -96,18 +98,6 @@ class PipeSender(WeightSender):
         """The workers that are meant, the dead too. Raises ValueError for one that is not registered."""
         return {index: self.carrier.links[index] for index in self._chosen(worker_ids)}
 
-    def ready(self, call: str, worker_ids: int | Sequence[int] | None) -> dict[int, Link]:
-        """The workers that a call goes to.
-
-        Raises what check_ready() raises, ValueError for an unknown worker, WorkerDied if all are dead.
-        """
-        self.check_ready(call)
-        return self.carrier.reach(self.model_id, self._chosen(worker_ids))
-
-    def sent_weights(self, weights: Any) -> Any:
-        """What the carrier gets for the weights that a user passed."""
-        return self._prepared(weights)
-
     @override
     def _post(self, weights: Any, workers: list[int], deadline: float) -> Posted:
         links = self.carrier.reach(self.model_id, workers)
@@ -118,12 +108,8 @@ class PipeSender(WeightSender):
         return self.carrier.ask(self.model_id, self.carrier.reach(self.model_id, workers), deadline)
 
     @override
-    def _collect(self, workers: list[int], posted: Posted, deadline: float) -> None:
+    def _collect(self, posted: Posted, deadline: float) -> None:
         self.carrier.collect(posted, deadline)
-
-    @override
-    def _deadline(self, timeout: float | None) -> float:
-        return deadline_after(timeout, self.default_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "carrier"}

@@ -6,8 +6,6 @@ import time
 from collections import deque
 from typing import Any
 
-from typing_extensions import override
-
 from ...engine.deadlines import deadline_after, timeout_or_default
 from ...engine.outcome import Outcome, Wording
 from ...errors import ProtocolError
@@ -40,6 +38,7 @@ class PipeTransport:
         self.pipe = pipe
         self.timeout = timeout_or_default(timeout)
         self.carrier = carrier
+        self._own_links = carrier.links  # the workers that it may reach
         self._posted: deque[Posted] = deque()  # by send_weights_async(), and not waited for
 
     def _channel(self) -> Channel:
@@ -51,10 +50,10 @@ class PipeTransport:
 
     def _links(self) -> dict[int, Link]:
         """The workers that a send goes to."""
-        if not self.carrier.links:
+        if not self._own_links:
             self._channel()  # or raise
             self.carrier.add(0, self.pipe)
-        return self.carrier.links
+        return self._own_links
 
     def send_weights(self, model_id: str, weights: Any) -> None:
         """Send, and wait until the workers have applied them.
@@ -105,7 +104,7 @@ class PipeTransport:
         self._posted.clear()
         outcome = gather({index: link}, {index: [tag]}, deadline, any_word=True)
         if message != messages.UPDATED and outcome.failed.get(index) == unexpected(message):
-            link.end.channel.pending.pop()
+            link.channel.pending.pop()
             return
         outcome.check(f"version {tag.version} of {tag.model_id!r}", tag.version)
         if message != messages.UPDATED:
@@ -130,12 +129,12 @@ class PipeTransport:
     def check_connection(self) -> bool:
         """Are both ends open, as far as is known?"""
         here = self.pipe is None or not (self._channel().closed or self._channel().ended)
-        return here and not any(link.dead for link in self.carrier.links.values())
+        return here and not any(link.dead for link in self._own_links.values())
 
     def pending(self) -> list[Any]:
         """Messages that came over the pipe and are not about weights, oldest first; each is given once."""
         found = [] if self.pipe is None else self._channel().take_pending()
-        for link in self.carrier.links.values():
+        for link in self._own_links.values():
             found += link.take_pending()
         return found
 
@@ -175,18 +174,9 @@ class WorkerTransport(PipeTransport):
 
     def __init__(self, carrier: PipeCarrier, index: int, link: Link, timeout: float) -> None:
         super().__init__(link.pipe, timeout, carrier)
-        self.worker_idx = index
         self.link = link
-
-    @override
-    def _links(self) -> dict[int, Link]:
-        return {self.worker_idx: self.link}
+        self._own_links = {index: link}
 
     def receive_weights(self, timeout: float | None = 1.0) -> tuple[str, Any] | None:
         """None: this end of the pipe is the sender's."""
         return None
-
-    @override
-    def check_connection(self) -> bool:
-        """Are both ends open, and is the worker alive, as far as is known?"""
-        return not (self.link.end.channel.closed or self.link.end.channel.ended or self.link.dead)

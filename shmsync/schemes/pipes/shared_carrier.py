@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.deadlines import check_worker
 from ...engine.publish_all import Publication, publish_all
 from ...engine.publisher import Publisher, writer_of
 from ...engine.source.pickling import dumps, small
@@ -39,7 +38,7 @@ class SharedMemCarrier(PipeCarrier):
         self.policy_weights = policy_weights
         self.plain: dict[str, TensorDictBase] = dict(policy_weights)
         self._auto_register = auto_register
-        self._strategy = WeightStrategy(partial=publishers.partial, dtype=publishers.dtype)
+        self._strategy = WeightStrategy(partial=publishers.options.partial, dtype=publishers.options.dtype)
         self._joined: dict[str, dict[int, Link]] = {}  # the workers that the handle of the arena was sent to
         self._unconfirmed: dict[str, set[int]] = {}  # workers that have not answered it
         self._routes: dict[str, tuple[Route, Publication]] = {}
@@ -48,16 +47,12 @@ class SharedMemCarrier(PipeCarrier):
         self._set_up: set[str] = set()  # the models that have a sender
         self._closed = False
 
-    def register_pipe(self, pipe: Any, index: int | None = None, process: Any = None) -> int:
-        """Reach a worker over this pipe; the index it has from now on: the one it has already, or the next."""
-        if index is None:
-            index = next((i for i, link in self.links.items() if link.pipe is pipe), max(self.links, default=-1) + 1)
-        index = check_worker(index)
-        self.publishers.group_of(index)
+    @override
+    def add(self, index: int, pipe: Any, process: Any = None) -> None:
+        self.publishers.group_of(index)  # or raise
         known = self.links.get(index)
         if known is None or known.pipe is not pipe or process is not None:
             super().add(index, pipe, process)
-        return index
 
     def set_up(self, model_id: str, pipes: Sequence[Any]) -> None:
         """This model's workers are now those at the other ends of these pipes, and no others: the models share them.
@@ -65,30 +60,22 @@ class SharedMemCarrier(PipeCarrier):
         Raises ValueError when another model has other workers in their places, or devices were given for another number
         of workers.
         """
-        self.publishers.check_workers(len(pipes))
-        others = sorted(self._set_up - {model_id})
-        for index, pipe in enumerate(pipes):
-            known = self.links.get(index)
-            if others and model_id not in self._set_up and known is not None and known.pipe is not pipe:
-                raise ValueError(
-                    f"worker {index} is reached over another pipe for {others[0]!r}, and all models of one scheme have "
-                    f"the same workers; give {model_id!r} the same pipes, or a scheme of its own"
-                )
+        self.publishers.devices.check_workers(len(pipes))
         if model_id in self._set_up:
             for index in [index for index in self.links if index >= len(pipes)]:
-                self._remove(index)
+                del self.links[index]
+                for joined in self._joined.values():
+                    joined.pop(index, None)
+                for unconfirmed in self._unconfirmed.values():
+                    unconfirmed.discard(index)
+        elif self._set_up:
+            for index, pipe in enumerate(pipes):
+                if index in self.links and self.links[index].pipe is not pipe:
+                    raise ValueError(
+                        f"worker {index} is reached over another pipe for {min(self._set_up)!r}, and all models of one "
+                        f"scheme have the same workers; give {model_id!r} the same pipes, or a scheme of its own"
+                    )
         self._set_up.add(model_id)
-
-    def _remove(self, index: int) -> None:
-        del self.links[index]
-        for joined in self._joined.values():
-            joined.pop(index, None)
-        for unconfirmed in self._unconfirmed.values():
-            unconfirmed.discard(index)
-
-    @override
-    def add(self, index: int, pipe: Any, process: Any = None) -> None:
-        self.register_pipe(pipe, index, process)
 
     def register_weights(self, model_id: str, weights: Any) -> None:
         """Register a model before its first send: `weights` are its version 1.
@@ -117,18 +104,12 @@ class SharedMemCarrier(PipeCarrier):
         return max(self.publishers.version(model_id), self._sent.get(model_id, 0))
 
     @override
-    def question(self, model_id: str, index: int) -> bytes:
-        return self._proven(model_id, index).handle.session
-
-    @override
-    def leaves(self, model_id: str, index: int) -> int:
-        return len(writer_of(self._proven(model_id, index)).arena.manifest.leaves)
-
-    def _proven(self, model_id: str, index: int) -> Publisher:
+    def question(self, model_id: str, index: int) -> tuple[bytes, int]:
         self._check_open()
         if not self.publishers.version(model_id):
             raise ProtocolError(f"nothing of {model_id!r} was sent to worker {index} yet; send() first")
-        return self.publishers.of_worker(model_id, index)
+        publisher = self.publishers.of_worker(model_id, index)
+        return publisher.handle.session, len(writer_of(publisher).arena.manifest.leaves)
 
     @override
     def done_before_leaving(self, model_id: str, index: int) -> bool:
@@ -145,7 +126,7 @@ class SharedMemCarrier(PipeCarrier):
             weights = WeightStrategy().extract_weights(weights)  # a path for each dotted key, as modules have them
         plain = self.plain.get(model_id)
         if not (self._auto_register or plain is not None or self.version(model_id)):
-            known = sorted({*self.plain, *self.publishers.known()})
+            known = sorted({*self.plain, *self.publishers.made})
             raise KeyError(
                 f"{model_id!r} is not registered, only {known} are; call register_shared_weights(), or use "
                 "auto_register=True"
@@ -155,7 +136,7 @@ class SharedMemCarrier(PipeCarrier):
         groups = self.publishers.chosen(links, living) if living else [ALL] if plain is None else []
         copy = self._plain_copy(model_id, self.publishers.known_publisher(model_id, groups))
         if copy is not None:
-            given = copy.given(weights) if self.publishers.partial else None
+            given = copy.given(weights) if self.publishers.options.partial else None
         elif plain is not None:
             extracted = self._strategy.extract_weights(weights)
             fit = self._strategy.check_weights(plain, extracted)
@@ -181,7 +162,7 @@ class SharedMemCarrier(PipeCarrier):
         if plain is None or publisher is None or (known is not None and known.good_for(writer_of(publisher))):
             return None if publisher is None else known
         self._copies.pop(model_id, None)
-        made = PlainCopy.of(plain, writer_of(publisher), partial=self.publishers.partial)
+        made = PlainCopy.of(plain, writer_of(publisher), partial=self.publishers.options.partial)
         if made is not None:
             self._copies[model_id] = made
         return made

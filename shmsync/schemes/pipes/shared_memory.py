@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
 from typing_extensions import override
 
-from ...engine.deadlines import deadline_after, timeout_or_default
+from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency, reader_of
 from ..api import WeightSyncScheme
-from ..arenas.publishers import Publishers
+from ..arenas.publishers import ArenaOptions, Publishers
 from ..arenas.subscriptions import Subscriptions
 from ..arenas.worker_devices import DeviceChoice, WorkerDevices, devices_for
 from ..link import messages
@@ -54,16 +55,7 @@ class SharedMemTransport(PipeTransport):
         checksum: bool = False,
     ) -> None:
         timeout = timeout_or_default(timeout)
-        publishers = Publishers(
-            slots=slots,
-            groups=groups,
-            timeout=timeout,
-            alias=alias,
-            partial=partial,
-            dtype=dtype,
-            device=device,
-            checksum=checksum,
-        )
+        publishers = Publishers(ArenaOptions(slots, timeout, groups, alias, partial, dtype, device, checksum))
         self.policy_weights = {} if policy_weights is None else policy_weights
         super().__init__(None, timeout, SharedMemCarrier(publishers, self.policy_weights, auto_register))
         self.subscriptions = Subscriptions(consistency=consistency, timeout=timeout, partial=partial)
@@ -76,7 +68,12 @@ class SharedMemTransport(PipeTransport):
             worker_idx: its index; None: the next one.
             process: as in WeightSender.register_worker().
         """
-        return self.carrier.register_pipe(pipe, worker_idx, process)
+        links = self.carrier.links
+        if worker_idx is None:  # the one that it has already, or the next
+            worker_idx = next((i for i, link in links.items() if link.pipe is pipe), max(links, default=-1) + 1)
+        worker_idx = check_worker(worker_idx)
+        self.carrier.add(worker_idx, pipe, process)
+        return worker_idx
 
     def register_weights(self, model_id: str, weights: Any) -> None:
         """Register the weights of model_id before its first send; see SharedMemCarrier.register_weights()."""
@@ -217,7 +214,7 @@ class SharedMemSender(PipeSender):
     carrier: SharedMemCarrier
 
     def __init__(self, scheme: SharedMemWeightSyncScheme) -> None:
-        super().__init__(scheme, scheme.create_carrier())
+        super().__init__(scheme)
         self._plain = not (scheme.prepares or self._picks or scheme.partial)  # may it be the common case?
 
     @override
@@ -243,7 +240,7 @@ class SharedMemSender(PipeSender):
     @override
     def sent_weights(self, weights: Any) -> Any:
         # A user's subclass may prepare weights in its own way; else the engine reads a module faster than that.
-        return self._prepared(weights) if self._scheme.prepares else self._source(weights)
+        return super().sent_weights(weights) if self._scheme.prepares else self._source(weights)
 
     @override
     def set_up(self, arguments: Any) -> None:
@@ -318,14 +315,12 @@ class SharedMemReceiver(PipeReceiver):
         self._transport.subscriptions.bind(message.model_id, self._resolve_model_ref())
 
     @override
-    def _check(self, message: Message) -> None:
+    def _checked(self, message: Message) -> Callable[[], None]:
         if not isinstance(message.content, int):
             raise ValueError(f"weights of {message.model_id!r} came through the pipe; use this scheme on both sides")
-        self._transport.subscriptions.needed(message.model_id)
-
-    @override
-    def _use(self, message: Message) -> None:
-        self._transport.subscriptions.use(message.model_id, message.content, self._resolve_model_ref())
+        subscriptions = self._transport.subscriptions
+        subscriptions.needed(message.model_id)
+        return partial(subscriptions.use, message.model_id, message.content, self._resolve_model_ref())
 
     @override
     def _use_news(self) -> None:

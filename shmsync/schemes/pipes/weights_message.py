@@ -32,27 +32,22 @@ class WeightsMessage:
     """A message with weights; read from its source when it is made.
 
     Args:
-        nbytes: of all tensors, about.
-        apart: may it travel beside the message?
+        apart: are they to travel beside the message, if there is memory for that?
     """
 
-    def __init__(self, tag: Tag, weights: Any, *, nbytes: int, apart: bool) -> None:
+    def __init__(self, tag: Tag, weights: Any, *, apart: bool = False) -> None:
         self._tag = tag
         self._sealed: Sealed | None = None
         self._bytes: bytes | None = None
-        if apart and nbytes >= LARGE:
+        if apart:
             self._head, pieces = dumps_apart(weights, _APART)
             try:
                 self._sealed = Sealed(pieces)
             except ShmSyncError:
                 pass  # no descriptor or memory for it: as bytes it needs less at once
-        if self._sealed is None:
+        self.is_apart = self._sealed is not None  # may messages of it lead to what this process keeps?
+        if not self.is_apart:
             self._bytes = self._by_value(weights)
-
-    @property
-    def is_apart(self) -> bool:
-        """May messages of it lead to what this process keeps?"""
-        return self._sealed is not None
 
     def reference(self) -> bytes:
         """The message that says where the weights are."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ...engine.deadlines import deadline_after
 from ...errors import ClosedError, ProtocolError, WriterBusy
 from ...memory.control import leftovers
-from ..arenas.publishers import ALL, Publishers, write
+from ..arenas.publishers import ALL, ArenaOptions, Publishers, write
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
 from .weight_client import opened
 
@@ -34,9 +34,7 @@ class Relay:
 
     def __init__(self, options: RelayOptions) -> None:
         self._options = options
-        self._publishers = Publishers(
-            slots=options.slots, groups=None, timeout=options.timeout, alias=False, partial=options.partial
-        )
+        self._publishers = Publishers(ArenaOptions(options.slots, options.timeout, partial=options.partial))
         self._lock = threading.Lock()
         leftovers.sweep_some(math.inf)  # what the relay that this one replaces has left: random names do not recur
         allow_views(self)

@@ -236,7 +236,7 @@ class RemoteSender(WeightSender):
                 "was sent. Start others in their place",
                 missing=workers,
             )
-        prepared = self._prepared(weights)
+        prepared = self.sent_weights(weights)
         given = private_leaves(prepared) if self._scheme.partial else None
         sending = RemoteSend(self._carrier.wait)
         if (fan_out := self._fan_out) is not None:
@@ -286,7 +286,7 @@ class RemoteSender(WeightSender):
         return judged(sending.outcome, self._model_id, self._version, leaves)
 
     @override
-    def _collect(self, workers: list[int], posted: RemoteSend, deadline: float) -> None:
+    def _collect(self, posted: RemoteSend, deadline: float) -> None:
         posted.finish(deadline)
         if self._scheme.partial:
             given, asked = self._given

@@ -115,13 +115,7 @@ def derived(scheme, which, hooks):
     """Let this scheme make senders or receivers of a class that overrides these methods."""
     made = getattr(scheme, f"create_{which}")()
     kind = type("Derived", (type(made),), hooks)
-
-    def create():
-        if which == "sender" and isinstance(scheme, MultiProcessWeightSyncScheme):
-            return kind(scheme, scheme.create_carrier())
-        return kind(scheme)
-
-    setattr(scheme, f"create_{which}", create)
+    setattr(scheme, f"create_{which}", lambda: kind(scheme))
 
 
 class Rig:

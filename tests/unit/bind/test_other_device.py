@@ -60,11 +60,11 @@ class OnGPU(torch.Tensor):
 
 
 def test_decision_looks_at_every_tensor():
-    net = Stamped(1)
-    assert not subscriptions.is_elsewhere(net)
-    assert not subscriptions.is_elsewhere(Stamped(1).to("meta"))
+    net, cpu = Stamped(1), torch.device("cpu")
+    assert not subscriptions.is_elsewhere(net, cpu)
+    assert not subscriptions.is_elsewhere(Stamped(1).to("meta"), cpu)
     net.register_buffer("far", torch.zeros(1).as_subclass(OnGPU))
-    assert subscriptions.is_elsewhere(net)
+    assert subscriptions.is_elsewhere(net, cpu)
 
 
 @pytest.mark.parametrize("rig", RIGS)

@@ -12,7 +12,7 @@ from torch import nn
 
 import shmsync
 from shmsync.engine.publish_all import publish_all
-from shmsync.schemes.arenas.publishers import Publishers
+from shmsync.schemes.arenas.publishers import ArenaOptions, Publishers
 
 
 class Policy(nn.Module):
@@ -125,7 +125,7 @@ class Held:
     def __init__(self, publisher, module, how, slots=1):
         self.module, self.how = module, how
         if how == "scheme" or how == "scheme, alias":
-            self.publishers = Publishers(slots=slots, groups=None, timeout=5.0, alias=how == "scheme, alias")
+            self.publishers = Publishers(ArenaOptions(slots, timeout=5.0, alias=how == "scheme, alias"))
             self.publishers.plan("policy", module, [0], 1, 1).accept()
             self.pub = self.publishers.publisher("policy", 0)
             return
