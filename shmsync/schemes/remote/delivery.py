@@ -64,13 +64,15 @@ class Delivery:
         return call
 
 
-class Deliveries:
-    """Makes the deliveries of one carrier, and keeps the weight server.
+class DeliveryCarrier(Carrier):
+    """Its payload is a Delivery; where that is not fetched, the weights are an argument of the call.
 
     Args:
         host: gives the address at which workers reach this process.
         where: gives the location of the calling process; it is called here and by workers.
     """
+
+    shared_from: int | None = APART
 
     def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
         self._host = host
@@ -78,6 +80,10 @@ class Deliveries:
         self._server: WeightServer | None = None
         self._failed = False
         self._node_workers: dict[str, set[int]] = {}
+
+    @override
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
+        return self.ship(packed_weights, deadline, lambda start: start(packed_weights))
 
     def ship(
         self, packed_weights: PackedWeights, deadline: float, start_by_network: Callable[[Callable[[Any], Call]], Call]
@@ -104,6 +110,11 @@ class Deliveries:
                 _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
         return self._server
 
+    @override
+    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
+        return payload.start(worker, lambda content: worker.ask(Unpublished(stamp, options, content)))
+
+    @override
     def close(self) -> None:
         """Let the weight server end with its last user. Idempotent."""
         self._server = None
@@ -116,28 +127,3 @@ def _server_at(host: str, maker: Location) -> WeightServer:
     """The one of this process for that address; all senders share it."""
     key = os.getpid(), host, maker
     return _servers.get(key) or _servers.setdefault(key, WeightServer(host, maker))
-
-
-class DeliveryCarrier(Carrier):
-    """Its payload is a Delivery; where that is not fetched, the weights are an argument of the call.
-
-    Args:
-        host, where: see Deliveries.
-    """
-
-    shared_from: int | None = APART
-
-    def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
-        self._deliveries = Deliveries(host, where)
-
-    @override
-    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
-        return self._deliveries.ship(packed_weights, deadline, lambda start: start(packed_weights))
-
-    @override
-    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
-        return payload.start(worker, lambda content: worker.ask(Unpublished(stamp, options, content)))
-
-    @override
-    def close(self) -> None:
-        self._deliveries.close()

@@ -39,11 +39,7 @@ class Relay:
         )
         self._lock = threading.Lock()
         leftovers.sweep_some(math.inf)  # what the relay that this one replaces has left: random names do not recur
-        allow_views(self)
-
-    def only_reads(self, model_id: str) -> bool:
-        """Always: publishing copies."""
-        return True
+        allow_views(self)  # publishing copies
 
     def publish(self, weights: Any) -> Announcement:
         """Publish weights under their stamp. Raises as Publisher.publish() does, and ProtocolError without a stamp."""

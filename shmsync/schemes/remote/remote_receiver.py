@@ -54,12 +54,8 @@ class RemoteReceiver(WeightReceiver):
         self._take_worker(arguments)
         model = arguments.model()
         self._register_model(arguments.model_id if model is None else model)
-        allow_views(self)
+        allow_views(self, self._model_id)  # apply_weights() copies them
         _receivers.add(self)
-
-    def only_reads(self, model_id: str) -> bool:
-        """Does it only read this model's weights? apply_weights() copies them."""
-        return model_id == self._model_id
 
     @property
     def version(self) -> int:
@@ -89,11 +85,10 @@ class RemoteReceiver(WeightReceiver):
                 f"process has receivers of {', '.join(map(repr, known_ids))}. Give them to the right one, or make one "
                 f"with init_on_worker({stamp.model_id!r})"
             )
-        if isinstance(weights, Asked):
-            with self._applying:
-                self.prove(weights)
-            return
         with self._applying:
+            if isinstance(weights, Asked):
+                self.prove(weights)
+                return
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
@@ -118,15 +113,14 @@ class RemoteReceiver(WeightReceiver):
         """
         self._scheme.check_open("receive")
         deadline = deadline_after(timeout, self._scheme.timeout)
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._news.get(min(deadline - time.monotonic(), 3600.0))
-                subscriber = self.subscriptions.get(self._model_id)
-                if subscriber is not None:
-                    reader_of(subscriber)._use_applied()
-                return True
-            if time.monotonic() >= deadline:
-                return False
+        try:
+            self._news.get(deadline - time.monotonic())
+        except queue.Empty:
+            return False
+        subscriber = self.subscriptions.get(self._model_id)
+        if subscriber is not None:
+            reader_of(subscriber)._use_applied()
+        return True
 
     def close(self) -> None:
         """Leave the arena; a bound model raises ClosedError when it is called from now on."""

@@ -183,10 +183,9 @@ class RemoteSend:
         outcome = self.outcome
         late = [step.name for step in self._open if step.name not in outcome.dead]
         outcome.late = sorted({*late, *self.unreached}, key=_order)
-        for found in (outcome.dead, outcome.failed):  # errors name them in order, not by who was quicker
-            ordered = sorted(found.items(), key=lambda item: _order(item[0]))
-            found.clear()
-            found.update(ordered)  # type: ignore[arg-type]
+        # Errors name them in order, not by who was quicker.
+        outcome.dead = {name: outcome.dead[name] for name in sorted(outcome.dead, key=_order)}
+        outcome.failed = {name: outcome.failed[name] for name in sorted(outcome.failed, key=_order)}
 
     def check(self, what: str, version: int | None, destinations: Mapping[int, Destination]) -> None:
         """Raise what went wrong, if anything did; the dead are left out by later sends then."""

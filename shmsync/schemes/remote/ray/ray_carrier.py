@@ -80,7 +80,7 @@ class RayCarrier(DeliveryCarrier):
                 stored.append(self._executor.give(partial(_put, packed_weights, self._tensor_transport)))
             return StartedCall(self._executor.give(lambda: start(_result(stored[0]))))
 
-        return self._deliveries.ship(packed_weights, deadline, start_by_network)
+        return self.ship(packed_weights, deadline, start_by_network)
 
     def stored(self, packed_weights: PackedWeights, deadline: float) -> Any:
         """Put the weights into the object store, once for all workers, which see the one copy of their node."""
