@@ -32,13 +32,13 @@ class FanOut:
     Args:
         carrier: reaches workers and relays.
         options: of the arenas.
-        session: of the sender, by which workers know what they relay for it.
+        packer: packs the sender's weights, and has the session by which workers know what they relay for it.
     """
 
-    def __init__(self, carrier: Carrier, options: RelayOptions, session: str) -> None:
+    def __init__(self, carrier: Carrier, options: RelayOptions, packer: Packer) -> None:
         self._carrier = carrier
         self._options = options
-        self._session = session
+        self._packer = packer
         self._local: Relay | None = None  # the sender publishes for its own node
         self._relays: dict[Site, Destination] = {}
         self._closed = False
@@ -99,7 +99,6 @@ class FanOut:
     def deliver(
         self,
         sending: RemoteSend,
-        packer: Packer,
         stamp: Stamp,
         weights: Any,
         workers: Workers,
@@ -120,7 +119,7 @@ class FanOut:
         near = far.pop(home, None)
         payload = None
         if far:
-            payload = self._carrier.payload(packer.pack(whole, stamp.model_id, stamp.version), deadline)
+            payload = self._carrier.payload(self._packer.pack(whole, stamp.model_id, stamp.version), deadline)
         announcement = None
         if near is not None:
             if self._local is None:
@@ -215,7 +214,7 @@ class FanOut:
         sending.add(Step(site.relay_name, relay, start, then, record=False))
 
     def _close_relay(self, relay: Destination, *, until: float | None = None) -> None:
-        self._carrier.close_relay(relay, self._session, until=until)
+        self._carrier.close_relay(relay, self._packer.session, until=until)
 
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""

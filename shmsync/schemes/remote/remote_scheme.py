@@ -143,7 +143,7 @@ class RemoteSender(WeightSender):
         if scheme.fan_out == "node":
             assert scheme.timeout is not None
             options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
-            self._fan_out = FanOut(self._carrier, options, self._packer.session)
+            self._fan_out = FanOut(self._carrier, options, self._packer)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
 
     @override
@@ -244,7 +244,7 @@ class RemoteSender(WeightSender):
             stamp = Stamp(self._packer.session, self._model_id, version)
             accept = partial(self._accept, version, given, alive, prepared)
             whole = prepared if given is None else {**self._owed.whole, **given}
-            fan_out.deliver(sending, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
+            fan_out.deliver(sending, stamp, prepared, alive, accept, deadline, whole=whole)
             return sending
         packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(packed_weights, deadline) if alive else None

@@ -88,11 +88,6 @@ class RemoteTransport(Destination, ABC):
             (sending, model_id), self._pending = self._pending, None
             self._end(sending, model_id, deadline)
 
-    @property
-    def pending(self) -> bool:
-        """Is there a send_weights_async() without its wait?"""
-        return self._pending is not None
-
     def _begin(self, model_id: Any, weights: Any, deadline: float) -> tuple[RemoteSend, str]:
         if model_id is _NONE or weights is _NONE:
             model_id, weights = "policy", weights if model_id is _NONE else model_id

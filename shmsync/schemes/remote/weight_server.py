@@ -105,10 +105,6 @@ class WeightServer:
         self._packed[self._number] = packed_weights
         return self._number
 
-    def close(self) -> None:
-        """End all connections. Idempotent."""
-        self._end()
-
 
 def _end(wake: socket.socket, thread: threading.Thread) -> None:
     wake.close()

@@ -153,7 +153,7 @@ class DistributedTransport(RemoteTransport):
         word = checked_word(message)
         if outbox is None:
             self.wait_ack(timeout=timeout)
-        elif self.pending:
+        elif self._pending is not None:
             outbox.expected = word
             try:
                 self.wait_ack(timeout=timeout)
@@ -351,7 +351,7 @@ class DistributedReceiver(RemoteReceiver):
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        with inbox.lock(deadline) as hold:
+        with inbox.lock.hold(deadline, refuse=False) as hold:
             message = inbox.next(deadline) if hold.taken else None
             if message is None:
                 return False

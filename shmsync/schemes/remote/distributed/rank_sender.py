@@ -31,7 +31,7 @@ from ...link.connection import Channel
 from ...link.proved import Dial
 from ...link.serial_executor import GRACE, Task
 from ..delivery import Delivery
-from ..location import Location, Site, here
+from ..location import Location, Site, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
@@ -52,10 +52,11 @@ _SOON, _LATER, _SLICE = 0.0005, 0.005, 0.05  # seconds of a wait without and wit
 class RankCall(Call):
     """What a sender waits for from one rank."""
 
+    answer: RankAnswer | None = None
+    trouble: Exception | None = None  # instead of an answer
+
     def __init__(self, end: RankEnd) -> None:
         self.end = end
-        self.trouble: Exception | None = None  # instead of an answer
-        self.answer: RankAnswer | None = None
 
     def look(self) -> None:
         """Take in what has come. Never waits."""
@@ -312,7 +313,7 @@ class RankEnd:
                 address = read_address(self._store, self.rank)
                 if address is None:
                     return False
-                if address.leads_nowhere:
+                if address.location.boot_id != here().boot_id and is_loopback(address.host):
                     raise ProtocolError(
                         f"rank {self.rank} listens at {address.host} on node {address.location.node}, which no other "
                         "machine reaches; start the store with an address of its host that all ranks reach"
