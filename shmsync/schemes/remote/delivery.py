@@ -100,13 +100,12 @@ class DeliveryCarrier(Carrier):
         return Delivery(packed_weights, ticket, start_by_network, self._node_workers)
 
     def _find_server(self) -> WeightServer | None:
-        if self._server is not None and self._server.pid != os.getpid():
-            self._server = None  # of the process that this one was forked from
-        if self._server is None and not self._failed:
+        of_parent = self._server is not None and self._server.pid != os.getpid()
+        if (self._server is None or of_parent) and not self._failed:
             try:
                 self._server = _server_at(self._host(), self._where())
             except OSError as error:
-                self._failed = True
+                self._server, self._failed = None, True
                 _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
         return self._server
 

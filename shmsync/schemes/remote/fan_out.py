@@ -164,11 +164,11 @@ class FanOut:
             relay = None
         if relay is None:
             relay = self._relays[site] = self._carrier.start_relay(site, members, self._options)
+        host = _host_of(relay, members)
 
         def drop(how: str) -> None:
             sending.outcome.dead[site.relay_name] = how
             self._relays.pop(site)
-            host = _host_of(relay, members)
             if host is not None and members[host].dead:  # else its own step will tell
                 sending.outcome.dead[host] = how
                 sending.unreached.discard(host)
@@ -180,7 +180,6 @@ class FanOut:
             if not restarts:
                 return False
             drop(how)
-            host = _host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
             if left:
                 self._relay(sending, site, left, payload, restarts=restarts - 1)
@@ -188,7 +187,7 @@ class FanOut:
 
         def cannot_attach(index: int, failure: Any) -> bool:
             """Was the relay dead before this worker had attached to its arena?"""
-            if index == _host_of(relay, members):
+            if index == host:
                 return False  # it lives
             gone = isinstance(failure, Failure) and isinstance(failure.exception(), (WriterDied, ArenaNotFound))
             return gone and lost("it died before all workers of its node had attached")
@@ -200,7 +199,6 @@ class FanOut:
                     start = partial(worker.post, result)
                     sending.add(Step(index, worker, start, forgive=partial(cannot_attach, index)))
             elif isinstance(result, Gone):
-                host = _host_of(relay, members)
                 if host is not None:
                     members[host].dead = result.final
                 for member in members.values():

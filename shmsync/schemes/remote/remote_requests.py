@@ -90,6 +90,7 @@ class Destination:
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
     out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
+    host: Destination | None = None  # of a relay: the worker in whose process it is; None: a process of its own
     starting: _native.WriterLock  # held by the thread that starts a request
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -97,11 +98,6 @@ class Destination:
         made = super().__new__(cls)
         made.starting = _native.WriterLock()
         return made
-
-    @property
-    def host(self) -> Destination | None:
-        """Of a relay: the worker in whose process it is; None: it is a process of its own."""
-        return None
 
     def fetches(self, delivery: Any) -> bool:
         """Is it to fetch weights of this delivery from the weight server?"""

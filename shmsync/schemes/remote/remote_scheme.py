@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
-from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
+from ...engine.deadlines import deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
@@ -28,9 +28,8 @@ from .relay import RelayOptions
 from .remote_carrier import Carrier
 from .remote_receiver import RemoteReceiver
 from .remote_requests import RemoteSend, Step
-from .remote_transport import RemoteTransport
+from .remote_transport import DEFAULT_TIMEOUT, RemoteTransport
 
-_TIMEOUT = 60.0  # seconds
 _READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
 
 
@@ -69,7 +68,7 @@ class RemoteScheme(WeightSyncScheme):
     fan_out: Literal["node"] | None = None
     slots: int = 1
     consistency: Consistency = "pinned"
-    timeout: float | None = _TIMEOUT  # afterwards never None
+    timeout: float | None = DEFAULT_TIMEOUT  # afterwards never None
     partial: bool = False
     dtype: Dtypes = None
     checksum: bool = False
@@ -81,7 +80,7 @@ class RemoteScheme(WeightSyncScheme):
         super().__init__(self.strategy, partial=self.partial, dtype=self.dtype, checksum=self.checksum)
         if self.fan_out not in (None, "node"):
             raise ValueError(f'fan_out is None or "node", not {self.fan_out!r}')
-        self.timeout = timeout_or_default(self.timeout, _TIMEOUT)
+        self.timeout = timeout_or_default(self.timeout, DEFAULT_TIMEOUT)
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
@@ -167,7 +166,6 @@ class RemoteSender(WeightSender):
 
     @override
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        worker_idx = check_worker(worker_idx)
         if self._roster is not None and self._roster.live:
             raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
         super().register_worker(worker_idx, pipe_or_context, process)

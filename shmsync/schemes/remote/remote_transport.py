@@ -13,7 +13,7 @@ from .remote_carrier import Carrier
 from .remote_requests import Answered, Call, Destination, RemoteSend, Step
 
 _NONE: Any = object()
-_DEFAULT = 60.0  # seconds
+DEFAULT_TIMEOUT = 60.0  # seconds
 
 
 def checked_word(message: Any) -> str:
@@ -32,7 +32,7 @@ class RemoteTransport(Destination, ABC):
     """
 
     def __init__(self, carrier: Carrier, timeout: float | None) -> None:
-        self.timeout = timeout_or_default(timeout, _DEFAULT)
+        self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
         self._transport_lock = TransportLock(f"this {type(self).__name__}")
         self._carrier = carrier
         self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
