@@ -73,7 +73,7 @@ class WeightsDict(dict[str, Any]):
     stamp: Stamp
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PackedWeights:
     """Weights packed for transport: a buffer, in one piece or in several. Unpickles as the weights themselves."""
 
