@@ -30,8 +30,6 @@ from .remote_receiver import RemoteReceiver
 from .remote_requests import RemoteSend, Step
 from .remote_transport import DEFAULT_TIMEOUT, RemoteTransport
 
-_READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
-
 
 class Roster(NamedTuple):
     """The workers of a sender, by their addresses: what the scheme's create_transport() takes for each.
@@ -141,7 +139,7 @@ class RemoteSender(WeightSender):
         self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
         if scheme.fan_out == "node":
             assert scheme.timeout is not None
-            options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
+            options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
 

@@ -183,9 +183,8 @@ class _Service:
         self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
     def _drop(self, peer: _Client) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        with contextlib.suppress(ValueError):
+        self._selector.unregister(peer.connection)
+        if not peer.trusted:
             self._strangers.remove(peer)
         peer.connection.close()
         peer.reads.clear()
@@ -198,7 +197,7 @@ class _Service:
             self._send(peer)
         except BlockingIOError:
             pass
-        except (OSError, ConnectionError):
+        except OSError:
             self._drop(peer)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.to_send else 0)

@@ -18,7 +18,7 @@ from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote.packed_weights import Packer, Stamp
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
-OPTIONS = RelayOptions(1, 4, 5.0)
+OPTIONS = RelayOptions(1, 5.0)
 
 
 class Weights(dict):

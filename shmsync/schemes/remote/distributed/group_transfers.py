@@ -30,7 +30,7 @@ E = TypeVar("E")
 SENDER = 0  # the rank of the sender, unless a message says otherwise
 
 
-def wait(works: Iterable[Any], *_buffers: Any) -> None:
+def wait(works: Iterable[Any]) -> None:
     """Wait until all has been sent or received, without a time-out.
 
     The process group gives up its connections when a wait of it times out, by default after half an hour.
@@ -112,7 +112,7 @@ class InitialSender(_InitialEnd):
         label = torch.frombuffer(bytearray(pickle.dumps(packed_weights.label)), dtype=torch.uint8)
         sizes = torch.tensor([label.numel(), packed_weights.buffer.nbytes], dtype=torch.int64, device="cpu")
         parts = [part for part in (sizes, label, packed_weights.buffer) if part.numel()]
-        wait([torch.distributed.isend(part, self._rank, tag=_ANSWER) for part in parts], parts, packed_weights)
+        wait([torch.distributed.isend(part, self._rank, tag=_ANSWER) for part in parts])
 
 
 class InitialReceiver(_InitialEnd):
