@@ -6,7 +6,6 @@ The network's own means are an argument of the call (RPC) and the object store (
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
@@ -89,14 +88,13 @@ class DeliveryCarrier(Carrier):
         self, packed_weights: PackedWeights, deadline: float, start_by_network: Callable[[Callable[[Any], Call]], Call]
     ) -> Delivery:
         """The delivery of packed weights, which has to arrive by the deadline."""
-        weight_server = self._find_server() if packed_weights.memory is not None else None
-        if weight_server is None:
+        memory = packed_weights.memory
+        weight_server = None if memory is None else self._find_server()
+        if memory is None or weight_server is None:
             return Delivery(packed_weights, None, start_by_network)
-        assert packed_weights.memory is not None
         number, label = weight_server.put(packed_weights), packed_weights.label._replace(starts=(0,))
-        size, memory = packed_weights.whole.nbytes, packed_weights.memory.place
-        seconds = max(1.0, deadline - time.monotonic()) if math.isfinite(deadline) else math.inf
-        ticket = FetchTicket(weight_server.at, number, label, size, memory, self._where, seconds)
+        size, seconds = packed_weights.whole.nbytes, max(1.0, deadline - time.monotonic())
+        ticket = FetchTicket(weight_server.at, number, label, size, memory.place, self._where, seconds)
         return Delivery(packed_weights, ticket, start_by_network, self._node_workers)
 
     def _find_server(self) -> WeightServer | None:
