@@ -134,3 +134,9 @@ def test_the_types_of_a_constructors_options_can_be_looked_up(scheme):
     hints = typing.get_type_hints(scheme.__init__)
     assert {hints["slots"], hints["timeout"], hints["checksum"]} == {int, float | None, bool}
     assert "dtype" in hints
+
+
+def test_a_receiver_of_a_rank_has_no_messages_of_another_kind():
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", model=nn.Linear(2, 2), store=torch.distributed.HashStore(), rank=1)
+        assert scheme.get_receiver().pending() == []
