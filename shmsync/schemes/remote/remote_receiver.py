@@ -98,7 +98,11 @@ class RemoteReceiver(WeightReceiver):
             if isinstance(weights, Announcement):
                 self._use_arena(weights, model)
             else:
-                self._refuse_bound(model)
+                if self._handle is not None and isinstance(model, nn.Module):
+                    raise ProtocolError(
+                        f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier "
+                        'send with fan_out="node"; keep sending so, or make the worker\'s model anew'
+                    )
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known
             self._version = stamp.version if stamp else self._version + 1
@@ -143,13 +147,6 @@ class RemoteReceiver(WeightReceiver):
         subscriber = self.subscriptions.get(self._model_id)
         with contextlib.nullcontext() if subscriber is None else subscriber.read():
             super().prove(question)
-
-    def _refuse_bound(self, model: Any) -> None:
-        if self._handle is not None and isinstance(model, nn.Module):
-            raise ProtocolError(
-                f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier send "
-                'with fan_out="node"; keep sending so, or make the worker\'s model anew'
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -102,12 +102,8 @@ class ActorScheme(RemoteScheme):
         check_tensor_transport(self.tensor_transport)
 
     @override
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        require_ray(type(self).__name__)
-        super().init_on_sender(model_id, context, **kwargs)
-
-    @override
     def create_carrier(self) -> RayCarrier:
+        require_ray(type(self).__name__)
         return RayCarrier(self.tensor_transport)
 
 
