@@ -388,10 +388,7 @@ class RankEnd:
 def wait_for(calls: Collection[Call], seconds: float) -> None:
     """Return when one of these calls is finished, or after `seconds`."""
     end, pause = time.monotonic() + seconds, _SOON
-    while not any(call.finished() for call in calls):
-        rest = end - time.monotonic()
-        if rest <= 0:
-            return
+    while not any(call.finished() for call in calls) and (rest := end - time.monotonic()) > 0:
         poller, pause = select.poll(), min(2 * pause, _LATER)
         for call in calls:
             channel = call.end.channel if isinstance(call, RankCall) else None
