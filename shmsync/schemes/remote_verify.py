@@ -23,10 +23,8 @@ from ..memory.torch_modes import run_plainly
 
 _SHOWN = 8  # leaves that an error lists
 
-
-Question = dict[
-    str, tuple[tuple[int, ...], str, int]
-]  # by dotted key: shape, dtype and checksum; plain for all pickles
+# By dotted key: shape, dtype and checksum; plain for all pickles.
+Question = dict[str, tuple[tuple[int, ...], str, int]]
 
 
 class Asked(dict[str, Any]):

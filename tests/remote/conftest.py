@@ -31,9 +31,9 @@ def one_ray():
 @pytest.fixture
 def by_the_store(monkeypatch):
     """Weights go through Ray's object store, as where workers cannot reach the trainer."""
-    from shmsync.schemes.remote.delivery import Deliveries
+    from shmsync.schemes.remote.delivery import DeliveryCarrier
 
-    monkeypatch.setattr(Deliveries, "_find_server", lambda deliveries: None)
+    monkeypatch.setattr(DeliveryCarrier, "_find_server", lambda carrier: None)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ The network's own means are an argument of the call (RPC) and the object store (
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import weakref
@@ -64,13 +63,15 @@ class Delivery:
         return call
 
 
-class Deliveries:
-    """Makes the deliveries of one carrier, and keeps the weight server.
+class DeliveryCarrier(Carrier):
+    """Its payload is a Delivery; where that is not fetched, the weights are an argument of the call.
 
     Args:
         host: gives the address at which workers reach this process.
         where: gives the location of the calling process; it is called here and by workers.
     """
+
+    shared_from: int | None = APART
 
     def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
         self._host = host
@@ -79,31 +80,38 @@ class Deliveries:
         self._failed = False
         self._node_workers: dict[str, set[int]] = {}
 
+    @override
+    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
+        return self.ship(packed_weights, deadline, lambda start: start(packed_weights))
+
     def ship(
         self, packed_weights: PackedWeights, deadline: float, start_by_network: Callable[[Callable[[Any], Call]], Call]
     ) -> Delivery:
         """The delivery of packed weights, which has to arrive by the deadline."""
-        weight_server = self._find_server() if packed_weights.memory is not None else None
-        if weight_server is None:
+        memory = packed_weights.memory
+        weight_server = None if memory is None else self._find_server()
+        if memory is None or weight_server is None:
             return Delivery(packed_weights, None, start_by_network)
-        assert packed_weights.memory is not None
         number, label = weight_server.put(packed_weights), packed_weights.label._replace(starts=(0,))
-        size, memory = packed_weights.whole.nbytes, packed_weights.memory.place
-        seconds = max(1.0, deadline - time.monotonic()) if math.isfinite(deadline) else math.inf
-        ticket = FetchTicket(weight_server.at, number, label, size, memory, self._where, seconds)
+        size, seconds = packed_weights.whole.nbytes, max(1.0, deadline - time.monotonic())
+        ticket = FetchTicket(weight_server.at, number, label, size, memory.place, self._where, seconds)
         return Delivery(packed_weights, ticket, start_by_network, self._node_workers)
 
     def _find_server(self) -> WeightServer | None:
-        if self._server is not None and self._server.pid != os.getpid():
-            self._server = None  # of the process that this one was forked from
-        if self._server is None and not self._failed:
+        of_parent = self._server is not None and self._server.pid != os.getpid()
+        if (self._server is None or of_parent) and not self._failed:
             try:
                 self._server = _server_at(self._host(), self._where())
             except OSError as error:
-                self._failed = True
+                self._server, self._failed = None, True
                 _log.warning("workers cannot fetch weights from this process (%s); they go by slower means", error)
         return self._server
 
+    @override
+    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
+        return payload.start(worker, lambda content: worker.ask(Unpublished(stamp, options, content)))
+
+    @override
     def close(self) -> None:
         """Let the weight server end with its last user. Idempotent."""
         self._server = None
@@ -116,28 +124,3 @@ def _server_at(host: str, maker: Location) -> WeightServer:
     """The one of this process for that address; all senders share it."""
     key = os.getpid(), host, maker
     return _servers.get(key) or _servers.setdefault(key, WeightServer(host, maker))
-
-
-class DeliveryCarrier(Carrier):
-    """Its payload is a Delivery; where that is not fetched, the weights are an argument of the call.
-
-    Args:
-        host, where: see Deliveries.
-    """
-
-    shared_from: int | None = APART
-
-    def __init__(self, host: Callable[[], str], where: Callable[[], Location]) -> None:
-        self._deliveries = Deliveries(host, where)
-
-    @override
-    def payload(self, packed_weights: PackedWeights, deadline: float) -> Delivery:
-        return self._deliveries.ship(packed_weights, deadline, lambda start: start(packed_weights))
-
-    @override
-    def lone_call(self, worker: Any, payload: Delivery, options: RelayOptions, stamp: Stamp) -> Call:
-        return payload.start(worker, lambda content: worker.ask(Unpublished(stamp, options, content)))
-
-    @override
-    def close(self) -> None:
-        self._deliveries.close()

@@ -32,13 +32,13 @@ class FanOut:
     Args:
         carrier: reaches workers and relays.
         options: of the arenas.
-        session: of the sender, by which workers know what they relay for it.
+        packer: packs the sender's weights, and has the session by which workers know what they relay for it.
     """
 
-    def __init__(self, carrier: Carrier, options: RelayOptions, session: str) -> None:
+    def __init__(self, carrier: Carrier, options: RelayOptions, packer: Packer) -> None:
         self._carrier = carrier
         self._options = options
-        self._session = session
+        self._packer = packer
         self._local: Relay | None = None  # the sender publishes for its own node
         self._relays: dict[Site, Destination] = {}
         self._closed = False
@@ -99,7 +99,6 @@ class FanOut:
     def deliver(
         self,
         sending: RemoteSend,
-        packer: Packer,
         stamp: Stamp,
         weights: Any,
         workers: Workers,
@@ -120,7 +119,7 @@ class FanOut:
         near = far.pop(home, None)
         payload = None
         if far:
-            payload = self._carrier.payload(packer.pack(whole, stamp.model_id, stamp.version), deadline)
+            payload = self._carrier.payload(self._packer.pack(whole, stamp.model_id, stamp.version), deadline)
         announcement = None
         if near is not None:
             if self._local is None:
@@ -165,11 +164,11 @@ class FanOut:
             relay = None
         if relay is None:
             relay = self._relays[site] = self._carrier.start_relay(site, members, self._options)
+        host = _host_of(relay, members)
 
         def drop(how: str) -> None:
             sending.outcome.dead[site.relay_name] = how
             self._relays.pop(site)
-            host = _host_of(relay, members)
             if host is not None and members[host].dead:  # else its own step will tell
                 sending.outcome.dead[host] = how
                 sending.unreached.discard(host)
@@ -181,7 +180,6 @@ class FanOut:
             if not restarts:
                 return False
             drop(how)
-            host = _host_of(relay, members)
             left = {index: member for index, member in members.items() if index != host}
             if left:
                 self._relay(sending, site, left, payload, restarts=restarts - 1)
@@ -189,7 +187,7 @@ class FanOut:
 
         def cannot_attach(index: int, failure: Any) -> bool:
             """Was the relay dead before this worker had attached to its arena?"""
-            if index == _host_of(relay, members):
+            if index == host:
                 return False  # it lives
             gone = isinstance(failure, Failure) and isinstance(failure.exception(), (WriterDied, ArenaNotFound))
             return gone and lost("it died before all workers of its node had attached")
@@ -201,7 +199,6 @@ class FanOut:
                     start = partial(worker.post, result)
                     sending.add(Step(index, worker, start, forgive=partial(cannot_attach, index)))
             elif isinstance(result, Gone):
-                host = _host_of(relay, members)
                 if host is not None:
                     members[host].dead = result.final
                 for member in members.values():
@@ -215,7 +212,7 @@ class FanOut:
         sending.add(Step(site.relay_name, relay, start, then, record=False))
 
     def _close_relay(self, relay: Destination, *, until: float | None = None) -> None:
-        self._carrier.close_relay(relay, self._session, until=until)
+        self._carrier.close_relay(relay, self._packer.session, until=until)
 
     def close(self) -> None:
         """End every relay, and every arena. Idempotent."""

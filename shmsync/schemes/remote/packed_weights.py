@@ -2,7 +2,7 @@
 
 They unpickle as the TensorDict or the dict that was sent, whose tensors are views of the received buffer. Under Ray
 that buffer is the object store itself, which all actors of a node see and can write into. So views go only to readers
-that never write (see ReadsOnly); others get a copy.
+that never write (see allow_views()); others get a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import reprlib
 import secrets
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy
 import torch
@@ -71,15 +73,13 @@ class WeightsDict(dict[str, Any]):
     stamp: Stamp
 
 
+@dataclass(eq=False, repr=False)
 class PackedWeights:
     """Weights packed for transport: a buffer, in one piece or in several. Unpickles as the weights themselves."""
 
-    def __init__(
-        self, label: Label, pieces: Sequence[torch.Tensor | numpy.ndarray], memory: Reusable | None = None
-    ) -> None:
-        self.label = label
-        self.pieces = tuple(pieces)
-        self.memory = memory  # in which all pieces lie, one after the other, where others may map it
+    label: Label
+    pieces: Sequence[torch.Tensor | numpy.ndarray]
+    memory: Reusable | None = None  # in which all pieces lie, one after the other, where others may map it
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Packer:
         self.session = secrets.token_hex(8)
         self._piece_bytes = piece_bytes
         self._shared_from = shared_from
-        self._free: list[_PackedMemory] = []
+        self._free: deque[_PackedMemory] = deque(maxlen=2)
         self._manifest: tuple[Any, Manifest, bytes] | None = None  # of the last weights, by what they are made of
 
     @run_plainly
@@ -128,7 +128,7 @@ class Packer:
         _copy(tensors, manifest, starts, buffer.pieces)
         label = Label(Stamp(self.session, model_id, version), _kind(weights), text, extra, starts)
         packed_weights = PackedWeights(label, buffer.pieces, buffer.memory)
-        weakref.finalize(packed_weights, _give_back, self._free, buffer).atexit = False
+        weakref.finalize(packed_weights, self._free.append, buffer).atexit = False
         return packed_weights
 
     def ask(self, question: Mapping[str, Any], model_id: str, version: int) -> PackedWeights:
@@ -140,7 +140,7 @@ class Packer:
 
     def forget(self) -> None:
         """Use no buffer again: it is not known any more who reads them."""
-        self._free = []
+        self._free = deque(maxlen=2)
 
     def _layout(self, tensors: Mapping[Key, torch.Tensor]) -> tuple[Manifest, bytes]:
         made_of = [(key, t.dtype, t.shape, t.stride(), t.data_ptr()) for key, t in tensors.items()]
@@ -177,11 +177,6 @@ class _PackedMemory(NamedTuple):
     memory: Reusable | None
 
 
-def _give_back(free: list[_PackedMemory], buffer: _PackedMemory) -> None:
-    if len(free) < 2:
-        free.append(buffer)
-
-
 def _copy(
     tensors: Mapping[Key, torch.Tensor], manifest: Manifest, starts: tuple[int, ...], pieces: list[torch.Tensor]
 ) -> None:
@@ -203,27 +198,24 @@ def _kind(weights: Any) -> Kind:
     return "nested" if any(isinstance(value, Mapping) for value in values) else "flat"
 
 
-class ReadsOnly(Protocol):
-    """Reads the weights of some models and never writes into them, so that it may have views of a shared buffer."""
-
-    def only_reads(self, model_id: str) -> bool:
-        """Does it only read this model's weights?"""
-
-
-_readers: weakref.WeakSet[ReadsOnly] = weakref.WeakSet()  # of this process
+# What reads the weights of a model (None: of all) in this process, and never writes into them.
+_readers: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 _readers_lock = threading.Lock()
 
 
-def allow_views(reader: ReadsOnly) -> None:
-    """From now on, and as long as this reader lives, its models' weights unpickle as views of the buffer."""
+def allow_views(reader: Any, model_id: str | None = None) -> None:
+    """From now on, and as long as this reader lives, this model's weights unpickle as views of the buffer.
+
+    `reader` copies them and never writes into them; model_id=None: it does so with those of all models.
+    """
     with _readers_lock:
-        _readers.add(reader)
+        _readers[reader] = model_id
 
 
 def views_will_do(label: Label) -> bool:
     """May these weights be views of memory that others read too? Only if they are read here and never written."""
     with _readers_lock:
-        return any(each.only_reads(label.stamp.model_id) for each in _readers)
+        return any(model_id in (None, label.stamp.model_id) for model_id in _readers.values())
 
 
 @run_plainly

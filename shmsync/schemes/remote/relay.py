@@ -19,12 +19,13 @@ from ..arenas.publishers import ALL, ArenaOptions, Publishers, write
 from .packed_weights import Announcement, Stamp, allow_views, stamp_of
 from .weight_client import opened
 
+_READERS = 256  # for which an arena has rows twice over; they are 128 bytes each
+
 
 class RelayOptions(NamedTuple):
     """Of the arenas that relays make."""
 
     slots: int
-    readers: int
     timeout: float
     partial: bool = False  # may updates lack leaves?
 
@@ -37,11 +38,7 @@ class Relay:
         self._publishers = Publishers(ArenaOptions(options.slots, options.timeout, partial=options.partial))
         self._lock = threading.Lock()
         leftovers.sweep_some(math.inf)  # what the relay that this one replaces has left: random names do not recur
-        allow_views(self)
-
-    def only_reads(self, model_id: str) -> bool:
-        """Always: publishing copies."""
-        return True
+        allow_views(self)  # publishing copies
 
     def publish(self, weights: Any) -> Announcement:
         """Publish weights under their stamp. Raises as Publisher.publish() does, and ProtocolError without a stamp."""
@@ -52,7 +49,7 @@ class Relay:
         with self._lock:
             model_id, version = stamp.model_id, stamp.version
             if self._publishers.version(model_id) < version:  # else this message came late, and there is newer
-                plan = self._publishers.plan(model_id, weights, [ALL], version, self._options.readers)
+                plan = self._publishers.plan(model_id, weights, [ALL], version, _READERS)
                 write([plan], version, deadline)
             publisher = self._publishers.publisher(model_id, ALL)
             return Announcement(stamp._replace(version=publisher.version), publisher.handle)

@@ -14,8 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from typing_extensions import override
-
 from .location import Location, Site, here
 from .packed_weights import PackedWeights, Stamp
 from .relay import RelayOptions
@@ -26,12 +24,7 @@ class HostedRelay(Destination):
     """A relay in a worker's process, for networks on which that process takes several requests at a time."""
 
     def __init__(self, host: Destination) -> None:
-        self._host = host
-
-    @override
-    @property
-    def host(self) -> Destination:
-        return self._host
+        self.host = host
 
 
 class LoneWorker(HostedRelay):

@@ -54,12 +54,8 @@ class RemoteReceiver(WeightReceiver):
         self._take_worker(arguments)
         model = arguments.model()
         self._register_model(arguments.model_id if model is None else model)
-        allow_views(self)
+        allow_views(self, self._model_id)  # apply_weights() copies them
         _receivers.add(self)
-
-    def only_reads(self, model_id: str) -> bool:
-        """Does it only read this model's weights? apply_weights() copies them."""
-        return model_id == self._model_id
 
     @property
     def version(self) -> int:
@@ -89,11 +85,10 @@ class RemoteReceiver(WeightReceiver):
                 f"process has receivers of {', '.join(map(repr, known_ids))}. Give them to the right one, or make one "
                 f"with init_on_worker({stamp.model_id!r})"
             )
-        if isinstance(weights, Asked):
-            with self._applying:
-                self.prove(weights)
-            return
         with self._applying:
+            if isinstance(weights, Asked):
+                self.prove(weights)
+                return
             known = self._stamp
             if stamp and known and stamp.session == known.session and stamp.version <= known.version:
                 return
@@ -103,7 +98,11 @@ class RemoteReceiver(WeightReceiver):
             if isinstance(weights, Announcement):
                 self._use_arena(weights, model)
             else:
-                self._refuse_bound(model)
+                if self._handle is not None and isinstance(model, nn.Module):
+                    raise ProtocolError(
+                        f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier "
+                        'send with fan_out="node"; keep sending so, or make the worker\'s model anew'
+                    )
                 self._strategy.apply_weights(model, weights)
             self._stamp = stamp or known
             self._version = stamp.version if stamp else self._version + 1
@@ -118,15 +117,14 @@ class RemoteReceiver(WeightReceiver):
         """
         self._scheme.check_open("receive")
         deadline = deadline_after(timeout, self._scheme.timeout)
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._news.get(min(deadline - time.monotonic(), 3600.0))
-                subscriber = self.subscriptions.get(self._model_id)
-                if subscriber is not None:
-                    reader_of(subscriber)._use_applied()
-                return True
-            if time.monotonic() >= deadline:
-                return False
+        try:
+            self._news.get(deadline - time.monotonic())
+        except queue.Empty:
+            return False
+        subscriber = self.subscriptions.get(self._model_id)
+        if subscriber is not None:
+            reader_of(subscriber)._use_applied()
+        return True
 
     def close(self) -> None:
         """Leave the arena; a bound model raises ClosedError when it is called from now on."""
@@ -149,13 +147,6 @@ class RemoteReceiver(WeightReceiver):
         subscriber = self.subscriptions.get(self._model_id)
         with contextlib.nullcontext() if subscriber is None else subscriber.read():
             super().prove(question)
-
-    def _refuse_bound(self, model: Any) -> None:
-        if self._handle is not None and isinstance(model, nn.Module):
-            raise ProtocolError(
-                f"{self._model_id!r} is bound to this node's shared memory, which is read-only, by an earlier send "
-                'with fan_out="node"; keep sending so, or make the worker\'s model anew'
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

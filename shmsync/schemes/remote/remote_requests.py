@@ -90,6 +90,7 @@ class Destination:
     dead = False  # a request has found it so
     reported = False  # and a send has said so: later ones leave it out
     out_of_reach: str | None = None  # why it cannot fetch weights: they go by the network's own means
+    host: Destination | None = None  # of a relay: the worker in whose process it is; None: a process of its own
     starting: _native.WriterLock  # held by the thread that starts a request
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -97,11 +98,6 @@ class Destination:
         made = super().__new__(cls)
         made.starting = _native.WriterLock()
         return made
-
-    @property
-    def host(self) -> Destination | None:
-        """Of a relay: the worker in whose process it is; None: it is a process of its own."""
-        return None
 
     def fetches(self, delivery: Any) -> bool:
         """Is it to fetch weights of this delivery from the weight server?"""
@@ -183,10 +179,9 @@ class RemoteSend:
         outcome = self.outcome
         late = [step.name for step in self._open if step.name not in outcome.dead]
         outcome.late = sorted({*late, *self.unreached}, key=_order)
-        for found in (outcome.dead, outcome.failed):  # errors name them in order, not by who was quicker
-            ordered = sorted(found.items(), key=lambda item: _order(item[0]))
-            found.clear()
-            found.update(ordered)  # type: ignore[arg-type]
+        # Errors name them in order, not by who was quicker.
+        outcome.dead = {name: outcome.dead[name] for name in sorted(outcome.dead, key=_order)}
+        outcome.failed = {name: outcome.failed[name] for name in sorted(outcome.failed, key=_order)}
 
     def check(self, what: str, version: int | None, destinations: Mapping[int, Destination]) -> None:
         """Raise what went wrong, if anything did; the dead are left out by later sends then."""

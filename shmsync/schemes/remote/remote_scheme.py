@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from typing_extensions import override
 
-from ...engine.deadlines import check_worker, deadline_after, timeout_or_default
+from ...engine.deadlines import deadline_after, timeout_or_default
 from ...engine.source.dtypes import Dtypes
 from ...engine.source.strategy import Form
 from ...engine.subscriber import Consistency
@@ -27,10 +28,7 @@ from .relay import RelayOptions
 from .remote_carrier import Carrier
 from .remote_receiver import RemoteReceiver
 from .remote_requests import RemoteSend, Step
-from .remote_transport import RemoteTransport
-
-_TIMEOUT = 60.0  # seconds
-_READERS = 256  # for which an arena of a node has rows twice over; they are 128 bytes each
+from .remote_transport import DEFAULT_TIMEOUT, RemoteTransport
 
 
 class Roster(NamedTuple):
@@ -49,6 +47,7 @@ class Roster(NamedTuple):
     key: Callable[[Any], Any] = lambda address: address
 
 
+@dataclass(eq=False, repr=False)
 class RemoteScheme(WeightSyncScheme):
     """What the schemes for several machines have in common.
 
@@ -62,28 +61,24 @@ class RemoteScheme(WeightSyncScheme):
             each time.
     """
 
+    strategy: Form = "state_dict"
+    _: KW_ONLY
+    fan_out: Literal["node"] | None = None
+    slots: int = 1
+    consistency: Consistency = "pinned"
+    timeout: float | None = DEFAULT_TIMEOUT  # afterwards never None
+    partial: bool = False
+    dtype: Dtypes = None
+    checksum: bool = False
+
     sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}
     worker_takes = WeightSyncScheme.worker_takes - {"pipe"}
 
-    def __init__(
-        self,
-        strategy: Form = "state_dict",
-        *,
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float | None = _TIMEOUT,
-        partial: bool = False,
-        dtype: Dtypes = None,
-        checksum: bool = False,
-    ) -> None:
-        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
-        if fan_out not in (None, "node"):
-            raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
-        self.fan_out = fan_out
-        self.slots = slots
-        self.consistency: Consistency = consistency
-        self.timeout = timeout_or_default(timeout, _TIMEOUT)
+    def __post_init__(self) -> None:
+        super().__init__(self.strategy, partial=self.partial, dtype=self.dtype, checksum=self.checksum)
+        if self.fan_out not in (None, "node"):
+            raise ValueError(f'fan_out is None or "node", not {self.fan_out!r}')
+        self.timeout = timeout_or_default(self.timeout, DEFAULT_TIMEOUT)
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
@@ -143,8 +138,9 @@ class RemoteSender(WeightSender):
         self._owed = Unacked()
         self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
         if scheme.fan_out == "node":
-            options = RelayOptions(scheme.slots, _READERS, scheme.timeout, scheme.partial)
-            self._fan_out = FanOut(self._carrier, options, self._packer.session)
+            assert scheme.timeout is not None
+            options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
+            self._fan_out = FanOut(self._carrier, options, self._packer)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
 
     @override
@@ -168,7 +164,6 @@ class RemoteSender(WeightSender):
 
     @override
     def register_worker(self, worker_idx: int, pipe_or_context: Any, process: Any = None) -> None:
-        worker_idx = check_worker(worker_idx)
         if self._roster is not None and self._roster.live:
             raise ValueError(f"the workers are those of {self._roster.name}; put this one into that list")
         super().register_worker(worker_idx, pipe_or_context, process)
@@ -245,7 +240,7 @@ class RemoteSender(WeightSender):
             stamp = Stamp(self._packer.session, self._model_id, version)
             accept = partial(self._accept, version, given, alive, prepared)
             whole = prepared if given is None else {**self._owed.whole, **given}
-            fan_out.deliver(sending, self._packer, stamp, prepared, alive, accept, deadline, whole=whole)
+            fan_out.deliver(sending, stamp, prepared, alive, accept, deadline, whole=whole)
             return sending
         packed_weights = self._packer.pack(prepared, self._model_id, self._version + 1)
         payload = self._carrier.payload(packed_weights, deadline) if alive else None
@@ -290,16 +285,15 @@ class RemoteSender(WeightSender):
         posted.finish(deadline)
         if self._scheme.partial:
             given, asked = self._given
-            done = [asked[i] for i in posted.outcome.done if isinstance(i, int) and i in asked]
-            failed: dict[Any, tuple[str, ...]] = {
-                asked[i] if isinstance(i, int) and i in asked else None: getattr(failure, "leaves", ())
-                for i, failure in posted.outcome.failed.items()
-            }
+            done = [asked[name] for name in posted.outcome.done if name in asked]  # a relay is not
+            failures = posted.outcome.failed.items()
+            failed = {asked.get(name): getattr(failure, "leaves", ()) for name, failure in failures}
             self._owed.settle(given, done, failed)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     @override
     def _deadline(self, timeout: float | None) -> float:
+        assert self._scheme.timeout is not None
         return deadline_after(timeout, self._scheme.timeout)
 
     def __getstate__(self) -> dict[str, Any]:

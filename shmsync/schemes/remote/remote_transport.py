@@ -13,7 +13,7 @@ from .remote_carrier import Carrier
 from .remote_requests import Answered, Call, Destination, RemoteSend, Step
 
 _NONE: Any = object()
-_DEFAULT = 60.0  # seconds
+DEFAULT_TIMEOUT = 60.0  # seconds
 
 
 def checked_word(message: Any) -> str:
@@ -32,7 +32,7 @@ class RemoteTransport(Destination, ABC):
     """
 
     def __init__(self, carrier: Carrier, timeout: float | None) -> None:
-        self.timeout = timeout_or_default(timeout, _DEFAULT)
+        self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
         self._transport_lock = TransportLock(f"this {type(self).__name__}")
         self._carrier = carrier
         self._packer = Packer(carrier.piece_bytes, shared_from=carrier.shared_from)
@@ -87,11 +87,6 @@ class RemoteTransport(Destination, ABC):
                 raise RuntimeError("no send is pending; call send_weights_async() first")
             (sending, model_id), self._pending = self._pending, None
             self._end(sending, model_id, deadline)
-
-    @property
-    def pending(self) -> bool:
-        """Is there a send_weights_async() without its wait?"""
-        return self._pending is not None
 
     def _begin(self, model_id: Any, weights: Any, deadline: float) -> tuple[RemoteSend, str]:
         if model_id is _NONE or weights is _NONE:

@@ -94,8 +94,7 @@ class _Connection:
         """On whatever thread the last view goes. A few bytes are sent whole, or the connection is broken anyway."""
         with contextlib.suppress(OSError):
             self._socket.sendall(ASK.pack(DONE, number))
-        with contextlib.suppress(ValueError):
-            self._leases.remove(number)
+        self._leases.remove(number)
         if self.ended:
             self.close()
 

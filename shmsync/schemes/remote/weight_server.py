@@ -105,10 +105,6 @@ class WeightServer:
         self._packed[self._number] = packed_weights
         return self._number
 
-    def close(self) -> None:
-        """End all connections. Idempotent."""
-        self._end()
-
 
 def _end(wake: socket.socket, thread: threading.Thread) -> None:
     wake.close()
@@ -187,9 +183,8 @@ class _Service:
         self._register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, peer)
 
     def _drop(self, peer: _Client) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        with contextlib.suppress(ValueError):
+        self._selector.unregister(peer.connection)
+        if not peer.trusted:
             self._strangers.remove(peer)
         peer.connection.close()
         peer.reads.clear()
@@ -202,7 +197,7 @@ class _Service:
             self._send(peer)
         except BlockingIOError:
             pass
-        except (OSError, ConnectionError):
+        except OSError:
             self._drop(peer)
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.to_send else 0)

@@ -182,7 +182,7 @@ def test_a_relay_removes_what_the_one_before_it_left(start):
     earlier.call(open_arena)
     earlier.kill()
     assert segments(earlier.pid)
-    Relay(RelayOptions(1, 4, 5.0)).close()
+    Relay(RelayOptions(1, 5.0)).close()
     assert not segments(earlier.pid)
 
 

@@ -110,7 +110,7 @@ def sweep(state, name):
 def relay(state, slots, version):
     """Relay these weights; what its workers are told."""
     if not hasattr(state, "relay"):
-        state.relay = _relay.Relay(_relay.RelayOptions(slots, 8, 10.0))
+        state.relay = _relay.Relay(_relay.RelayOptions(slots, 10.0))
     stamp = Stamp("session", "policy", version)
     return state.relay.publish_as(stamp, stamped(version), time.monotonic() + 10)
 

@@ -31,7 +31,7 @@ def logged(state):
 def block_the_port(state):
     """Nobody can connect to this process any more to fetch weights, nor go on with it."""
     (weight_server,) = (each for each in gc.get_objects() if isinstance(each, WeightServer))
-    weight_server.close()
+    weight_server._end()
 
 
 def kept_packed(state):

@@ -15,7 +15,8 @@ from shmsync.errors import WriterDied
 from shmsync.schemes.link.proved import NONCE, PROOF, proof
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote import packed_weights
-from shmsync.schemes.remote.delivery import APART, Deliveries
+from shmsync.schemes.remote.delivery import APART
+from shmsync.schemes.remote.distributed.distributed_scheme import DistributedCarrier
 from shmsync.schemes.remote.location import Location, here
 from shmsync.schemes.remote.packed_weights import Packer, allow_views
 from shmsync.schemes.remote.remote_requests import Unreached
@@ -33,10 +34,7 @@ def elsewhere() -> Location:
 
 
 class Reader:
-    """Reads the weights of "policy" alone."""
-
-    def only_reads(self, model_id):
-        return model_id == "policy"
+    """Reads weights."""
 
 
 class Sender:
@@ -44,13 +42,13 @@ class Sender:
 
     def __init__(self, where=here):
         self.packer = Packer(shared_from=APART)
-        self.deliveries = Deliveries(lambda: "127.0.0.1", here)
+        self.carrier = DistributedCarrier()
         self.where = where
 
     def ship(self, value, version=1, seconds=math.inf):
         weights = {"a": torch.full((COUNT,), float(value)), "b": torch.full((3,), float(value))}
         packed_weights = self.packer.pack(weights, "policy", version)
-        return self.deliveries.ship(packed_weights, seconds, lambda start: start(None))
+        return self.carrier.ship(packed_weights, seconds, lambda start: start(None))
 
     def ticket(self, delivery):
         return delivery.ticket._replace(where=self.where)
@@ -59,14 +57,14 @@ class Sender:
 @pytest.fixture(autouse=True)
 def only_readers(monkeypatch):
     """The readers of this process are those of the test: another test may have left one that is not collected yet."""
-    monkeypatch.setattr(packed_weights, "_readers", weakref.WeakSet())
+    monkeypatch.setattr(packed_weights, "_readers", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
 def sender():
     made = Sender()
     yield made
-    made.deliveries.close()
+    made.carrier.close()
     gc.collect()
     until(lambda: forget_ended() or True)
 
@@ -74,7 +72,7 @@ def sender():
 @pytest.fixture
 def reader():
     made = Reader()
-    allow_views(made)
+    allow_views(made, "policy")
     return made
 
 
@@ -85,7 +83,7 @@ def values(weights):
 @pytest.mark.parametrize("where", [here, elsewhere], ids=["near", "far"])
 def test_weights_are_fetched_by_views_for_who_only_reads_and_as_a_copy_by_others(sender, where):
     sender.where, reader = where, Reader()
-    allow_views(reader)
+    allow_views(reader, "policy")
     for version in (1, 2, 3):
         delivery = sender.ship(version, version)
         weights = opened(sender.ticket(delivery))
@@ -222,7 +220,7 @@ def test_a_sender_that_cannot_be_reached_is_told_apart_from_one_that_is_gone(sen
     with pytest.raises(Unreached, match="cannot be reached"):
         fetch(ticket._replace(weight_server=ticket.weight_server._replace(port=port)))
     assert values(fetch(ticket)) == {1.0}
-    sender.deliveries.close()  # which ends its connections
+    sender.carrier.close()  # which ends its connections
     gc.collect()
     with pytest.raises((Unreached, WriterDied)):
         fetch(ticket)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import typing
 import weakref
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from torch import nn
 
 import shmsync
-from shmsync import RPCWeightSyncScheme
+from shmsync import DistributedWeightSyncScheme, RayModuleTransformScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.engine.outcome import Failure
 from shmsync.schemes.link.serial_executor import SerialExecutor
 from shmsync.schemes.remote.packed_weights import Packer, Stamp
 from shmsync.schemes.remote.relay import Relay, RelayOptions, close_here, publish_here
 
-OPTIONS = RelayOptions(1, 4, 5.0)
+OPTIONS = RelayOptions(1, 5.0)
 
 
 class Weights(dict):
@@ -124,3 +125,18 @@ def test_a_clerk_does_one_task_after_the_other_and_gives_futures():
     assert first.result() is True
     assert isinstance(second.exception(), ZeroDivisionError)
     executor.close()
+
+
+@pytest.mark.parametrize(
+    "scheme", [RPCWeightSyncScheme, RayWeightSyncScheme, RayModuleTransformScheme, DistributedWeightSyncScheme]
+)
+def test_the_types_of_a_constructors_options_can_be_looked_up(scheme):
+    hints = typing.get_type_hints(scheme.__init__)
+    assert {hints["slots"], hints["timeout"], hints["checksum"]} == {int, float | None, bool}
+    assert "dtype" in hints
+
+
+def test_a_receiver_of_a_rank_has_no_messages_of_another_kind():
+    with DistributedWeightSyncScheme() as scheme:
+        scheme.init_on_worker("policy", model=nn.Linear(2, 2), store=torch.distributed.HashStore(), rank=1)
+        assert scheme.get_receiver().pending() == []

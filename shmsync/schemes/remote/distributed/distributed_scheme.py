@@ -5,17 +5,20 @@ A connection to each rank announces and answers, and the process group moves the
 
 from __future__ import annotations
 
+# "X as X": typing.get_type_hints() looks for the types of RemoteScheme's options here, too.
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
+from typing import Literal as Literal
 
 import torch
 from typing_extensions import override
 
 from ....engine.deadlines import deadline_after, timeout_or_none
-from ....engine.source.dtypes import Dtypes
+from ....engine.source.dtypes import Dtypes as Dtypes
 from ....engine.source.strategy import Form, WeightStrategy
-from ....engine.subscriber import Consistency
+from ....engine.subscriber import Consistency as Consistency
 from ...context_args import Arguments
 from ..delivery import DeliveryCarrier
 from ..location import Site, here
@@ -125,8 +128,9 @@ class DistributedTransport(RemoteTransport):
 
     @property
     @override
-    def host(self) -> DistributedTransport:
-        return self  # where it is a relay
+    def host(self) -> DistributedTransport:  # type: ignore[override]  # an attribute would be a circle
+        """Where it is a relay: this rank."""
+        return self
 
     @override
     def start_call(self, payload: Any) -> Call:
@@ -154,7 +158,7 @@ class DistributedTransport(RemoteTransport):
         word = checked_word(message)
         if outbox is None:
             self.wait_ack(timeout=timeout)
-        elif self.pending:
+        elif self._pending is not None:
             outbox.expected = word
             try:
                 self.wait_ack(timeout=timeout)
@@ -244,6 +248,7 @@ class DistributedTransport(RemoteTransport):
                 end.close()
 
 
+@dataclass(eq=False, repr=False)
 class DistributedWeightSyncScheme(RemoteScheme):
     """Sends each rank of torch.distributed, or with fan_out="node" each node, one flat buffer; receive() applies it.
 
@@ -266,37 +271,20 @@ class DistributedWeightSyncScheme(RemoteScheme):
     a process group when one is needed.
     """
 
+    backend: str = "gloo"
+    sync: bool = True
+    strategy: Form = field(default="state_dict", kw_only=True)
+
     sender_takes = RemoteScheme.sender_takes | {"store", "ranks"}
     worker_takes = RemoteScheme.worker_takes | {"store", "rank"}
 
-    def __init__(
-        self,
-        backend: str = "gloo",
-        sync: bool = True,
-        *,
-        strategy: Form = "state_dict",
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float | None = 60.0,
-        partial: bool = False,
-        dtype: Dtypes = None,
-        checksum: bool = False,
-    ) -> None:
-        super().__init__(
-            strategy,
-            fan_out=fan_out,
-            slots=slots,
-            consistency=consistency,
-            timeout=timeout,
-            partial=partial,
-            dtype=dtype,
-            checksum=checksum,
-        )
-        if backend != "gloo":
-            raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
-        self.backend = backend
-        self.sync = sync
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.backend != "gloo":
+            raise ValueError(
+                f'backend is "gloo", not {self.backend!r}; weights on a GPU are fetched before they are sent'
+            )
 
     @override
     def create_transport(self, pipe_or_context: Any) -> DistributedTransport:
@@ -368,7 +356,7 @@ class DistributedReceiver(RemoteReceiver):
         inbox = None if self._transport is None else self._transport.inbox
         if inbox is None or self.subscriptions.inside_section(self._model_id):
             return False
-        with inbox.lock(deadline) as hold:
+        with inbox.lock.hold(deadline, refuse=False) as hold:
             message = inbox.next(deadline) if hold.taken else None
             if message is None:
                 return False

@@ -29,16 +29,16 @@ from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
 from ...link.proved import Dial
-from ...link.serial_executor import GRACE
+from ...link.serial_executor import GRACE, Task
 from ..delivery import Delivery
-from ..location import Location, Site, here
+from ..location import Location, Site, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
 from ..relay import RelayOptions
 from ..remote_requests import Call, Failed, Gone, Unreached
 from ..weight_server import FetchTicket
 from .group_transfers import SENDER, need_group
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
-from .rendezvous import RankAddress, read_address, thread_of
+from .rendezvous import RankAddress, StoreThread, read_address, thread_of
 
 _numbers = itertools.count(1)  # of messages
 # By number. A rank may take a message although its sender has given up; it waits for the bytes then, so these stay.
@@ -52,10 +52,11 @@ _SOON, _LATER, _SLICE = 0.0005, 0.005, 0.05  # seconds of a wait without and wit
 class RankCall(Call):
     """What a sender waits for from one rank."""
 
+    answer: RankAnswer | None = None
+    trouble: Exception | None = None  # instead of an answer
+
     def __init__(self, end: RankEnd) -> None:
         self.end = end
-        self.trouble: Exception | None = None  # instead of an answer
-        self.answer: RankAnswer | None = None
 
     def look(self) -> None:
         """Take in what has come. Never waits."""
@@ -162,14 +163,12 @@ class RankEnd:
         self.fall: Exception | None = None  # the last reason for which no answer could come
         self.words: deque[str] = deque(maxlen=_WORDS)
         self._store, self._pid = store, os.getpid()
-        self._thread = thread_of(store).join()
-        self._leave = weakref.finalize(self, self._thread.leave)  # also of one that was never closed
-        self._leave.atexit = False
+        self._thread: StoreThread | None = thread_of(store)  # None: this end is closed
         self._calls: dict[int, MessageCall] = {}
         self._connection: Connection | None = None  # the channel holds it weakly
         self._dial: Dial | None = None
         self._dialled = 0.0
-        self._seeking = self._lost = self._closed = False
+        self._seeking = self._lost = False
 
     # For callers, on any thread.
 
@@ -195,12 +194,8 @@ class RankEnd:
 
     def ask_location(self) -> Call:
         """Where does the rank run? Its address in the store has that."""
-
-        def find() -> Location | None:
-            address = self.address  # another thread may set it
-            return None if address is None else address.location
-
-        return self._begin(NewsCall(self, find))
+        # Another thread may set the address meanwhile.
+        return self._begin(NewsCall(self, lambda: None if (found := self.address) is None else found.location))
 
     def _begin(self, call: RankCall) -> Call:
         if os.getpid() != self._pid:
@@ -208,13 +203,18 @@ class RankEnd:
                 f"the connection to rank {self.rank} belongs to process {self._pid}, from which this one was forked; "
                 "make a scheme or transport here"
             )
-        self._thread.give(partial(self._take_on, call))
+        self._give(partial(self._take_on, call))
         return call
+
+    def _give(self, step: Callable[[], Any]) -> Task | None:
+        """Let the store's thread do this. None: this end is closed, and nothing is done for it any more."""
+        thread = self._thread  # another thread may close this end
+        return None if thread is None else thread.give(step)
 
     def close_relay(self, session: str, *, ended: bool) -> None:
         """Let the rank end what it relays for a sender, when it receives next. `ended`: the sender sends no more."""
-        task = self._thread.give(partial(self._say, RelayEnd(session, ended)))
-        if ended:  # the process may end next
+        task = self._give(partial(self._say, RelayEnd(session, ended)))
+        if ended and task is not None:  # the process may end next
             task.done_by(time.monotonic() + GRACE)
 
     @property
@@ -246,16 +246,15 @@ class RankEnd:
                         self.words += (answer.word,)
                     del channel.arrived[0]
             except (EOFError, OSError):  # it has ended, or a fork has closed it
-                self._thread.give(partial(self._lose, channel))
+                self._give(partial(self._lose, channel))
         if channel.ended or channel.garbage:
-            self._thread.give(partial(self._lose, channel))
+            self._give(partial(self._lose, channel))
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._thread.give(self._end)
-            self._leave()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.give(self._end)
 
     # On the store's thread.
 
@@ -268,8 +267,12 @@ class RankEnd:
         elif self.channel is not None:
             self._send_all()
         elif not self._seeking:
-            self._seeking = True
-            self._thread.put(weakref.ref(self))
+            self._start_seeking()
+
+    def _start_seeking(self) -> None:
+        self._seeking = True
+        if (thread := self._thread) is not None:
+            thread.put(weakref.ref(self))
 
     def _send_all(self) -> None:
         assert self.channel is not None and self.address is not None
@@ -287,7 +290,7 @@ class RankEnd:
         """Look for the rank once. Has the search ended?"""
         ended = True
         try:
-            ended = self._closed or self._connected()
+            ended = self._thread is None or self._connected()
         except torch.distributed.DistError as error:
             trouble = ProtocolError(
                 f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a new process "
@@ -310,7 +313,7 @@ class RankEnd:
                 address = read_address(self._store, self.rank)
                 if address is None:
                     return False
-                if address.leads_nowhere:
+                if address.location.boot_id != here().boot_id and is_loopback(address.host):
                     raise ProtocolError(
                         f"rank {self.rank} listens at {address.host} on node {address.location.node}, which no other "
                         "machine reaches; start the store with an address of its host that all ranks reach"
@@ -345,8 +348,8 @@ class RankEnd:
         """The connection has ended: is its process dead, or does it listen under another address?"""
         if self.channel is channel:
             self._hang_up()
-            self._lost, self._dialled, self._seeking = True, 0.0, True
-            self._thread.put(weakref.ref(self))
+            self._lost, self._dialled = True, 0.0
+            self._start_seeking()
 
     def _gone(self, *, final: bool = True) -> Gone:
         assert self.address is not None
@@ -385,10 +388,7 @@ class RankEnd:
 def wait_for(calls: Collection[Call], seconds: float) -> None:
     """Return when one of these calls is finished, or after `seconds`."""
     end, pause = time.monotonic() + seconds, _SOON
-    while not any(call.finished() for call in calls):
-        rest = end - time.monotonic()
-        if rest <= 0:
-            return
+    while not any(call.finished() for call in calls) and (rest := end - time.monotonic()) > 0:
         poller, pause = select.poll(), min(2 * pause, _LATER)
         for call in calls:
             channel = call.end.channel if isinstance(call, RankCall) else None

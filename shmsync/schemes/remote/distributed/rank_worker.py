@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ....errors import ProtocolError, WriterDied
 from ...link.connection import Channel
 from ...link.door import Door, DoorKeeper
 from ...link.proved import PROOF
-from ...link.send_lock import LockHold, TransportLock
+from ...link.send_lock import TransportLock
 from ...link.serial_executor import GRACE, Task
 from ..location import here
 from ..packed_weights import Announcement, Label, unpack
@@ -58,7 +58,7 @@ class Inbox:
         self._store, self._rank = store, rank
         self._keeper = DoorKeeper()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._transport_lock = TransportLock(f"the end of rank {rank}")
+        self.lock = TransportLock(f"the end of rank {rank}")  # held from taking a message to answering it
         self._waiting: deque[tuple[Channel, RankMessage]] = deque()  # read, and not taken
         self._received: Received | None = None  # and not answered
         self._given: Received | None = None  # what receive_weights() has returned, until acknowledge() answers it
@@ -71,24 +71,16 @@ class Inbox:
     def introduce(self, timeout: float = 60.0) -> None:
         """Listen, and write into the store where senders reach this rank.
 
-        Raises ProtocolError when the store does not answer within `timeout` seconds.
+        Raises ProtocolError when the store does not answer within `timeout` seconds, and closes this end.
         """
-        wanted = [True]
-        task = self._keeper.give(lambda: self._introduce(wanted))
+        task = self._keeper.give(self._introduce)
         if not task.done_by(time.monotonic() + timeout):
-            wanted.clear()
+            self.close()
             raise ProtocolError(
                 f"the store of torch.distributed did not answer within {timeout:g} s; look after its host, or give "
                 "more with timeout="
             )
         task.result()
-
-    def lock(self, deadline: float) -> LockHold:
-        """Held by one thread from taking a message to answering it.
-
-        `with` it and look at `.taken`: False when another thread had it until the deadline, or this one has it already.
-        """
-        return self._transport_lock.hold(deadline, refuse=False)
 
     def next(self, deadline: float, *, after: Received | None = None) -> Received | None:
         """The next message, with its bytes; None if none came. Raises WriterDied, RuntimeError for what is no message.
@@ -141,7 +133,7 @@ class Inbox:
 
         acknowledge() answers. What applying them raises is the answer too, and raises here.
         """
-        with self.lock(deadline) as hold:
+        with self.lock.hold(deadline, refuse=False) as hold:
             with self._answering:
                 given = self._given
             received = self.next(deadline, after=given) if hold.taken else None
@@ -185,27 +177,25 @@ class Inbox:
 
     # On the keeper's thread.
 
-    def _introduce(self, wanted: Sequence[bool] = (True,)) -> Door:
+    def _introduce(self) -> Door:
         if self._keeper.door is None:
             with store_errors(), contextlib.suppress(ProtocolError):  # what lies there is replaced
                 read_address(self._store, self._rank)  # a store whose host is stopped keeps this thread here
-            if not wanted or self._closed:  # meanwhile: senders must not be led to an end that no call reads
-                raise ProtocolError(f"the end of rank {self._rank} was given up before the store answered")
+            if self._closed:  # meanwhile: senders must not be led to an end that no call reads
+                raise ProtocolError(f"the end of rank {self._rank} was closed before the store answered")
             host, secret = own_host(self._store), secrets.token_bytes(PROOF)
             door = Door(host, secret)
             try:
                 with store_errors():
                     write_address(self._store, self._rank, RankAddress(host, door.port, secret, here()))
+                with self._handing:
+                    if self._closed:  # the keeper's thread ends now, and another one would never do so
+                        raise ProtocolError(f"the end of rank {self._rank} was closed while it wrote its address")
+                    self._keeper.put(door)
+                    self._keeper.door = door
             except BaseException:
                 door.close()
                 raise
-            with self._handing:
-                if not self._closed:  # else the keeper's thread ends now, and another one would never do so
-                    self._keeper.put(door)
-                    self._keeper.door = door
-            if self._keeper.door is None:
-                door.close()
-                raise ProtocolError(f"the end of rank {self._rank} was closed while it wrote its address")
         return self._keeper.door
 
     def _take(self, deadline: float) -> None:

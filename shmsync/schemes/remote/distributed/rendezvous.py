@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from .... import _native
 from ....errors import ProtocolError, WriterDied
 from ...link.proved import PROOF
 from ...link.serial_executor import SerialExecutor, Task
 from ...link.timed_queue import TimedQueue
-from ..location import Location, here, host_towards, is_loopback
+from ..location import Location, host_towards
 
 _ABSENT = "(not set)"
 _FIRST, _LAST = 0.0005, 0.02  # seconds between two looks for a rank: short at first
@@ -40,11 +39,6 @@ class RankAddress(NamedTuple):
     port: int
     secret: bytes
     location: Location
-
-    @property
-    def leads_nowhere(self) -> bool:
-        """Is it another machine's loopback address, which means a process of this one here?"""
-        return self.location.boot_id != here().boot_id and is_loopback(self.host)
 
 
 def write_address(store: Any, rank: int, address: RankAddress) -> None:
@@ -62,17 +56,15 @@ def read_address(store: Any, rank: int) -> RankAddress | None:
         address = RankAddress(str(ipaddress.ip_address(host)), port, bytes.fromhex(secret), Location(*location))
         kinds = [type(each) for each in (port, *address.location)]
         if kinds != [int, str, str, int, int, int] or len(address.secret) != PROOF:
-            why = "of another form"
-        elif 0 < port < 1 << 16 and 0 <= address.location.owner < 1 << 64:
-            return address
-        else:
-            why = "with a number out of range"
+            raise ValueError("of another form")
+        if not (0 < port < 1 << 16 and 0 <= address.location.owner < 1 << 64):
+            raise ValueError("with a number out of range")
+        return address
     except (ValueError, TypeError, RecursionError) as error:
-        why = str(error)[:200]
-    raise ProtocolError(
-        f"the store of torch.distributed has under {_key(rank)!r} {reprlib.repr(found)}, which no worker of this "
-        f"scheme wrote ({why}); see who else uses this key, and run the same shmsync on all ranks"
-    )
+        raise ProtocolError(
+            f"the store of torch.distributed has under {_key(rank)!r} {reprlib.repr(found)}, which no worker of this "
+            f"scheme wrote ({str(error)[:200]}); see who else uses this key, and run the same shmsync on all ranks"
+        ) from error
 
 
 def _key(rank: int) -> str:
@@ -99,37 +91,9 @@ class StoreThread(SerialExecutor):
 
     It is handed tasks, and weak references to RankEnds that look for their rank: it calls seek() until that is True.
     Handlers of signals run on the main thread alone, so no interrupt lands in the middle of a task.
+
+    The RankEnds that are not closed hold it. After the last one it ends, when its tasks are done.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._users = 0
-        self._users_lock = threading.RLock()  # a garbage collection may end another user in the middle of this
-        self._born = _native.fork_generation()
-
-    def join(self) -> StoreThread:
-        """Add a user."""
-        with self._users_lock:
-            self._users += 1
-        return self
-
-    def leave(self) -> None:
-        """End the thread when the last one leaves, after the tasks that it has."""
-        if self._born != _native.fork_generation():
-            return  # a forked child has no such thread, and the lock may be taken there for good
-        started = None
-        with self._users_lock:
-            self._users -= 1
-            if self._users == 0:
-                started, self._started = self._started, None
-        if started is not None:  # outside of the lock: the thread may wait for it, in put()
-            started[1]()
-
-    @override
-    def put(self, item: Any) -> None:
-        with self._users_lock:
-            if self._users:  # else a step that a closed end has left behind would start a thread that none ends
-                super().put(item)
 
     @staticmethod
     @override

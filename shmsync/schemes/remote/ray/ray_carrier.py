@@ -24,7 +24,7 @@ from ..relay import Relay, RelayOptions, close_here
 from ..remote_carrier import LoneWorker
 from ..remote_requests import SLICE, Call, Destination, Failed, Gone
 from ..weight_client import fetched
-from .ray_requests import RayCall, look, require_ray, require_running
+from .ray_requests import RayCall, look, require_running
 
 TensorTransport = Literal["object_store", "nixl"]
 
@@ -54,11 +54,10 @@ class RayCarrier(DeliveryCarrier):
     Args:
         tensor_transport: how Ray moves the weights.
 
-    Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
+    Raises ValueError for another tensor_transport.
     """
 
     def __init__(self, tensor_transport: TensorTransport = "object_store") -> None:
-        require_ray("a scheme for actors of Ray")
         check_tensor_transport(tensor_transport)
         super().__init__(_host, location_to_fetch)
         self._tensor_transport = tensor_transport
@@ -80,7 +79,7 @@ class RayCarrier(DeliveryCarrier):
                 stored.append(self._executor.give(partial(_put, packed_weights, self._tensor_transport)))
             return StartedCall(self._executor.give(lambda: start(_result(stored[0]))))
 
-        return self._deliveries.ship(packed_weights, deadline, start_by_network)
+        return self.ship(packed_weights, deadline, start_by_network)
 
     def stored(self, packed_weights: PackedWeights, deadline: float) -> Any:
         """Put the weights into the object store, once for all workers, which see the one copy of their node."""

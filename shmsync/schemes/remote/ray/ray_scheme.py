@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+# "X as X": typing.get_type_hints() looks for the types of RemoteScheme's options here, too.
 import contextlib
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
+from typing import Literal as Literal
 
 from typing_extensions import override
 
-from ....engine.source.dtypes import Dtypes
+from ....engine.source.dtypes import Dtypes as Dtypes
 from ....engine.source.strategy import Form
-from ....engine.subscriber import Consistency
+from ....engine.subscriber import Consistency as Consistency
 from ...context_args import Arguments, find_object
 from ..delivery import Delivery
 from ..remote_receiver import RemoteReceiver
@@ -21,7 +24,7 @@ from ..weight_client import fetched
 from .ray_carrier import RayCarrier, TensorTransport, check_tensor_transport
 from .ray_requests import RayCall, invoke, require_ray
 
-_METHODS = {
+_METHODS: dict[str | None, tuple[str, str]] = {
     "tensordict": ("_update_weights_tensordict", "params"),
     "state_dict": ("_update_weights_state_dict", "state_dict"),
 }  # of RayModuleTransform's actors
@@ -37,6 +40,8 @@ class RayTransport(RemoteTransport):
 
     Raises ImportError when Ray is not installed, ValueError for another tensor_transport.
     """
+
+    update_method: Form | None = None  # of RayModuleTransform's actors; None: the actor is a collector
 
     def __init__(
         self,
@@ -75,14 +80,9 @@ class RayTransport(RemoteTransport):
 
     def ask(self, content: Any) -> Call:
         """Call the actor with `content`: weights, a ticket for them, or an Announcement."""
-        method, argument = self._method
+        method, argument = _METHODS.get(self.update_method, ("update_policy_weights_", "policy_or_weights"))
         content = fetched(content)
         return RayCall(invoke(self.actor, method, argument, content), content)
-
-    @property
-    def _method(self) -> tuple[str, str]:
-        """Of the actor, and the name of its parameter."""
-        return "update_policy_weights_", "policy_or_weights"
 
     @override
     def check_connection(self) -> bool:
@@ -90,42 +90,20 @@ class RayTransport(RemoteTransport):
         return bool(require_ray(type(self).__name__).is_initialized())
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ActorScheme(RemoteScheme):
     """What the schemes for actors of Ray have in common."""
 
-    def __init__(
-        self,
-        strategy: Form = "state_dict",
-        *,
-        tensor_transport: TensorTransport = "object_store",
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float | None = 60.0,
-        partial: bool = False,
-        dtype: Dtypes = None,
-        checksum: bool = False,
-    ) -> None:
-        super().__init__(
-            strategy,
-            fan_out=fan_out,
-            slots=slots,
-            consistency=consistency,
-            timeout=timeout,
-            partial=partial,
-            dtype=dtype,
-            checksum=checksum,
-        )
-        check_tensor_transport(tensor_transport)
-        self.tensor_transport: TensorTransport = tensor_transport
+    tensor_transport: TensorTransport = "object_store"
 
     @override
-    def init_on_sender(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        require_ray(type(self).__name__)
-        super().init_on_sender(model_id, context, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_tensor_transport(self.tensor_transport)
 
     @override
     def create_carrier(self) -> RayCarrier:
+        require_ray(type(self).__name__)
         return RayCarrier(self.tensor_transport)
 
 
@@ -196,17 +174,13 @@ class RayActorTransport(RayTransport):
         self.actor = actor_ref
         self._found = None  # it is not known on which node this one is
 
-    @property
-    @override
-    def _method(self) -> tuple[str, str]:
-        return _METHODS[self.update_method]
-
     @override
     def check_connection(self) -> bool:
         """Is Ray running in this process, and is there an actor?"""
         return super().check_connection() and self.actor is not None
 
 
+@dataclass(eq=False, repr=False)
 class RayModuleTransformScheme(ActorScheme):
     """Weights go to modules inside actors of Ray.
 
@@ -230,32 +204,9 @@ class RayModuleTransformScheme(ActorScheme):
     ImportError without Ray.
     """
 
-    sender_takes = ActorScheme.sender_takes | {"actor_refs", "actors", "remote_collectors"}
+    strategy: Form = "tensordict"
 
-    def __init__(
-        self,
-        strategy: Form = "tensordict",
-        *,
-        tensor_transport: TensorTransport = "object_store",
-        fan_out: Literal["node"] | None = None,
-        slots: int = 1,
-        consistency: Consistency = "pinned",
-        timeout: float | None = 60.0,
-        partial: bool = False,
-        dtype: Dtypes = None,
-        checksum: bool = False,
-    ) -> None:
-        super().__init__(
-            strategy,
-            tensor_transport=tensor_transport,
-            fan_out=fan_out,
-            slots=slots,
-            consistency=consistency,
-            timeout=timeout,
-            partial=partial,
-            dtype=dtype,
-            checksum=checksum,
-        )
+    sender_takes = ActorScheme.sender_takes | {"actor_refs", "actors", "remote_collectors"}
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RayActorTransport:

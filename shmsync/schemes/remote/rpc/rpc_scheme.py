@@ -65,9 +65,7 @@ class RPCCall(Call):
 
     @override
     def finished(self) -> bool:
-        if not self._started.done():
-            return False
-        return self._future is None or bool(self._future.done())
+        return self._started.done() and (self._future is None or bool(self._future.done()))
 
     @override
     def result(self) -> Any:
