@@ -5,20 +5,16 @@ A connection to each rank announces and answers, and the process group moves the
 
 from __future__ import annotations
 
-# "X as X": typing.get_type_hints() looks for the types of RemoteScheme's options here, too.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from typing import Literal as Literal
 
 import torch
 from typing_extensions import override
 
 from ....engine.deadlines import deadline_after, timeout_or_none
-from ....engine.source.dtypes import Dtypes as Dtypes
 from ....engine.source.strategy import Form, WeightStrategy
-from ....engine.subscriber import Consistency as Consistency
 from ...context_args import Arguments
 from ..delivery import DeliveryCarrier
 from ..location import Site, here
@@ -129,8 +125,7 @@ class DistributedTransport(RemoteTransport):
     @property
     @override
     def host(self) -> DistributedTransport:  # type: ignore[override]  # an attribute would be a circle
-        """Where it is a relay: this rank."""
-        return self
+        return self  # where it is a relay
 
     @override
     def start_call(self, payload: Any) -> Call:

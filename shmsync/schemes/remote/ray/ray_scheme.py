@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-# "X as X": typing.get_type_hints() looks for the types of RemoteScheme's options here, too.
 import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from typing import Literal as Literal
 
 from typing_extensions import override
 
-from ....engine.source.dtypes import Dtypes as Dtypes
 from ....engine.source.strategy import Form
-from ....engine.subscriber import Consistency as Consistency
 from ...context_args import Arguments, find_object
 from ..delivery import Delivery
 from ..remote_receiver import RemoteReceiver

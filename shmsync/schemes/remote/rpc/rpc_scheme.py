@@ -65,7 +65,9 @@ class RPCCall(Call):
 
     @override
     def finished(self) -> bool:
-        return self._started.done() and (self._future is None or bool(self._future.done()))
+        if not self._started.done():
+            return False
+        return self._future is None or bool(self._future.done())
 
     @override
     def result(self) -> Any:
