@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,7 +46,6 @@ class Roster(NamedTuple):
     key: Callable[[Any], Any] = lambda address: address
 
 
-@dataclass(eq=False, repr=False)
 class RemoteScheme(WeightSyncScheme):
     """What the schemes for several machines have in common.
 
@@ -61,24 +59,28 @@ class RemoteScheme(WeightSyncScheme):
             each time.
     """
 
-    strategy: Form = "state_dict"
-    _: KW_ONLY
-    fan_out: Literal["node"] | None = None
-    slots: int = 1
-    consistency: Consistency = "pinned"
-    timeout: float | None = DEFAULT_TIMEOUT  # afterwards never None
-    partial: bool = False
-    dtype: Dtypes = None
-    checksum: bool = False
-
     sender_takes = (WeightSyncScheme.sender_takes - {"pipes"}) | {"num_collectors", "source_model"}
     worker_takes = WeightSyncScheme.worker_takes - {"pipe"}
 
-    def __post_init__(self) -> None:
-        super().__init__(self.strategy, partial=self.partial, dtype=self.dtype, checksum=self.checksum)
-        if self.fan_out not in (None, "node"):
-            raise ValueError(f'fan_out is None or "node", not {self.fan_out!r}')
-        self.timeout = timeout_or_default(self.timeout, DEFAULT_TIMEOUT)
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = DEFAULT_TIMEOUT,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(strategy, partial=partial, dtype=dtype, checksum=checksum)
+        if fan_out not in (None, "node"):
+            raise ValueError(f'fan_out is None or "node", not {fan_out!r}')
+        self.fan_out = fan_out
+        self.slots = slots
+        self.consistency: Consistency = consistency
+        self.timeout = timeout_or_default(timeout, DEFAULT_TIMEOUT)
 
     @abstractmethod
     def create_transport(self, pipe_or_context: Any) -> RemoteTransport:
@@ -138,7 +140,6 @@ class RemoteSender(WeightSender):
         self._owed = Unacked()
         self._given: tuple[Leaves, dict[int, RemoteTransport]] = {}, {}  # with partial=True: the last send, and to whom
         if scheme.fan_out == "node":
-            assert scheme.timeout is not None
             options = RelayOptions(scheme.slots, scheme.timeout, scheme.partial)
             self._fan_out = FanOut(self._carrier, options, self._packer)
             weakref.finalize(self, self._fan_out.close)  # relays do not outlive it, even without shutdown()
@@ -285,15 +286,16 @@ class RemoteSender(WeightSender):
         posted.finish(deadline)
         if self._scheme.partial:
             given, asked = self._given
-            done = [asked[name] for name in posted.outcome.done if name in asked]  # a relay is not
-            failures = posted.outcome.failed.items()
-            failed = {asked.get(name): getattr(failure, "leaves", ()) for name, failure in failures}
+            done = [asked[i] for i in posted.outcome.done if isinstance(i, int) and i in asked]
+            failed: dict[Any, tuple[str, ...]] = {
+                asked[i] if isinstance(i, int) and i in asked else None: getattr(failure, "leaves", ())
+                for i, failure in posted.outcome.failed.items()
+            }
             self._owed.settle(given, done, failed)
         posted.check(f"version {self._version} of {self._model_id!r}", self._version, self._transports)
 
     @override
     def _deadline(self, timeout: float | None) -> float:
-        assert self._scheme.timeout is not None
         return deadline_after(timeout, self._scheme.timeout)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,15 +6,16 @@ A connection to each rank announces and answers, and the process group moves the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
 
 from ....engine.deadlines import deadline_after, timeout_or_none
+from ....engine.source.dtypes import Dtypes
 from ....engine.source.strategy import Form, WeightStrategy
+from ....engine.subscriber import Consistency
 from ...context_args import Arguments
 from ..delivery import DeliveryCarrier
 from ..location import Site, here
@@ -243,7 +244,6 @@ class DistributedTransport(RemoteTransport):
                 end.close()
 
 
-@dataclass(eq=False, repr=False)
 class DistributedWeightSyncScheme(RemoteScheme):
     """Sends each rank of torch.distributed, or with fan_out="node" each node, one flat buffer; receive() applies it.
 
@@ -266,20 +266,37 @@ class DistributedWeightSyncScheme(RemoteScheme):
     a process group when one is needed.
     """
 
-    backend: str = "gloo"
-    sync: bool = True
-    strategy: Form = field(default="state_dict", kw_only=True)
-
     sender_takes = RemoteScheme.sender_takes | {"store", "ranks"}
     worker_takes = RemoteScheme.worker_takes | {"store", "rank"}
 
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.backend != "gloo":
-            raise ValueError(
-                f'backend is "gloo", not {self.backend!r}; weights on a GPU are fetched before they are sent'
-            )
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        strategy: Form = "state_dict",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(
+            strategy,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+            checksum=checksum,
+        )
+        if backend != "gloo":
+            raise ValueError(f'backend is "gloo", not {backend!r}; weights on a GPU are fetched before they are sent')
+        self.backend = backend
+        self.sync = sync
 
     @override
     def create_transport(self, pipe_or_context: Any) -> DistributedTransport:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import override
 
+from ....engine.source.dtypes import Dtypes
 from ....engine.source.strategy import Form
+from ....engine.subscriber import Consistency
 from ...context_args import Arguments, find_object
 from ..delivery import Delivery
 from ..remote_receiver import RemoteReceiver
@@ -86,16 +87,34 @@ class RayTransport(RemoteTransport):
         return bool(require_ray(type(self).__name__).is_initialized())
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class ActorScheme(RemoteScheme):
     """What the schemes for actors of Ray have in common."""
 
-    tensor_transport: TensorTransport = "object_store"
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_tensor_transport(self.tensor_transport)
+    def __init__(
+        self,
+        strategy: Form = "state_dict",
+        *,
+        tensor_transport: TensorTransport = "object_store",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(
+            strategy,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+            checksum=checksum,
+        )
+        check_tensor_transport(tensor_transport)
+        self.tensor_transport: TensorTransport = tensor_transport
 
     @override
     def create_carrier(self) -> RayCarrier:
@@ -176,7 +195,6 @@ class RayActorTransport(RayTransport):
         return super().check_connection() and self.actor is not None
 
 
-@dataclass(eq=False, repr=False)
 class RayModuleTransformScheme(ActorScheme):
     """Weights go to modules inside actors of Ray.
 
@@ -200,9 +218,32 @@ class RayModuleTransformScheme(ActorScheme):
     ImportError without Ray.
     """
 
-    strategy: Form = "tensordict"
-
     sender_takes = ActorScheme.sender_takes | {"actor_refs", "actors", "remote_collectors"}
+
+    def __init__(
+        self,
+        strategy: Form = "tensordict",
+        *,
+        tensor_transport: TensorTransport = "object_store",
+        fan_out: Literal["node"] | None = None,
+        slots: int = 1,
+        consistency: Consistency = "pinned",
+        timeout: float | None = 60.0,
+        partial: bool = False,
+        dtype: Dtypes = None,
+        checksum: bool = False,
+    ) -> None:
+        super().__init__(
+            strategy,
+            tensor_transport=tensor_transport,
+            fan_out=fan_out,
+            slots=slots,
+            consistency=consistency,
+            timeout=timeout,
+            partial=partial,
+            dtype=dtype,
+            checksum=checksum,
+        )
 
     @override
     def create_transport(self, pipe_or_context: Any) -> RayActorTransport:
