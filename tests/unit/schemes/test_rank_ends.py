@@ -15,7 +15,7 @@ from torch.distributed import FileStore, HashStore
 from shmsync import ForkedHandle, ProtocolError
 from shmsync.engine.source.strategy import WeightStrategy
 from shmsync.schemes.link.proved import PROOF
-from shmsync.schemes.remote.distributed import rank_worker, rendezvous
+from shmsync.schemes.remote.distributed import rank_worker
 from shmsync.schemes.remote.distributed.rank_messages import RankAnswer, RankMessage
 from shmsync.schemes.remote.distributed.rank_sender import RankEnd, wait_for
 from shmsync.schemes.remote.distributed.rank_worker import Inbox
@@ -196,12 +196,12 @@ def executors():
 
 def test_a_step_that_a_closed_end_has_left_behind_starts_no_thread(ends):
     before = len(executors())
-    end, go_on = ends.sender(), threading.Event()
-    thread_of(ends.store).give(lambda: (go_on.wait(), post(end)))  # as a step that finds its connection lost
+    thread, end, go_on = thread_of(ends.store), ends.sender(), threading.Event()
+    thread.give(lambda: (go_on.wait(), thread.give(lambda: None)))  # as a step that finds its connection lost
     end.close()
     go_on.set()
     until(lambda: len(executors()) == before)
-    wait_for([post(end)], 0.05)
+    assert not thread.give(lambda: None).done_by(time.monotonic() + 0.05)
     assert len(executors()) == before
     again = ends.sender()  # the next user starts it again
     assert thread_of(ends.store).give(lambda: 7).done_by(time.monotonic() + SOON)
@@ -232,11 +232,11 @@ def test_an_end_that_is_closed_while_it_writes_its_address_leaves_no_thread_and_
 
 def test_a_forked_child_has_a_thread_of_its_own_and_frees_its_parents_end(ends):
     end = ends.sender()
-    with rendezvous._threads_lock:  # as another thread may have, at a fork
+    with thread_of(ends.store)._users_lock:  # as another thread may have, at a fork
         pid = os.fork()
         if pid == 0:
-            end.close()
-            mine = thread_of(ends.store)
+            end._leave()
+            mine = thread_of(ends.store).join()
             os._exit(not mine.give(lambda: None).done_by(time.monotonic() + SOON))
     assert os.waitpid(pid, 0)[1] == 0
 

@@ -60,32 +60,14 @@ def need_group(instead: str = "") -> None:
         )
 
 
-class _InitialEnd:
-    """One end of initial weights, and the thread that waits for the other."""
-
-    def __init__(self) -> None:
-        self._executor = SerialExecutor()
-        self._task: Task | None = None  # that no call has waited for to its end
-
-    def _finish(self, function: Callable[[], Any], deadline: float, timeout: float, other: str) -> Any:
-        """Let the thread do this, or go on with what it does for an earlier call, and wait for the result."""
-        task = self._task = self._task or self._executor.give(function)
-        if not task.done_by(deadline):
-            raise TimeoutError(
-                f"{other} did not take part in the transfer within {timeout:g} s; call again to go on waiting, or give "
-                "more with timeout="
-            )
-        self._task = None
-        return task.result()
-
-
-class InitialSender(_InitialEnd):
+class InitialSender:
     """Sends a rank its first weights when it asks: the sizes, the label, the buffer. See initial_end()."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__()
         self._rank = rank
+        self._executor = SerialExecutor()
         self._offers: list[PackedWeights] = []  # the newest, if a call waits with it
+        self._serving: Task | None = None
         self._asked = False
 
     def send(self, packed_weights: PackedWeights, timeout: float) -> None:
@@ -93,8 +75,12 @@ class InitialSender(_InitialEnd):
         deadline = time.monotonic() + timeout
         try:
             self._offers[:] = [packed_weights]  # instead of what an interrupted call may have left
-            while packed_weights in self._offers or self._task is not None:
-                self._finish(self._serve, deadline, timeout, "the worker")
+            while packed_weights in self._offers or self._serving is not None:
+                serving = self._serving = self._serving or self._executor.give(self._serve)
+                if not serving.done_by(deadline):
+                    raise _late("the worker", timeout)
+                self._serving = None
+                serving.result()
         finally:
             with contextlib.suppress(ValueError):
                 self._offers.remove(packed_weights)
@@ -115,12 +101,20 @@ class InitialSender(_InitialEnd):
         wait([torch.distributed.isend(part, self._rank, tag=_ANSWER) for part in parts])
 
 
-class InitialReceiver(_InitialEnd):
+class InitialReceiver:
     """Receives them. See initial_end()."""
+
+    def __init__(self) -> None:
+        self._executor = SerialExecutor()
+        self._asked: Task | None = None
 
     def receive(self, timeout: float) -> Any:
         """The weights. Raises TimeoutError when they do not come in time; then the next call goes on waiting."""
-        return self._finish(_ask, time.monotonic() + timeout, timeout, "the sender")
+        asked = self._asked = self._asked or self._executor.give(_ask)
+        if not asked.done_by(time.monotonic() + timeout):
+            raise _late("the sender", timeout)
+        self._asked = None
+        return asked.result()
 
 
 def _ask() -> Any:
@@ -129,6 +123,13 @@ def _ask() -> Any:
     label = receive(torch.empty(int(sizes[0]), dtype=torch.uint8, device="cpu"), SENDER, _ANSWER)
     buffer = receive(torch.empty(int(sizes[1]), dtype=torch.uint8, device="cpu"), SENDER, _ANSWER)
     return unpack(pickle.loads(bytes(label.numpy())), buffer)
+
+
+def _late(who: str, timeout: float) -> TimeoutError:
+    return TimeoutError(
+        f"{who} did not take part in the transfer within {timeout:g} s; call again to go on waiting, or give more with "
+        "timeout="
+    )
 
 
 _ends: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by process group and rank

@@ -29,7 +29,7 @@ from ....memory.system.calls import poll
 from ....memory.system.process import pid_of
 from ...link.connection import Channel
 from ...link.proved import Dial
-from ...link.serial_executor import GRACE, Task
+from ...link.serial_executor import GRACE
 from ..delivery import Delivery
 from ..location import Location, Site, here, is_loopback
 from ..packed_weights import Announcement, PackedWeights
@@ -38,7 +38,7 @@ from ..remote_requests import Call, Failed, Gone, Unreached
 from ..weight_server import FetchTicket
 from .group_transfers import SENDER, need_group
 from .rank_messages import UNTAKEN, UPDATED, Farewell, RankAnswer, RankMessage, RelayEnd, wrong_with
-from .rendezvous import RankAddress, StoreThread, read_address, thread_of
+from .rendezvous import RankAddress, read_address, thread_of
 
 _numbers = itertools.count(1)  # of messages
 # By number. A rank may take a message although its sender has given up; it waits for the bytes then, so these stay.
@@ -163,12 +163,14 @@ class RankEnd:
         self.fall: Exception | None = None  # the last reason for which no answer could come
         self.words: deque[str] = deque(maxlen=_WORDS)
         self._store, self._pid = store, os.getpid()
-        self._thread: StoreThread | None = thread_of(store)  # None: this end is closed
+        self._thread = thread_of(store).join()
+        self._leave = weakref.finalize(self, self._thread.leave)  # also of one that was never closed
+        self._leave.atexit = False
         self._calls: dict[int, MessageCall] = {}
         self._connection: Connection | None = None  # the channel holds it weakly
         self._dial: Dial | None = None
         self._dialled = 0.0
-        self._seeking = self._lost = False
+        self._seeking = self._lost = self._closed = False
 
     # For callers, on any thread.
 
@@ -194,8 +196,12 @@ class RankEnd:
 
     def ask_location(self) -> Call:
         """Where does the rank run? Its address in the store has that."""
-        # Another thread may set the address meanwhile.
-        return self._begin(NewsCall(self, lambda: None if (found := self.address) is None else found.location))
+
+        def find() -> Location | None:
+            address = self.address  # another thread may set it
+            return None if address is None else address.location
+
+        return self._begin(NewsCall(self, find))
 
     def _begin(self, call: RankCall) -> Call:
         if os.getpid() != self._pid:
@@ -203,18 +209,13 @@ class RankEnd:
                 f"the connection to rank {self.rank} belongs to process {self._pid}, from which this one was forked; "
                 "make a scheme or transport here"
             )
-        self._give(partial(self._take_on, call))
+        self._thread.give(partial(self._take_on, call))
         return call
-
-    def _give(self, step: Callable[[], Any]) -> Task | None:
-        """Let the store's thread do this. None: this end is closed, and nothing is done for it any more."""
-        thread = self._thread  # another thread may close this end
-        return None if thread is None else thread.give(step)
 
     def close_relay(self, session: str, *, ended: bool) -> None:
         """Let the rank end what it relays for a sender, when it receives next. `ended`: the sender sends no more."""
-        task = self._give(partial(self._say, RelayEnd(session, ended)))
-        if ended and task is not None:  # the process may end next
+        task = self._thread.give(partial(self._say, RelayEnd(session, ended)))
+        if ended:  # the process may end next
             task.done_by(time.monotonic() + GRACE)
 
     @property
@@ -246,15 +247,16 @@ class RankEnd:
                         self.words += (answer.word,)
                     del channel.arrived[0]
             except (EOFError, OSError):  # it has ended, or a fork has closed it
-                self._give(partial(self._lose, channel))
+                self._thread.give(partial(self._lose, channel))
         if channel.ended or channel.garbage:
-            self._give(partial(self._lose, channel))
+            self._thread.give(partial(self._lose, channel))
 
     def close(self) -> None:
         """End the connection. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.give(self._end)
+        if not self._closed:
+            self._closed = True
+            self._thread.give(self._end)
+            self._leave()
 
     # On the store's thread.
 
@@ -267,12 +269,8 @@ class RankEnd:
         elif self.channel is not None:
             self._send_all()
         elif not self._seeking:
-            self._start_seeking()
-
-    def _start_seeking(self) -> None:
-        self._seeking = True
-        if (thread := self._thread) is not None:
-            thread.put(weakref.ref(self))
+            self._seeking = True
+            self._thread.put(weakref.ref(self))
 
     def _send_all(self) -> None:
         assert self.channel is not None and self.address is not None
@@ -290,7 +288,7 @@ class RankEnd:
         """Look for the rank once. Has the search ended?"""
         ended = True
         try:
-            ended = self._thread is None or self._connected()
+            ended = self._closed or self._connected()
         except torch.distributed.DistError as error:
             trouble = ProtocolError(
                 f"the store of torch.distributed cannot be reached: {str(error)[:200]}; make a new process "
@@ -348,8 +346,8 @@ class RankEnd:
         """The connection has ended: is its process dead, or does it listen under another address?"""
         if self.channel is channel:
             self._hang_up()
-            self._lost, self._dialled = True, 0.0
-            self._start_seeking()
+            self._lost, self._dialled, self._seeking = True, 0.0, True
+            self._thread.put(weakref.ref(self))
 
     def _gone(self, *, final: bool = True) -> Gone:
         assert self.address is not None
