@@ -23,7 +23,7 @@ from ...errors import ArenaNotFound, ShmSyncError
 from ..system.calls import refusals
 from ..system.process import Peer, exists, me, pid_of
 from . import header as _header
-from .header import FOLDER, NAME, PREFIX, Header, opened
+from .header import FOLDER, NAME, PREFIX, Header, opened, path_of
 
 _log = logging.getLogger("shmsync")
 
@@ -39,9 +39,8 @@ def names() -> list[str]:
 
 
 def _listed() -> list[str]:
-    prefix = PREFIX[1:]
     try:
-        entries = [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
+        entries = [entry[len(PREFIX) :] for entry in os.listdir(FOLDER) if entry.startswith(PREFIX)]
     except FileNotFoundError:
         return []
     return [name for name in entries if NAME.fullmatch(name)]  # others are no arenas, and could fool a terminal
@@ -76,7 +75,7 @@ def sweep(name: str) -> int | None:
 def _check_removable(name: str, fd: int, header: Header | None) -> None:
     """Is it a segment, and this user's, or is this root? Raises ArenaNotFound, which says why it stays."""
     if _header.foreign(header):
-        raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
+        raise ArenaNotFound(f"it is no segment of shmsync; see who made {path_of(name)}, and remove it by hand")
     uid = os.fstat(fd).st_uid
     if os.geteuid() not in (uid, 0):
         raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
