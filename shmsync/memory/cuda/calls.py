@@ -5,12 +5,11 @@ launched through the driver itself, since the bindings put a function of their o
 thread that holds the GIL and waits for the device would then deadlock.
 """
 
-# ruff: noqa: D102  what functions of CUDA do is in its documentation
 from __future__ import annotations
 
 import ctypes
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
 EVENT_NO_TIMING = 2
@@ -20,50 +19,17 @@ HANDLE_SIZE = 64
 
 Answer = tuple[Any, ...]
 
-
-class CudaCalls(Protocol):
-    """What is called of CUDA. Codes and what stands for streams, events and modes convert to int."""
-
-    def cudaGetDeviceProperties(self, device: int) -> Answer: ...
-    def cudaMemGetInfo(self) -> Answer: ...
-    def cudaMalloc(self, size: int) -> Answer: ...
-    def cudaFree(self, address: int) -> Answer: ...
-    def cudaHostAlloc(self, size: int, flags: int) -> Answer: ...
-    def cudaFreeHost(self, address: int) -> Answer: ...
-    def cudaStreamCreateWithFlags(self, flags: int) -> Answer: ...
-    def cudaStreamDestroy(self, stream: int) -> Answer: ...
-    def cudaStreamQuery(self, stream: int) -> Answer: ...
-    def cudaStreamIsCapturing(self, stream: int) -> Answer: ...
-    def cudaEventCreateWithFlags(self, flags: int) -> Answer: ...
-    def cudaEventDestroy(self, event: int) -> Answer: ...
-    def cudaEventRecord(self, event: int, stream: int) -> Answer: ...
-    def cudaEventQuery(self, event: int) -> Answer: ...
-    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> Answer: ...
-    def cudaIpcCloseMemHandle(self, address: int) -> Answer: ...
-    def cudaGetLastError(self) -> Answer: ...
-    def cudaGetErrorString(self, code: Any) -> Answer: ...
-
-    def ipc_handle(self, address: int) -> Answer:
-        """The HANDLE_SIZE bytes that cudaIpcGetMemHandle() gives for a whole allocation."""
-
-    def ipc_open(self, handle: bytes) -> Answer:
-        """The address that cudaIpcOpenMemHandle() gives for them."""
-
-    def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
-        """Ask a stream for a copy; where each address lies, CUDA finds out."""
-
-    def relax(self) -> Answer:
-        """From now on calls of this thread are no part of captures of other threads; the mode before."""
-
-    def restore(self, mode: Any) -> Answer:
-        """Go back to that mode."""
-
-    def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """Let the driver call function(ticket) when the stream's present work is done."""
+# Called as the bindings have them. Codes and what stands for streams, events and modes convert to int.
+RUNTIME = (
+    "cudaGetDeviceProperties", "cudaMemGetInfo", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost",
+    "cudaStreamCreateWithFlags", "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent",
+    "cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle",
+    "cudaGetLastError", "cudaGetErrorString",
+)  # fmt: skip
 
 
-class Bindings:
-    """The calls of a machine with the NVIDIA driver.
+class CudaCalls:
+    """What is called of CUDA: the functions of RUNTIME, and those below.
 
     Args:
         runtime: the module cuda.bindings.runtime.
@@ -78,43 +44,46 @@ class Bindings:
         self._relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cuda"):
+        if name not in RUNTIME:
             raise AttributeError(name)
         found = getattr(self._runtime, name)
         setattr(self, name, found)
         return found
 
     def ipc_handle(self, address: int) -> Answer:
-        """As in CudaCalls."""
+        """The HANDLE_SIZE bytes that cudaIpcGetMemHandle() gives for a whole allocation."""
         code, handle = self._runtime.cudaIpcGetMemHandle(address)
         # Its bytes are an attribute in the bindings for CUDA 12, and nowhere in those for CUDA 13.
         return (code, b"" if handle is None else ctypes.string_at(int(handle.getPtr()), HANDLE_SIZE))
 
     def ipc_open(self, handle: bytes) -> Answer:
-        """As in CudaCalls."""
+        """The address that cudaIpcOpenMemHandle() gives for them."""
         given = self._runtime.cudaIpcMemHandle_t()
         ctypes.memmove(int(given.getPtr()), handle, HANDLE_SIZE)
         code, address = self._runtime.cudaIpcOpenMemHandle(given, IPC_LAZY_PEER_ACCESS)
         return (code, 0 if address is None else int(address))
 
     def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
-        """As in CudaCalls."""
+        """Ask a stream for a copy; where each address lies, CUDA finds out."""
         answer: Answer = self._runtime.cudaMemcpyAsync(
             to, source, size, self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream
         )
         return answer
 
     def relax(self) -> Answer:
-        """As in CudaCalls."""
+        """From now on calls of this thread are no part of captures of other threads; the mode before."""
         return self.restore(self._relaxed)
 
     def restore(self, mode: Any) -> Answer:
-        """As in CudaCalls."""
+        """Go back to that mode."""
         answer: Answer = self._runtime.cudaThreadExchangeStreamCaptureMode(mode)
         return answer
 
     def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """As in CudaCalls. The numbers of the driver's errors are those of the runtime's."""
+        """Let the driver call function(ticket) when the stream's present work is done.
+
+        The numbers of the driver's errors are those of the runtime's.
+        """
         code = self._launch(stream, function, ticket)
         try:
             return (self._runtime.cudaError_t(code),)

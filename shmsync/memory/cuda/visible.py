@@ -9,7 +9,7 @@ import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
-from .calls import Bindings, CudaCalls
+from .calls import CudaCalls
 from .gpu import Gpu, uuid_of
 from .handle_format import named, unpacked
 from .torch_side import TorchSide
@@ -114,4 +114,4 @@ def system() -> tuple[CudaCalls, TorchSide]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         raise DeviceFailed(f"torch could not initialise CUDA: {error}") from error
-    return Bindings(runtime, driver), TorchSide()
+    return CudaCalls(runtime, driver), TorchSide()

@@ -22,7 +22,7 @@ from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHand
 from shmsync.memory import devices
 from shmsync.memory.cuda import causes, visible
 from shmsync.memory.cuda.blocks import Blocks
-from shmsync.memory.cuda.calls import Bindings
+from shmsync.memory.cuda.calls import RUNTIME, CudaCalls
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
 from shmsync.memory.cuda.handle_format import SlabHandle, unpacked
 from support.calls import Call
@@ -743,7 +743,7 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
     runtime = SimpleNamespace(
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2), cudaError_t={0: 0, 400: 400}.__getitem__
     )
-    calls = Bindings(runtime, driver)
+    calls = CudaCalls(runtime, driver)
     with shmsync.Publisher({"t": torch.ones(1)}, slots=2) as pub:
         writer = pub._writer.side.writer
         assert writer.begin()
@@ -783,7 +783,7 @@ _ARGUMENTS = {
 def bindings():
     from cuda.bindings import runtime
 
-    return Bindings(runtime, SimpleNamespace(cuLaunchHostFunc=SimpleNamespace()))
+    return CudaCalls(runtime, SimpleNamespace(cuLaunchHostFunc=SimpleNamespace()))
 
 
 @needs_bindings
@@ -808,7 +808,7 @@ def test_all_calls_are_tried_and_the_numbers_are_those_of_cuda(bindings):
 
     from shmsync.memory.cuda import calls
 
-    mine = {name for name in vars(calls.CudaCalls) if not name.startswith("_")}
+    mine = {*RUNTIME, *(name for name in vars(CudaCalls) if not name.startswith("_"))}
     assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "launch", "restore"}
     assert runtime.cudaStreamNonBlocking == calls.STREAM_NON_BLOCKING
     assert runtime.cudaEventDisableTiming == calls.EVENT_NO_TIMING
