@@ -67,7 +67,7 @@ def attach(
                 raise
             memory = slab.Slab(storage, None, -1, 0)
         peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-        arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
+        arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
         return Attached(arena, header.owner, row, owner)
 
 

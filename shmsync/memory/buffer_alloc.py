@@ -47,7 +47,7 @@ class Fresh:
         """Tensors for each leaf as a TensorDict."""
         from .dotted import dotted
 
-        return dotted(_filled(self._tree, tensors))
+        return dotted(filled(self._tree, tensors))
 
 
 def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
@@ -61,9 +61,10 @@ def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
     return root
 
 
-def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:
+def filled(tree: dict[str, Any], values: list[Any]) -> TensorDict:
+    """A tree of numbers as a TensorDict, with the value of each number in its place."""
     from .dotted import tensordict_of
 
     return tensordict_of(
-        {key: tensors[below] if type(below) is int else _filled(below, tensors) for key, below in tree.items()}
+        {key: values[below] if type(below) is int else filled(below, values) for key, below in tree.items()}
     )

@@ -282,11 +282,3 @@ class OnDevice:
         else:  # the device has failed, or its thread has ended with the interpreter
             _unfinished.append(self.storage)
         self.storage = torch.UntypedStorage(0)  # the memory goes with the last tensor over it
-
-
-def checked_slots(slots: int, device: Device) -> None:
-    """Raise ValueError for more slots than readers on a device can hold."""
-    if slots > _native.MAX_DEVICE_SLOTS:
-        raise ValueError(
-            f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
-        )
