@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -125,12 +124,11 @@ def command_of(pid: int) -> str:
 
 def ties(manifest: Manifest) -> dict[int, list[str]]:
     """The names of the leaves that are one tensor, by their offset."""
-    shared = Counter(leaf.offset for leaf in manifest.leaves if leaf.nbytes)
     found: dict[int, list[str]] = {}
     for leaf in manifest.leaves:
-        if leaf.nbytes and shared[leaf.offset] > 1:
+        if leaf.nbytes:
             found.setdefault(leaf.offset, []).append(leaf.name)
-    return found
+    return {offset: names for offset, names in found.items() if len(names) > 1}
 
 
 def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:

@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
@@ -166,13 +167,12 @@ class Reusable(_Memfd):
         """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
         import torch
 
-        pieces, begin = [], 0
-        for size in sizes:
-            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin) if size else empty
-            pieces.append(piece)
-            begin += size
-        return pieces
+        return [
+            torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin)
+            if size
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+            for size, begin in zip(sizes, accumulate(sizes, initial=0), strict=False)
+        ]
 
 
 def reachable(owner: int) -> bool:
