@@ -29,7 +29,7 @@ RUNTIME = (
 
 
 class CudaCalls:
-    """What is called of CUDA: the functions of RUNTIME, and those below.
+    """What is called of CUDA: the functions of RUNTIME, and those below, whose arguments are simpler than CUDA's.
 
     Args:
         runtime: the module cuda.bindings.runtime.
@@ -50,20 +50,20 @@ class CudaCalls:
         setattr(self, name, found)
         return found
 
-    def ipc_handle(self, address: int) -> Answer:
-        """The HANDLE_SIZE bytes that cudaIpcGetMemHandle() gives for a whole allocation."""
+    def cudaIpcGetMemHandle(self, address: int) -> Answer:
+        """The HANDLE_SIZE bytes by which a whole allocation can be opened."""
         code, handle = self._runtime.cudaIpcGetMemHandle(address)
         # Its bytes are an attribute in the bindings for CUDA 12, and nowhere in those for CUDA 13.
         return (code, b"" if handle is None else ctypes.string_at(int(handle.getPtr()), HANDLE_SIZE))
 
-    def ipc_open(self, handle: bytes) -> Answer:
-        """The address that cudaIpcOpenMemHandle() gives for them."""
+    def cudaIpcOpenMemHandle(self, handle: bytes) -> Answer:
+        """The address at which these HANDLE_SIZE bytes are opened."""
         given = self._runtime.cudaIpcMemHandle_t()
         ctypes.memmove(int(given.getPtr()), handle, HANDLE_SIZE)
         code, address = self._runtime.cudaIpcOpenMemHandle(given, IPC_LAZY_PEER_ACCESS)
         return (code, 0 if address is None else int(address))
 
-    def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
+    def cudaMemcpyAsync(self, to: int, source: int, size: int, stream: int) -> Answer:
         """Ask a stream for a copy; where each address lies, CUDA finds out."""
         answer: Answer = self._runtime.cudaMemcpyAsync(
             to, source, size, self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream
@@ -79,7 +79,7 @@ class CudaCalls:
         answer: Answer = self._runtime.cudaThreadExchangeStreamCaptureMode(mode)
         return answer
 
-    def launch(self, stream: int, function: int, ticket: int) -> Answer:
+    def cuLaunchHostFunc(self, stream: int, function: int, ticket: int) -> Answer:
         """Let the driver call function(ticket) when the stream's present work is done.
 
         The numbers of the driver's errors are those of the runtime's.

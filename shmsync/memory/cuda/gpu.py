@@ -67,13 +67,13 @@ class Gpu:
         whole = -(-size // WHOLE_BLOCKS) * WHOLE_BLOCKS
         doing = f"allocating {whole:,} bytes"
         with self._here():
-            free, total = self._take(doing, "cudaMemGetInfo", self._calls.cudaMemGetInfo())
+            free, total = self._call(doing, "cudaMemGetInfo")
             if whole > free:
                 raise NoSpace(
                     f"{whole:,} bytes are needed on {self.name}, of whose {total:,} bytes {free:,} are free; use fewer "
                     f"slots, a smaller dtype=, exclude= what workers do not need{self._cached()}"
                 )
-            address = int(self._take(doing, "cudaMalloc", self._calls.cudaMalloc(whole), whole))
+            address = int(self._call(doing, "cudaMalloc", whole, needed=whole))
             block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
             return self._storage(self._blocks.add(block))
 
@@ -84,7 +84,7 @@ class Gpu:
         if block is None:
             raise ValueError(f"{address:#x} is not where memory begins that was allocated on {self.name} for an arena")
         with self._here():
-            memory = self._take("sharing memory", "cudaIpcGetMemHandle", self._calls.ipc_handle(address))
+            memory = self._call("sharing memory", "cudaIpcGetMemHandle", address)
         self._blocks.exported(memory, block)
         return SlabHandle(block.size, self._uuid, memory).packed()
 
@@ -117,10 +117,9 @@ class Gpu:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         doing = f"getting {size:,} bytes of the host's memory for copies"
         with self._here():
-            address = int(self._take(doing, "cudaHostAlloc", self._calls.cudaHostAlloc(size, HOST_PORTABLE), size))
+            address = int(self._call(doing, "cudaHostAlloc", size, HOST_PORTABLE, needed=size))
         memory = (ctypes.c_uint8 * size).from_address(address)
-        finalize = weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address))
-        finalize.atexit = False
+        weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address)).atexit = False
         with plainly():
             return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -129,11 +128,9 @@ class Gpu:
     def stream(self) -> GpuStream:
         """As in Device."""
         with self._here():
-            answer = self._calls.cudaStreamCreateWithFlags(STREAM_NON_BLOCKING)
-            made = self._take("making a stream", "cudaStreamCreateWithFlags", answer)
-        stream, handle = GpuStream(int(made), self._index), int(made)
-        finalize = weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle))
-        finalize.atexit = False
+            handle = int(self._call("making a stream", "cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
+        stream = GpuStream(handle, self._index)
+        weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle)).atexit = False
         return stream
 
     def current(self) -> GpuStream:
@@ -164,26 +161,23 @@ class Gpu:
         doing = "ordering two streams"
         if isinstance(first, GpuEvent):
             with self._here():
-                answer = self._calls.cudaStreamWaitEvent(later.handle, first.handle, 0)
-                self._take(doing, "cudaStreamWaitEvent", answer)
+                self._call(doing, "cudaStreamWaitEvent", later.handle, first.handle, 0)
             return
         with self._event(first) as event, self._here(later.index):
-            self._take(doing, "cudaStreamWaitEvent", self._calls.cudaStreamWaitEvent(later.handle, event, 0))
+            self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
 
     def copy(self, stream: object, pieces: Sequence[tuple[int, int, int]]) -> None:
         """As in Device."""
         assert isinstance(stream, GpuStream)
         with self._here():
             for to, source, size in joined(pieces):
-                answer = self._calls.copy(to, source, size, stream.handle)
-                self._take(f"copying {size:,} bytes", "cudaMemcpyAsync", answer)
+                self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
 
     def call(self, stream: object, call: _native.HostCall) -> None:
         """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""
         assert isinstance(stream, GpuStream)
         with self._here():
-            answer = self._calls.launch(stream.handle, type(call).function, call.ticket())
-            self._take("asking for a call", "cuLaunchHostFunc", answer)
+            self._call("asking for a call", "cuLaunchHostFunc", stream.handle, type(call).function, call.ticket())
 
     def wait(self, stream: object, seconds: float) -> bool:
         """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
@@ -253,11 +247,9 @@ class Gpu:
             try:
                 event = kept.pop()
             except IndexError:
-                answer = self._calls.cudaEventCreateWithFlags(EVENT_NO_TIMING)
-                event = int(self._take("making an event", "cudaEventCreateWithFlags", answer))
+                event = int(self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING))
             try:
-                answer = self._calls.cudaEventRecord(event, stream.handle)
-                self._take("recording an event", "cudaEventRecord", answer)
+                self._call("recording an event", "cudaEventRecord", event, stream.handle)
             except BaseException:
                 self._calls.cudaEventDestroy(event)
                 raise
@@ -268,6 +260,10 @@ class Gpu:
                 kept.append(event)
             else:
                 self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
+
+    def _call(self, doing: str, name: str, *arguments: Any, needed: int | None = None) -> Any:
+        """What this function of CUDA gives."""
+        return self._take(doing, name, getattr(self._calls, name)(*arguments), needed)
 
     def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
         return _taken(self._calls, call, answer, self.name, doing, needed)
@@ -284,7 +280,7 @@ class Gpu:
                 self._calls.restore(before)
 
     def _map(self, memory: bytes) -> int:
-        answer = self._calls.ipc_open(memory)
+        answer = self._calls.cudaIpcOpenMemHandle(memory)
         if int(answer[0]):
             error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
             raise not_opened(error, self.name) from error

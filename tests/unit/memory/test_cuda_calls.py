@@ -748,10 +748,10 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
         writer = pub._writer.side.writer
         assert writer.begin()
         call = writer.commit_later()
-        assert int(calls.launch(1, type(call).function, call.ticket())[0]) == 0
+        assert int(calls.cuLaunchHostFunc(1, type(call).function, call.ticket())[0]) == 0
         assert call.wait(0)
         assert pub.version == 2
-    assert int(calls.launch(0, 1, 1)[0]) == 400
+    assert int(calls.cuLaunchHostFunc(0, 1, 1)[0]) == 400
 
 
 _ARGUMENTS = {
@@ -772,9 +772,9 @@ _ARGUMENTS = {
     "cudaStreamWaitEvent": (4096, 4096, 0),
     "cudaIpcCloseMemHandle": (4096,),
     "cudaGetLastError": (),
-    "ipc_handle": (4096,),
-    "ipc_open": (b"h" * 64,),
-    "copy": (4096, 8192, 10, 4096),
+    "cudaIpcGetMemHandle": (4096,),
+    "cudaIpcOpenMemHandle": (b"h" * 64,),
+    "cudaMemcpyAsync": (4096, 8192, 10, 4096),
     "relax": (),
 }
 
@@ -809,7 +809,7 @@ def test_all_calls_are_tried_and_the_numbers_are_those_of_cuda(bindings):
     from shmsync.memory.cuda import calls
 
     mine = {*RUNTIME, *(name for name in vars(CudaCalls) if not name.startswith("_"))}
-    assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "launch", "restore"}
+    assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "cuLaunchHostFunc", "restore"}
     assert runtime.cudaStreamNonBlocking == calls.STREAM_NON_BLOCKING
     assert runtime.cudaEventDisableTiming == calls.EVENT_NO_TIMING
     assert runtime.cudaHostAllocPortable == calls.HOST_PORTABLE
