@@ -214,8 +214,6 @@ def create(
     with refusals(f"creating arena {name!r}"):
         session = secrets.token_bytes(16)
         text = manifest.to_json()
-        here = me()
-        on_device = None
         if device is None:
             memory = slab.create(slots, manifest.slot_bytes, session, name)
         else:
@@ -226,9 +224,7 @@ def create(
                 name,
                 _native.segment_bytes(slots, max_readers, len(text)),
                 session=session,
-                owner=here.owner,
-                boot_id=here.boot_id,
-                pid_namespace=here.pid_namespace,
+                **me()._asdict(),
                 slots=slots,
                 readers=max_readers,
                 slot_bytes=manifest.slot_bytes,
