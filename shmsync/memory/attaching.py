@@ -90,7 +90,6 @@ class Release:
 
     def __init__(self, attached: Attached, peers: Peers) -> None:
         self._attached, self._peers = [attached], peers
-        self._done = False
 
     def add(self, attached: Attached) -> None:
         """Free this one too, in the end."""
@@ -104,11 +103,8 @@ class Release:
 
     def __call__(self) -> None:
         """Free the rows and release the arenas. Idempotent."""
-        if self._done:
-            return
-        self._done = True
-        for attached in self._attached:
-            _give_back(attached)
+        while self._attached:
+            _give_back(self._attached.pop(0))
         self._peers.close()
 
 

@@ -19,11 +19,6 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def when_dynamo_is_imported(call: Callable[[], object]) -> None:
-    """Make this call as soon as torch.compile() can be used."""
-    when_imported("torch._dynamo", call)
-
-
 def skip(function: F) -> F:
     """Dynamo does not compile this function, but what it calls. A decorator of functions that live forever."""
 
@@ -32,7 +27,7 @@ def skip(function: F) -> F:
 
         skip(function)
 
-    when_dynamo_is_imported(register)
+    when_imported("torch._dynamo", register)
     return function
 
 
@@ -47,7 +42,7 @@ class _Disabled:
             setattr(owner, name, torch.compiler.disable(self._function))
 
         setattr(owner, name, self._function)
-        when_dynamo_is_imported(register)
+        when_imported("torch._dynamo", register)
 
 
 def disable(function: Callable[P, R]) -> Callable[P, R]:

@@ -140,20 +140,16 @@ class Manifest:
         dtypes = dtypes or {}
         leaves = []
         offset = 0
-        placed: dict[tuple[object, ...], int] = {}
+        placed: dict[tuple[object, ...], int] = {}  # by what tied leaves have in common; of others by the key
         for key, tensor in tensors.items():
             kept = dtypes.get(key, tensor.dtype)
             shape = tuple(tensor.shape)
-            identity = tie(tensor)
-            at = placed.get(identity) if identity else None
-            place = offset if at is None else at
+            place = placed.setdefault(tie(tensor) or key, offset)
             leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), place, key in dtypes, key not in unsaved)
             leaf.__dict__["dtype"] = kept  # as the cached property would find it
             leaves.append(leaf)
-            if at is None:
+            if place == offset:  # it is tied to no leaf before it
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
-                if identity:
-                    placed[identity] = leaf.offset
         return cls(tuple(leaves), filtered=filtered, sums=offset if checksum else None)
 
     def to_json(self) -> bytes:
