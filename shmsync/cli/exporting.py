@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
-from ..memory.inspection import ArenaSeen, manifest_of, ties
+from ..memory.inspection import manifest_of, ties
 from ..memory.manifest import Manifest
 from ..memory.slab.available import available_bytes
 from ..memory.strides import contiguous
@@ -68,10 +68,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if (problem := _problem(path, arguments.force)) is not None:
         print(f"shmsync export: {problem}", file=sys.stderr)
         return 1
-    seen, _ = find(arguments.name, 0)
-    _check_room(seen)
+    find(arguments.name, 0)  # a name that there is not is no name to wait for
     with Subscriber(arguments.name, consistency="optimistic", timeout=arguments.timeout) as sub:
         manifest = _manifest(sub, arguments.name)
+        _check_room(arguments.name, manifest)
         weights, version = sub.snapshot()
     tensors = {key if isinstance(key, str) else ".".join(key): tensor for key, tensor in weights.items(True, True)}
     if len(tensors) < len(list(weights.keys(True, True))):
@@ -107,19 +107,16 @@ def _there(path: Path) -> str:
     return f"{path} exists; --force replaces it"
 
 
-def _check_room(seen: ArenaSeen) -> None:
+def _check_room(name: str, manifest: Manifest) -> None:
     """A snapshot and its file in memory are two copies, three of leaves that are not contiguous.
 
     A process that takes more than there is, is killed.
     """
-    if not seen.readable:
-        return  # attaching says why
-    manifest = manifest_of(seen.name)
     permuted = sum(leaf.nbytes for leaf in manifest.leaves if leaf.strides != contiguous(leaf.shape))
     needed, left = 2 * manifest.used_bytes + permuted, available_bytes()
     if needed > left:
         raise NoSpace(
-            f"a checkpoint of arena {seen.name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
+            f"a checkpoint of arena {name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
             "this process (machine and cgroup); free some"
         )
 

@@ -17,10 +17,10 @@ import torch
 from .. import _native
 from ..errors import ClosedError
 from . import deferred_free as lent
-from .buffer_alloc import Fresh, filled, tree
+from .buffer_alloc import Fresh, filled
 from .control import segment
 from .devices import Device, OnDevice
-from .manifest import Key, Leaf, Manifest, fingerprint
+from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
 from .system.calls import refusals

@@ -6,12 +6,11 @@ known of each leaf is worked out once for an arena, so that each snapshot only m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .manifest import Key, Manifest
+from .manifest import Manifest, tree
 from .torch_modes import plainly
 
 if TYPE_CHECKING:
@@ -48,17 +47,6 @@ class Fresh:
         from .dotted import dotted
 
         return dotted(filled(self._tree, tensors))
-
-
-def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
-    """Values by key path as a dict of dicts."""
-    root: dict[str, Any] = {}
-    for key, value in values.items():
-        level = root
-        for part in key[:-1]:
-            level = level.setdefault(part, {})
-        level[key[-1]] = value
-    return root
 
 
 def filled(tree: dict[str, Any], values: list[Any]) -> TensorDict:

@@ -53,6 +53,17 @@ def merged(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return pieces
 
 
+def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
+    """Values by key path as a dict of dicts."""
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        level = root
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = value
+    return root
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of the weights. INV: its strides are dense, so its bytes are those from `offset` on."""
