@@ -8,8 +8,8 @@ behind the reads of a section.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +19,7 @@ from .strides import same_order
 from .torch_modes import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
-Stream = Hashable
+Stream = Any  # hashable; of a class of the device's own
 
 
 class Streams(Protocol):

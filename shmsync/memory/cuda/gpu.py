@@ -142,9 +142,9 @@ class Gpu:
         """As in Device. Streams of other GPUs may be given, too."""
         return stream_or_event(given, self._index)
 
-    def capturing(self, stream: object) -> bool:
+    def capturing(self, stream: GpuStream | GpuEvent) -> bool:
         """As in Device."""
-        if not isinstance(stream, GpuStream):
+        if isinstance(stream, GpuEvent):
             return False
         with self._here(stream.index):
             answer = self._calls.cudaStreamIsCapturing(stream.handle)
@@ -153,9 +153,8 @@ class Gpu:
                 return True
             return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
 
-    def follow(self, later: object, first: object) -> None:
+    def follow(self, later: GpuStream, first: GpuStream | GpuEvent) -> None:
         """As in Device."""
-        assert isinstance(later, GpuStream) and isinstance(first, (GpuStream, GpuEvent))
         if later == first:
             return
         doing = "ordering two streams"
@@ -166,22 +165,19 @@ class Gpu:
         with self._event(first) as event, self._here(later.index):
             self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
 
-    def copy(self, stream: object, pieces: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, stream: GpuStream, pieces: Sequence[tuple[int, int, int]]) -> None:
         """As in Device."""
-        assert isinstance(stream, GpuStream)
         with self._here():
             for to, source, size in joined(pieces):
                 self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
 
-    def call(self, stream: object, call: _native.HostCall) -> None:
+    def call(self, stream: GpuStream, call: _native.HostCall) -> None:
         """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""
-        assert isinstance(stream, GpuStream)
         with self._here():
             self._call("asking for a call", "cuLaunchHostFunc", stream.handle, type(call).function, call.ticket())
 
-    def wait(self, stream: object, seconds: float) -> bool:
+    def wait(self, stream: GpuStream, seconds: float) -> bool:
         """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
-        assert isinstance(stream, GpuStream)
         deadline = time.monotonic() + seconds
         pause, longest = _LOOK
         with self._event(stream) as event:
