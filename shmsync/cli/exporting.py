@@ -56,12 +56,9 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save
-    except ModuleNotFoundError as error:
-        print(f"export needs {error.name}: pip install 'shmsync[safetensors]'", file=sys.stderr)
-        return 2
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
     from ..engine.subscriber import Subscriber
 
     path = Path(arguments.file)

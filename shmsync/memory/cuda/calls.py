@@ -1,15 +1,22 @@
-"""The functions of CUDA that are called, and where they come from: cuda-bindings, and the driver for one of them.
+"""What is asked of CUDA, and of torch about GPUs. Tests put others in the place of both, which need no GPU.
 
-The names and the form of the answers are those of cuda.bindings.runtime: (code, value, ...). Host functions are
-launched through the driver itself, since the bindings put a function of their own in front, which takes the GIL: a
-thread that holds the GIL and waits for the device would then deadlock.
+The functions of CUDA come from cuda-bindings, and one of them from the driver. The names and the form of the answers
+are those of cuda.bindings.runtime: (code, value, ...). Host functions are launched through the driver itself, since the
+bindings put a function of their own in front, which takes the GIL: a thread that holds the GIL and waits for the device
+would then deadlock.
 """
 
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
+
+import torch
+
+from ..torch_modes import plainly
+from .blocks import Block
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
 EVENT_NO_TIMING = 2
@@ -89,3 +96,32 @@ class CudaCalls:
             return (self._runtime.cudaError_t(code),)
         except ValueError:  # a code that the bindings are too old for
             return (code,)
+
+
+class TorchSide:
+    """What torch knows of GPUs: current streams and devices, and storages over memory that is not its own."""
+
+    def count(self) -> int:
+        """How many GPUs this process sees."""
+        return torch.cuda.device_count()
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """This GPU is the calling thread's current one. No context is made on another."""
+        return torch.cuda.device(index)
+
+    def current(self, index: int) -> int:
+        """The handle of the calling thread's current stream on this GPU."""
+        return torch.cuda.current_stream(index).cuda_stream
+
+    def wrap(self, memory: Block, index: int) -> torch.UntypedStorage:
+        """A storage over this memory. torch keeps the block until the last tensor over it is gone."""
+        with plainly():
+            return torch.as_tensor(memory, device=torch.device("cuda", index)).untyped_storage()
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the GPU that the tensor lies on; None: it lies elsewhere."""
+        return tensor.device.index if tensor.device.type == "cuda" else None
+
+    def cached(self, index: int) -> int:
+        """Bytes of this GPU that torch's allocator keeps, and no tensor uses."""
+        return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

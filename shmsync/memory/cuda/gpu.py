@@ -20,11 +20,10 @@ from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, Protoco
 from ..slab.available import available_bytes
 from ..torch_modes import plainly
 from .blocks import Block, Blocks
-from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
+from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
 from .handle_format import SlabHandle, named, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
-from .torch_side import TorchSide
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
 WHOLE_BLOCKS = 2 << 20

@@ -9,10 +9,9 @@ import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
-from .calls import CudaCalls
+from .calls import CudaCalls, TorchSide
 from .gpu import Gpu, uuid_of
 from .handle_format import named, unpacked
-from .torch_side import TorchSide
 
 _DRIVER = "libcuda.so.1"
 

@@ -346,7 +346,7 @@ class Proxy:
 
 
 class StandInTorch:
-    """What is asked of torch, see TorchSide in shmsync/memory/cuda/torch_side.py."""
+    """What is asked of torch, see TorchSide in shmsync/memory/cuda/calls.py."""
 
     def __init__(self, calls):
         self._calls = calls
