@@ -143,17 +143,16 @@ def _put(path: Path, content: bytes, force: bool) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if force:
-            os.replace(made, path)
-        else:
+        if not force:
             try:
                 os.link(made, path)  # refuses where there is one by now
+                return
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                     raise
                 if os.path.lexists(path):  # a file system without links
                     raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
-                os.replace(made, path)
+        os.replace(made, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(made)

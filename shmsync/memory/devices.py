@@ -195,10 +195,8 @@ def holding(tensor: torch.Tensor) -> Device | None:
 
 def place_of(tensor: torch.Tensor) -> str:
     """The name of the place where a tensor lies: "cpu", "cuda:0"."""
-    if tensor.device.type != "cpu" or not _visible:
-        return str(tensor.device)
-    device = holding(tensor)
-    return "cpu" if device is None else device.name
+    device = holding(tensor) if tensor.device.type == "cpu" else None
+    return str(tensor.device) if device is None else device.name
 
 
 def assign(to: torch.Tensor, source: torch.Tensor) -> None:

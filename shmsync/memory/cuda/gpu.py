@@ -68,9 +68,11 @@ class Gpu:
         with self._here():
             free, total = self._call(doing, "cudaMemGetInfo")
             if whole > free:
+                kept = self._side.cached(self._index)
+                more = f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
                 raise NoSpace(
                     f"{whole:,} bytes are needed on {self.name}, of whose {total:,} bytes {free:,} are free; use fewer "
-                    f"slots, a smaller dtype=, exclude= what workers do not need{self._cached()}"
+                    f"slots, a smaller dtype=, exclude= what workers do not need{more if kept else ''}"
                 )
             address = int(self._call(doing, "cudaMalloc", whole, needed=whole))
             block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
@@ -295,12 +297,6 @@ class Gpu:
                 f"using it; this is a fault of torch {torch.__version__} or of shmsync, please report it"
             )
         return storage
-
-    def _cached(self) -> str:
-        kept = self._side.cached(self._index)
-        if not kept:
-            return ""
-        return f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
 
 
 def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
