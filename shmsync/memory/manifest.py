@@ -84,7 +84,7 @@ class Leaf:
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * (ELEMENT_BYTES.get(self.dtype_name) or _element_bytes(self.dtype_name))
+        return math.prod(self.shape) * _element_bytes(self.dtype_name)
 
     @cached_property
     def name(self) -> str:
@@ -223,7 +223,8 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _element_bytes(dtype_name: str) -> int:
-    """Of a dtype that is not in ELEMENT_BYTES."""
+    if dtype_name in ELEMENT_BYTES:
+        return ELEMENT_BYTES[dtype_name]
     dtype = _dtypes().get(dtype_name)
     if dtype is None:
         raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
@@ -245,8 +246,7 @@ def _number(value: Any) -> int:
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
     key, dtype_name, shape, offset, marks, *strides = _typed(entry, list)
-    known = ELEMENT_BYTES.get(_typed(dtype_name, str))
-    extent = known or _element_bytes(dtype_name)  # of an empty one the strides count
+    extent = _element_bytes(_typed(dtype_name, str))  # of an empty one the strides count
     sizes = tuple(_number(size) for size in _typed(shape, list))
     path = tuple(_typed(part, str) for part in _typed(key, list))
     name = ".".join(path)
