@@ -40,11 +40,10 @@ class History:
                 self.rates[seen.name] = deque(maxlen=_LONG)  # the first look; or another publisher has the name
             else:
                 self.rates[seen.name].append(now)
-            for reader in seen.readers:
-                self.lags.setdefault(_key(seen, reader), deque(maxlen=_LONG)).append(reader.lag)
-        there = {_key(seen, reader) for seen in self.arenas for reader in seen.readers}
-        for gone in self.lags.keys() - there:
-            del self.lags[gone]
+        there = {_key(seen, reader): reader.lag for seen in self.arenas for reader in seen.readers}
+        self.lags = {key: self.lags.get(key, deque(maxlen=_LONG)) for key in there}
+        for key, lag in there.items():
+            self.lags[key].append(lag)
 
     def rate_of(self, seen: ArenaSeen) -> float | None:
         """Versions in a second, between the last two looks."""
