@@ -7,10 +7,9 @@ nothing is compiled, so the functions are plain ones until then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from typing_extensions import ParamSpec
 
 from .system.when_imported import when_imported
 

@@ -120,11 +120,8 @@ class Events:
         signal.signal(signal.SIGTSTP, handler)
 
 
-Show = Callable[[], None]
-
-
 def _watch(
-    arguments: argparse.Namespace, history: History, events: Events, show: Show
+    arguments: argparse.Namespace, history: History, events: Events, show: Callable[[], None]
 ) -> Iterator[signal.Signals | str]:
     """Show each look; the events between two looks, after which the same look is shown again. Ends with the arena."""
     while True:
