@@ -388,12 +388,12 @@ def process(monkeypatch):
 
     def become(world, visible_gpus=(0,)):
         calls = Proxy(world, visible_gpus)
-        monkeypatch.setattr(visible, "_gpus", {})
-        monkeypatch.setattr(visible, "_system", (calls, calls.side))
-        monkeypatch.setattr(visible, "_of_generation", _native.fork_generation())
+        monkeypatch.setattr(visible, "system", lambda: (calls, calls.side))
+        visible._used.cache_clear()
         return calls
 
-    return become
+    yield become
+    visible._used.cache_clear()
 
 
 def test_a_gpu_is_found_by_its_uuid_whatever_its_number(process):
@@ -427,14 +427,13 @@ def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
     of_the_parent, generation = visible.device(0), _native.fork_generation()
     assert visible.device(0) is of_the_parent
     mine = Proxy(World())
-    monkeypatch.setattr(visible, "_of_generation", visible._of_generation)  # and back afterwards
     monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
     monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
     assert calls_of(visible.device(0)) is mine
 
 
 def test_without_cuda_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(visible, "_system", None)
+    visible._used.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceFailed, match="was built without CUDA"):
         visible.device(0)
@@ -689,7 +688,7 @@ def test_nothing_is_left_when_both_ends_are_closed(arena):
     sub.close()
     pub.close()
     gc.collect()
-    visible._gpus.clear()
+    visible._used.cache_clear()
     devices._default.clear()
     gc.collect()
     assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
