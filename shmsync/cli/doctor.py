@@ -22,7 +22,6 @@ from typing import NamedTuple
 import psutil
 
 from ..errors import ShmSyncError
-from ..memory.control import leftovers
 from ..memory.inspection import Condition, look_at_all
 from ..memory.slab.available import cgroup_room
 from ..memory.slab.memfd import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals
@@ -105,7 +104,7 @@ def arenas(root: Path) -> Finding:
     """What is in /dev/shm already."""
     try:
         with closing(Peers()) as peers:
-            found = look_at_all(leftovers.names(), peers)
+            found = look_at_all(None, peers)
     except ShmSyncError as error:
         return Finding("arenas", Level.WARNING, str(error))
     dead = [seen.name for seen in found if seen.owner is Condition.DEAD]

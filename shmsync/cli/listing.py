@@ -66,7 +66,9 @@ def _row(seen: ArenaSeen, rate: float | None, measured: float) -> list[str]:
     pid = "-" if seen.pid is None else str(seen.pid)
     slots, version, readers = str(len(seen.slots)), str(seen.version), str(len(seen.readers))
     inside = [size(seen.bytes), slots, version, per_second(rate, measured), readers]
-    return [seen.name, seen.owner.value, pid, *(inside if seen.readable else ["-"] * 5), duration(seen.age)]
+    if not seen.readable:
+        inside = ["-"] * len(inside)
+    return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
 
 
 def _details(page: Page, seen: ArenaSeen, verbose: bool) -> None:

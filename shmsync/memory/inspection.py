@@ -18,6 +18,7 @@ from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .control import header as _header
 from .control.header import Header, check_readable, locked, opened
 from .control.leftovers import may_live
+from .control.leftovers import names as all_names
 from .control.reader_figures import figures
 from .manifest import Manifest, checked_manifest
 from .slab.slab import slab_bytes
@@ -224,6 +225,7 @@ def _holder_of_lock(status: os.stat_result) -> int | None:
     return None
 
 
-def look_at_all(names: Iterable[str], peers: Peers) -> list[ArenaSeen]:
-    """Every arena of these names that is still there."""
-    return [seen for name in names if (seen := look(name, peers)) is not None]
+def look_at_all(names: Iterable[str] | None, peers: Peers) -> list[ArenaSeen]:
+    """Every arena of these names (None: of all) that is still there. Raises NoSpace, see names()."""
+    asked = all_names() if names is None else names
+    return [seen for name in asked if (seen := look(name, peers)) is not None]

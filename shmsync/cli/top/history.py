@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...memory.control import leftovers
 from ...memory.inspection import ArenaSeen, ReaderSeen, look_at_all
 from ...memory.system.process import Peers
 from ..measures import holders, rate
@@ -33,7 +32,7 @@ class History:
         """Look again."""
         self.looks += 1
         before = {seen.name: seen for seen in self.arenas}
-        self.arenas = look_at_all(leftovers.names() if self._names is None else self._names, self._peers)
+        self.arenas = look_at_all(self._names, self._peers)
         for seen in self.arenas:
             now = rate(before.get(seen.name), seen)
             if now is None:

@@ -94,18 +94,17 @@ class _Memfd:
             )
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._closing = weakref.finalize(self, close, fd)
-        self._closing.atexit = False
-        _kept.add(self)
-        try:
-            with refusals("making room for weights"):
+            self._closing = weakref.finalize(self, close, fd)
+            self._closing.atexit = False
+            _kept.add(self)
+            try:
                 fill(fd)
                 os.pwrite(fd, token, size)
                 add_seals(fd, seals)
                 self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, whole, token)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Give it up: no process can open it any more. Idempotent."""
