@@ -148,9 +148,11 @@ class Gpu:
         if isinstance(stream, GpuEvent):
             return False
         with self._here(stream.index):
-            doing = "looking at a stream"
-            status = self._call(doing, "cudaStreamIsCapturing", stream.handle, unless=CAPTURE_ELSEWHERE)
-            return status is None or int(status) != 0
+            answer = self._calls.cudaStreamIsCapturing(stream.handle)
+            if int(answer[0]) == CAPTURE_ELSEWHERE:
+                self._calls.cudaGetLastError()
+                return True
+            return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
 
     def follow(self, later: GpuStream, first: GpuStream | GpuEvent) -> None:
         """As in Device."""
@@ -182,7 +184,9 @@ class Gpu:
         with self._event(stream) as event:
             while True:
                 with self._here(stream.index):
-                    if self._call("waiting for a stream", "cudaEventQuery", event, unless=NOT_READY) is not None:
+                    answer = self._calls.cudaEventQuery(event)
+                    if int(answer[0]) != NOT_READY:
+                        self._take("waiting for a stream", "cudaEventQuery", answer)
                         return True
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -195,7 +199,9 @@ class Gpu:
         if self._probe is None:
             self._probe = self.stream()
         with self._here():
-            self._call("looking at the device", "cudaStreamQuery", self._probe.handle, unless=NOT_READY)
+            answer = self._calls.cudaStreamQuery(self._probe.handle)
+            if int(answer[0]) != NOT_READY:
+                self._take("looking at the device", "cudaStreamQuery", answer)
 
     # How CUDA is called.
 
@@ -216,8 +222,8 @@ class Gpu:
         except RuntimeError as error:  # torch looks at its own errors first
             raise DeviceFailed(f"{self.name} cannot be used: {error}") from error
         try:
-            answer, name = self._calls.relax(), "cudaThreadExchangeStreamCaptureMode"
-            before = _taken(self._calls, name, answer, self.name, "leaving captures alone")
+            answer = self._calls.relax()
+            before = self._take("leaving captures alone", "cudaThreadExchangeStreamCaptureMode", answer)
             try:
                 yield
             finally:
@@ -252,13 +258,12 @@ class Gpu:
             else:
                 self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
 
-    def _call(self, doing: str, name: str, *arguments: Any, needed: int | None = None, unless: int = 0) -> Any:
-        """What this function of CUDA gives, see _taken(); None for the code `unless`, which is no error here."""
-        answer = getattr(self._calls, name)(*arguments)
-        if unless and int(answer[0]) == unless:
-            self._calls.cudaGetLastError()  # else torch's next call would be blamed for it
-            return None
-        return _taken(self._calls, name, answer, self.name, doing, needed)
+    def _call(self, doing: str, name: str, *arguments: Any, needed: int | None = None) -> Any:
+        """What this function of CUDA gives."""
+        return self._take(doing, name, getattr(self._calls, name)(*arguments), needed)
+
+    def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
+        return _taken(self._calls, call, answer, self.name, doing, needed)
 
     def _give_back(self, call: Callable[[], Answer], index: int | None = None) -> None:
         """Free something, perhaps in a garbage collection: no call can raise an error."""
