@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import posix_ipc
+
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound
-from ..system.calls import close
+from ..system.calls import close, patient
 
-PREFIX = "shmsync."
+PREFIX = "/shmsync."
 FOLDER = "/dev/shm"
-_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # as shm_open() opens a name
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of arenas
 
 
@@ -52,64 +53,49 @@ class Header(NamedTuple):
     covered: bytes  # the bytes that the crc covers
 
 
-def path_of(name: str) -> str:
-    """The path of this arena's segment."""
-    return f"{FOLDER}/{PREFIX}{name}"
-
-
-def make(name: str) -> int | None:
-    """A descriptor of a new segment of this name; None when there is one."""
-    try:
-        return os.open(path_of(name), _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return None
-    except PermissionError as error:
-        raise PermissionError(errno.EACCES, f"no segment may be made in {FOLDER}") from error
-
-
 @contextmanager
 def opened(name: str) -> Iterator[int | None]:
     """A descriptor of this arena's segment; None when there is none.
 
     Raises ArenaNotFound if it may not be opened, or if it is no plain file: what is read later is read from what was
-    opened here.
+    opened here. shm_open() follows no link.
     """
     try:
-        fd = os.open(path_of(name), _OPEN)
-    except FileNotFoundError:
+        memory = patient(lambda: posix_ipc.SharedMemory(PREFIX + name))
+    except posix_ipc.ExistentialError:
         yield None
         return
-    except PermissionError as error:
+    except posix_ipc.PermissionsError as error:
         raise ArenaNotFound(
             f"it is another user's: uid {os.geteuid()} may not open arena {name!r}; run the worker as the user of its "
             "publisher"
         ) from error
+    except ValueError as error:  # so posix_ipc says EINVAL, which is what opening a folder gives
+        raise _squatted(name, "a directory, or a name that no segment has,") from error
     except OSError as error:
         if error.errno not in _NO_FILE:
             raise
         raise _squatted(name, _NO_FILE[error.errno]) from error
     try:
-        mode = os.fstat(fd).st_mode
+        mode = os.fstat(memory.fd).st_mode
         if not stat.S_ISREG(mode):
             raise _squatted(name, "a FIFO" if stat.S_ISFIFO(mode) else "a device")
-        yield fd
+        yield memory.fd
     finally:
-        close(fd)
+        close(memory.fd)
 
 
-_NO_FILE = {  # what open() says of a name that stands for no plain file
+_NO_FILE = {  # what shm_open() says of a name that stands for no plain file
     errno.ELOOP: "a symbolic link",
     errno.EISDIR: "a directory",
     errno.ENXIO: "a socket, or a device that is not there",
     errno.ENODEV: "a device that is not there",
-    errno.ENOTDIR: "a name that no segment has",
-    errno.ENAMETOOLONG: "a name that no segment has",
 }
 
 
 def _squatted(name: str, what: str) -> ArenaNotFound:
     return ArenaNotFound(
-        f"{path_of(name)} is {what}, and no segment of shmsync; see who made it, and remove it by hand, or use "
+        f"{FOLDER}{PREFIX}{name} is {what}, and no segment of shmsync; see who made it, and remove it by hand, or use "
         "another name"
     )
 
@@ -143,7 +129,7 @@ def check_readable(name: str, header: Header) -> None:
     """Raise ArenaCorrupt for what is no segment, or one that this version of shmsync cannot read."""
     if header.magic != _native.MAGIC or header.endian != _native.ENDIAN_TAG:
         raise ArenaCorrupt(
-            f"{path_of(name)} is no segment of shmsync: it has magic {header.magic:#x} and endian tag "
+            f"{FOLDER}{PREFIX}{name} is no segment of shmsync: it has magic {header.magic:#x} and endian tag "
             f"{header.endian:#x} but {_native.MAGIC:#x} and {_native.ENDIAN_TAG:#x} are needed; see who made it, and "
             "remove it by hand, or use another name"
         )
@@ -177,7 +163,7 @@ def read(fd: int) -> Header | None:
 def stands_for(name: str, fd: int) -> bool:
     """Does the name still stand for the segment behind this descriptor?"""
     try:
-        named = os.lstat(path_of(name))
+        named = os.lstat(FOLDER + PREFIX + name)
     except FileNotFoundError:
         return False
     found = os.fstat(fd)
@@ -188,7 +174,7 @@ def unlink(name: str, fd: int) -> None:
     """Remove the name if it still stands for this segment."""
     if stands_for(name, fd):
         with suppress(FileNotFoundError):
-            os.unlink(path_of(name))
+            os.unlink(FOLDER + PREFIX + name)
 
 
 def locked(fd: int) -> bool:

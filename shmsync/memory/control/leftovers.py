@@ -24,7 +24,7 @@ from ...errors import ArenaNotFound, ShmSyncError
 from ..system.calls import refusals
 from ..system.process import Peer, exists, me, pid_of
 from . import header as _header
-from .header import FOLDER, NAME, PREFIX, Header, opened, path_of
+from .header import FOLDER, NAME, PREFIX, Header, opened
 
 _log = logging.getLogger("shmsync")
 
@@ -40,8 +40,9 @@ def names() -> list[str]:
 
 
 def _listed() -> list[str]:
+    prefix = PREFIX[1:]
     try:
-        entries = [entry[len(PREFIX) :] for entry in os.listdir(FOLDER) if entry.startswith(PREFIX)]
+        entries = [entry[len(prefix) :] for entry in os.listdir(FOLDER) if entry.startswith(prefix)]
     except FileNotFoundError:
         return []
     return [name for name in entries if NAME.fullmatch(name)]  # others are no arenas, and could fool a terminal
@@ -79,7 +80,7 @@ def _live_owner(name: str, fd: int) -> int | None:
     if header is not None and header.ready and may_live(header):
         return pid_of(header.owner)
     if _header.foreign(header):
-        raise ArenaNotFound(f"it is no segment of shmsync; see who made {path_of(name)}, and remove it by hand")
+        raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
     uid = os.fstat(fd).st_uid
     if os.geteuid() not in (uid, 0):
         raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+import posix_ipc
+
 from ... import _native
 from ...errors import ArenaCorrupt, ArenaExists, ArenaNotFound, NoSpace, WriterDied
-from ..system.calls import close, take_lock
+from ..system.calls import close, patient, take_lock
 from ..system.process import Peer, me, pid_of
-from .header import FOLDER, NAME, Header, check_ours, check_readable, locked, make, opened, read, stands_for, unlink
+from .header import FOLDER, NAME, PREFIX, Header, check_ours, check_readable, locked, opened, read, stands_for, unlink
 from .leftovers import sweep, sweep_some
 
 T = TypeVar("T")
@@ -67,7 +69,7 @@ def create(name: str, size: int, **header: Any) -> Created:
     """Make the segment of an arena; sweeps what dead publishers left. Raises ArenaExists, NoSpace."""
     sweep_some()
     for _ in range(100):
-        fd = _with_room_for(lambda: make(name))
+        fd = _make(name)
         if fd is None:
             try:
                 owner = sweep(name)
@@ -114,6 +116,18 @@ def session_of(name: str) -> bytes | None:
     with opened(name) as fd:
         header = None if fd is None else read(fd)
     return header.session if header is not None and header.ready else None
+
+
+def _make(name: str) -> int | None:
+    """A descriptor of a new segment of this name; None when there is one."""
+    try:
+        return _with_room_for(
+            lambda: patient(lambda: int(posix_ipc.SharedMemory(PREFIX + name, posix_ipc.O_CREX, mode=0o600).fd))
+        )
+    except posix_ipc.ExistentialError:
+        return None
+    except posix_ipc.PermissionsError as error:
+        raise PermissionError(errno.EACCES, f"no segment may be made in {FOLDER}") from error
 
 
 def _allocate(fd: int, size: int) -> None:

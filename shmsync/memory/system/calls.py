@@ -7,10 +7,13 @@ import fcntl
 import os
 import select
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from ...errors import NoSpace, ShmSyncError
+
+T = TypeVar("T")
 
 _CURES = {
     errno.EMFILE: "raise the limit of open files with `ulimit -n`, or close some",
@@ -29,10 +32,26 @@ def refusals(what: str) -> Iterator[None]:
     except ShmSyncError:  # some of them are OSErrors too
         raise
     except (OSError, MemoryError) as error:
-        number = getattr(error, "errno", None) or errno.ENOMEM
-        cure = _CURES.get(number, "try again, and look into the kernel's log")
+        cure = _CURES.get(_number(error), "try again, and look into the kernel's log")
         reason = getattr(error, "strerror", None) or str(error) or "no memory"
         raise NoSpace(f"{what} failed, and changed nothing: {reason}; {cure}") from error
+
+
+def _number(error: BaseException) -> int:
+    number: int | None = getattr(error, "errno", None)
+    if number is None and isinstance(error, OSError):  # posix_ipc says these two in words alone
+        said = str(error)
+        number = errno.EMFILE if "files open" in said else errno.ENFILE if "open files" in said else None
+    return number or errno.ENOMEM
+
+
+def patient(call: Callable[[], T]) -> T:
+    """Repeat a call that a signal interrupted, for libraries that do not do so themselves."""
+    while True:
+        try:
+            return call()
+        except InterruptedError:
+            continue
 
 
 def close(fd: int) -> None:

@@ -34,7 +34,7 @@ from support.worker import Gone
 ACTIONS = ("kill", "stop", "pause")
 # What Python does: (where the function is found, its name, the point before it, the point after it).
 AROUND = [
-    (segment, "make", None, "segment.named"),
+    (segment, "_make", None, "segment.named"),
     (segment, "_allocate", "segment.locked", "segment.allocated"),
     (slab, "create", None, "slab.created"),
     (slab, "attach", None, "slab.attached"),
