@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from ..memory.control import leftovers
 from .output import Commands, command
@@ -28,11 +27,8 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        from argcomplete import shellcode
-    except ModuleNotFoundError as error:
-        print(f"completion needs {error.name}: pip install 'shmsync[completion]'", file=sys.stderr)
-        return 2
+    from argcomplete import shellcode
+
     print(shellcode(["shmsync"], shell=arguments.shell))
     return 0
 

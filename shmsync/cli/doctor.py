@@ -1,12 +1,32 @@
-"""`shmsync doctor`: does it work here, and what would make it work better?"""
+"""`shmsync doctor`: does it work here, and what would make it work better?
+
+Each check is one function that tries the thing itself where that is possible. `root`
+stands for / in every path, so that a check can be shown another machine's files.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
 
-from .findings import Level, examine
-from .output import Commands, Page, command
+import psutil
+
+from ..errors import ShmSyncError
+from ..memory.inspection import Condition, look_at_all
+from ..memory.slab.available import cgroup_room
+from ..memory.slab.memfd import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, add_seals
+from ..memory.system.process import Peers
+from .output import Commands, Page, command, size
 
 _EXAMPLES = """
 shmsync doctor                               each finding with its cure
@@ -14,6 +34,222 @@ shmsync doctor || exit 1                     in a script: 1 means that shmsync c
 shmsync doctor --strict                      1 for warnings, too
 shmsync doctor --json | jq '.findings[] | select(.level != "ok")'
 """
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    NOTE = "note"  # worth knowing
+    WARNING = "warning"  # works now, may fail or be slow later
+    FAILURE = "failure"  # shmsync does not work here
+
+
+class Finding(NamedTuple):
+    """One thing that was found, and what to do about it."""
+
+    check: str
+    level: Level
+    text: str
+    cure: str = ""
+
+
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the machine's own
+_MIB = 1 << 20
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def system(root: Path) -> Finding:
+    """Kernel, Python and torch."""
+    from importlib.metadata import PackageNotFoundError, version  # here, since other commands need none of its imports
+
+    names = []
+    for package in ("shmsync", "torch", "tensordict"):
+        with suppress(PackageNotFoundError):
+            names.append(f"{package} {version(package)}")
+    text = f"Linux {platform.release()}, Python {platform.python_version()}, {', '.join(names)}"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        cure = "use Linux 5.3 or newer; in a container, a seccomp profile that allows pidfd_open"
+        return Finding("system", Level.WARNING, f"{text}; pidfds are refused ({error}): deaths are noticed later", cure)
+    else:
+        return Finding("system", Level.OK, text)
+
+
+def shared_memory(root: Path) -> Finding:
+    """/dev/shm, where control segments stand."""
+    folder = root / "dev/shm"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        cure = f"mount it: mount -t tmpfs -o mode=1777 tmpfs {folder}; in a container: --shm-size=64m"
+        return Finding("shm", Level.FAILURE, f"{folder} is missing, or this user may not write there", cure)
+    status = os.statvfs(folder)
+    free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    text = f"{folder} has {size(free)} of {size(whole)} free; an arena needs 128 KiB of it, its weights are elsewhere"
+    cure = "remove what is not needed there (`shmsync gc` for arenas), or mount it larger: --shm-size, size="
+    if free < _MIB:
+        return Finding("shm", Level.FAILURE, text, cure)
+    if free < 16 * _MIB or (status.f_files and status.f_favail < 64):
+        return Finding("shm", Level.WARNING, f"{text}; {status.f_favail} more files fit", cure)
+    return Finding("shm", Level.OK, text)
+
+
+def arenas(root: Path) -> Finding:
+    """What is in /dev/shm already."""
+    try:
+        with closing(Peers()) as peers:
+            found = look_at_all(None, peers)
+    except ShmSyncError as error:
+        return Finding("arenas", Level.WARNING, str(error))
+    dead = [seen.name for seen in found if seen.owner is Condition.DEAD]
+    text = f"{len(found)} arenas, {len(dead)} of dead publishers"
+    if dead:
+        return Finding("arenas", Level.NOTE, text, "`shmsync gc` removes them; each new publisher removes some, too")
+    return Finding("arenas", Level.OK, text)
+
+
+def memory(root: Path) -> Finding:
+    """What weights may take: the machine's, and what the enclosing cgroups leave of it."""
+    machine = psutil.virtual_memory().available
+    free = min([machine, *cgroup_room(root / "proc/self/cgroup", root / "sys/fs/cgroup")])
+    if free < machine:
+        text = f"{size(free)} can be used, less than the {size(machine)} that the machine has left: a cgroup limits it"
+        cure = "raise the container's limit (--memory, resources.limits.memory) if weights x slots need more"
+        return Finding("memory", Level.WARNING if free < 256 * _MIB else Level.NOTE, text, cure)
+    return Finding("memory", Level.OK, f"{size(free)} can be used; no cgroup limits it further")
+
+
+def memfd(root: Path) -> Finding:
+    """Can the weights' memory be made, and sealed?"""
+    cure = "use Linux 5.1 or newer; in a container, a seccomp profile that allows memfd_create"
+    if _text(root / "proc/sys/vm/memfd_noexec") == "2":
+        cure = "sysctl vm.memfd_noexec=1 (2 refuses memfds of programs that do not ask for it)"
+    try:
+        fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        return Finding("memfd", Level.FAILURE, f"memfd_create is refused: {error.strerror}", cure)
+    try:
+        os.ftruncate(fd, 4096)
+        add_seals(fd, SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE)
+    except OSError as error:
+        return Finding("memfd", Level.FAILURE, f"a memfd cannot be sealed against writing: {error.strerror}", cure)
+    else:
+        return Finding("memfd", Level.OK, "memfds can be made and sealed")
+    finally:
+        os.close(fd)
+
+
+_OPENS = "import os, sys; print(os.fstat(os.open(sys.argv[1], os.O_RDONLY)).st_ino)"
+
+
+def opening(root: Path) -> Finding:
+    """Can a worker open /proc/<pid>/fd of its trainer? A child of this process tries it."""
+    scope = _text(root / "proc/sys/kernel/yama/ptrace_scope")
+    scoped = "" if scope is None else f" (kernel.yama.ptrace_scope is {scope}, which does not matter for that)"
+    fd = os.memfd_create("shmsync:doctor", os.MFD_CLOEXEC)
+    try:
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        program = [sys.executable, "-I", "-S", "-c", _OPENS, path]
+        done = subprocess.run(program, capture_output=True, text=True, check=False, cwd="/")
+        if done.stdout.strip() == str(os.fstat(fd).st_ino):
+            return Finding("workers", Level.OK, f"a worker can open the memory of its trainer through /proc{scoped}")
+    finally:
+        os.close(fd)
+    reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+    cure = (
+        "run trainer and workers as one user, in one pid namespace, with /proc mounted without hidepid=; no "
+        "prctl(PR_SET_DUMPABLE, 0), no set-uid Python, and no AppArmor or SELinux rule that keeps them apart"
+    )
+    return Finding("workers", Level.FAILURE, f"a worker cannot open {path}: {reason}{scoped}", cure)
+
+
+def huge_pages(root: Path) -> Finding:
+    """Transparent huge pages for shared memory."""
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = text.partition("[")[2].partition("]")[0] if text else ""
+    if not chosen:
+        return Finding("huge pages", Level.NOTE, "this kernel has none for shared memory")
+    if chosen in ("never", "deny", "advise"):
+        cure = "for weights of gigabytes: echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        return Finding("huge pages", Level.NOTE, f"shmem_enabled is {chosen}: weights lie in pages of 4 KiB", cure)
+    return Finding("huge pages", Level.OK, f"shmem_enabled is {chosen}")
+
+
+def numa(root: Path) -> Finding:
+    """One copy of the weights lies on one node."""
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) > 1:
+        cure = "keep trainer and workers on one node (numactl --cpunodebind=0 --membind=0), or one arena for each node"
+        text = f"{len(nodes)} nodes: the weights lie on the trainer's, and workers on another read them more slowly"
+        return Finding("numa", Level.NOTE, text, cure)
+    return Finding("numa", Level.OK, "one node")
+
+
+def containers(root: Path) -> Finding:
+    """Is this one, and what has to be shared with others?"""
+    signs = [path for path in ("/.dockerenv", "/run/.containerenv") if (root / path[1:]).exists()]
+    for word in ("docker", "kubepods", "containerd", "libpod", "lxc"):
+        if word in (_text(root / "proc/1/cgroup") or ""):
+            signs.append(f"cgroup {word}")
+    with suppress(OSError):
+        inside = os.stat(root / "proc/self/ns/pid").st_ino != _INITIAL_PID_NAMESPACE
+        signs += ["a pid namespace"] if inside else []
+    if not signs:
+        return Finding("container", Level.OK, "none")
+    cure = "processes of another container need --pid=container:ID --ipc=container:ID, or shareProcessNamespace: true"
+    return Finding("container", Level.NOTE, f"this is one ({', '.join(signs)})", cure)
+
+
+def descriptors(root: Path) -> Finding:
+    """How many files may be open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} open files for each process"
+    limit = "no" if hard == resource.RLIM_INFINITY else str(hard)
+    if soft != resource.RLIM_INFINITY and soft < 256:
+        cure = f"ulimit -n 4096 (the hard limit is {limit})"
+        return Finding("descriptors", Level.WARNING, f"{text}; torch and many workers need more", cure)
+    return Finding("descriptors", Level.OK, text)
+
+
+def cuda(root: Path) -> Finding:
+    """GPUs: can arenas lie on them? Makes nothing on one."""
+    if not list((root / "dev").glob("nvidia[0-9]*")) and not (root / "proc/driver/nvidia/version").exists():
+        return Finding("cuda", Level.OK, "no NVIDIA device; arenas are CPU memory")
+    where = (_text(root / "proc/sys/kernel/osrelease") or "").lower()
+    if "microsoft" in where:
+        cure = "Publisher(device='cpu') fetches weights from the GPU; a module on a GPU gets a private copy"
+        return Finding("cuda", Level.NOTE, "this is WSL, where GPU memory may not be shared between processes", cure)
+    if (root / "etc/nv_tegra_release").exists():
+        cure = "Publisher(device='cpu')"
+        return Finding("cuda", Level.NOTE, "this is a Tegra, whose memory is not shared between processes", cure)
+    from ..memory.cuda import refused  # asks CUDA by way of torch, which takes seconds to import
+
+    if (why := refused()) is not None:
+        cure = "docs/gpu.md has what weights on a GPU need; Publisher(device='cpu') needs none of it"
+        return Finding("cuda", Level.NOTE, f"there is an NVIDIA device, but no arena can lie on it: {why}", cure)
+    return Finding("cuda", Level.OK, "arenas can lie on the NVIDIA devices; docs/gpu.md says what was tried")
+
+
+CHECKS: tuple[Callable[[Path], Finding], ...] = (
+    system, shared_memory, arenas, memory, memfd, opening, huge_pages, numa, containers, descriptors, cuda,
+)  # fmt: skip
+
+
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """All findings. A check that the system refuses is a finding too."""
+    found = []
+    for check in CHECKS:
+        try:
+            found.append(check(root))
+        except (OSError, MemoryError) as error:
+            found.append(Finding(check.__name__, Level.WARNING, f"could not be found out: {error}", "try it again"))
+    return found
 
 
 def add(commands: Commands) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArenaCorrupt, ArenaNotFound, NoSpace
-from ..memory.inspection import ArenaSeen, manifest_of, ties
+from ..memory.inspection import manifest_of, ties
 from ..memory.manifest import Manifest
 from ..memory.slab.available import available_bytes
 from ..memory.strides import contiguous
@@ -56,22 +56,19 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save
-    except ModuleNotFoundError as error:
-        print(f"export needs {error.name}: pip install 'shmsync[safetensors]'", file=sys.stderr)
-        return 2
+    from safetensors import SafetensorError
+    from safetensors.torch import save
+
     from ..engine.subscriber import Subscriber
 
     path = Path(arguments.file)
     if (problem := _problem(path, arguments.force)) is not None:
         print(f"shmsync export: {problem}", file=sys.stderr)
         return 1
-    seen, _ = find(arguments.name, 0)
-    _check_room(seen)
+    find(arguments.name, 0)  # a name that there is not is no name to wait for
     with Subscriber(arguments.name, consistency="optimistic", timeout=arguments.timeout) as sub:
         manifest = _manifest(sub, arguments.name)
+        _check_room(arguments.name, manifest)
         weights, version = sub.snapshot()
     tensors = {key if isinstance(key, str) else ".".join(key): tensor for key, tensor in weights.items(True, True)}
     if len(tensors) < len(list(weights.keys(True, True))):
@@ -107,19 +104,16 @@ def _there(path: Path) -> str:
     return f"{path} exists; --force replaces it"
 
 
-def _check_room(seen: ArenaSeen) -> None:
+def _check_room(name: str, manifest: Manifest) -> None:
     """A snapshot and its file in memory are two copies, three of leaves that are not contiguous.
 
     A process that takes more than there is, is killed.
     """
-    if not seen.readable:
-        return  # attaching says why
-    manifest = manifest_of(seen.name)
     permuted = sum(leaf.nbytes for leaf in manifest.leaves if leaf.strides != contiguous(leaf.shape))
     needed, left = 2 * manifest.used_bytes + permuted, available_bytes()
     if needed > left:
         raise NoSpace(
-            f"a checkpoint of arena {seen.name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
+            f"a checkpoint of arena {name!r} needs {needed:,} bytes for a moment, but {left:,} are available to "
             "this process (machine and cgroup); free some"
         )
 
@@ -149,17 +143,16 @@ def _put(path: Path, content: bytes, force: bool) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if force:
-            os.replace(made, path)
-        else:
+        if not force:
             try:
                 os.link(made, path)  # refuses where there is one by now
+                return
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                     raise
                 if os.path.lexists(path):  # a file system without links
                     raise FileExistsError(errno.EEXIST, "exists", str(path)) from None
-                os.replace(made, path)
+        os.replace(made, path)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(made)

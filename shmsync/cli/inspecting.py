@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Iterator
+from typing import Any
 
 from ..errors import ShmSyncError
 from ..memory.inspection import ArenaSeen, SlotSeen, command_of, manifest_of, ties
-from ..memory.manifest import Manifest
+from ..memory.manifest import Leaf, Manifest, tree
 from .completion import complete_names
 from .listing import as_dict
 from .measures import look_twice, not_found
 from .output import Commands, Page, command, duration, per_second, seconds, size
-from .tree import lines_of
 
 _EXAMPLES = """
 shmsync inspect policy
 shmsync inspect policy --depth 1             totals of what is deeper
 shmsync inspect policy --json | jq '.readers[] | select(.lag > 0)'
 """
+# Before an entry of the tree, before the last one, and before what lies below each of them.
+_LINES = ("├── ", "└── ", "│   ", "    ")
+_ASCII = ("|-- ", "`-- ", "|   ", "    ")
 _HEAD = ("WORKER", "PID", "IS", "ACKED", "LAG", "PINNED", "FOR", "READS", "TORN", "RETRIES", "COMMAND")
 
 
@@ -27,7 +32,7 @@ def add(commands: Commands) -> None:
     made = command(commands, "inspect", "weights, slots and readers of one arena", _EXAMPLES)
     complete_names(made.add_argument("name", metavar="NAME", help="the arena's name, as `shmsync list` shows it"))
     made.add_argument("--json", action="store_true", help="for programs; times in seconds, sizes in bytes")
-    made.add_argument("--depth", type=int, default=None, metavar="N", help="show so many levels of the weights")
+    made.add_argument("--depth", type=int, default=math.inf, metavar="N", help="show so many levels of the weights")
     made.add_argument(
         "--interval", type=seconds(), default=0.5, metavar="S", help="count versions for so many seconds (0.5)"
     )
@@ -64,7 +69,9 @@ def _run(arguments: argparse.Namespace) -> int:
         tied = sum(len(names) for names in ties(manifest).values())
         more = f", {tied} names of tied ones" if tied else ""
         page.wrapped(f"weights: {len(manifest.leaves)} tensors, {size(manifest.used_bytes)}{more}", "")
-        for line in lines_of(manifest, ascii_only=not page.shows("├└│─"), depth=arguments.depth):
+        weights = tree({leaf.key: leaf for leaf in manifest.leaves})
+        first = {offset: names[0] for offset, names in ties(manifest).items()}
+        for line in _tree(weights, "", _LINES if page.shows("".join(_LINES)) else _ASCII, first, arguments.depth):
             page.line(page.cut(line))
     page.line()
     page.line("slots")
@@ -75,6 +82,39 @@ def _run(arguments: argparse.Namespace) -> int:
     if seen.readers:
         page.table(_HEAD, _readers(seen), right=(0, 1, 3, 4, 5, 6, 7, 8, 9), indent="  ")
     return 0
+
+
+def _tree(
+    level: dict[str, Any], before: str, glyphs: tuple[str, ...], first: dict[int, str], depth: float
+) -> Iterator[str]:
+    """The lines of a tree of leaves; what lies below `depth` levels as a total. `first`: of tied ones, by offset."""
+    inner, last, rail, gap = glyphs
+    entries = sorted(level.items(), key=lambda entry: type(entry[1]) is dict)  # leaves come first
+    longest = max((len(name) for name, entry in entries if isinstance(entry, Leaf)), default=0)
+    for number, (name, entry) in enumerate(entries, 1):
+        end = number == len(entries)
+        start = before + (last if end else inner)
+        if isinstance(entry, Leaf):
+            yield f"{start}{name.ljust(longest)}  {_leaf(entry, first)}"
+        elif depth <= 1:
+            below = list(_below(entry))
+            places = {leaf.offset: leaf.nbytes for leaf in below if leaf.nbytes}  # tied leaves have one
+            yield f"{start}{name}  ({len(below)} tensor{'s' * (len(below) != 1)}, {size(sum(places.values()))})"
+        else:
+            yield f"{start}{name}"
+            yield from _tree(entry, before + (gap if end else rail), glyphs, first, depth - 1)
+
+
+def _below(level: dict[str, Any]) -> Iterator[Leaf]:
+    for entry in level.values():
+        yield from (entry,) if isinstance(entry, Leaf) else _below(entry)
+
+
+def _leaf(leaf: Leaf, first: dict[int, str]) -> str:
+    text = f"{leaf.dtype_name} {list(leaf.shape)}"
+    if leaf.nbytes and first.get(leaf.offset, leaf.name) != leaf.name:
+        return f"{text}  = {first[leaf.offset]}"
+    return f"{text}  {size(leaf.nbytes)}" + (", cast" if leaf.cast else "")
 
 
 def _leaves(manifest: Manifest | None) -> list[dict[str, object]] | None:

@@ -64,19 +64,11 @@ def as_dict(seen: ArenaSeen, rate: float | None) -> dict[str, Any]:
 
 def _row(seen: ArenaSeen, rate: float | None, measured: float) -> list[str]:
     pid = "-" if seen.pid is None else str(seen.pid)
+    slots, version, readers = str(len(seen.slots)), str(seen.version), str(len(seen.readers))
+    inside = [size(seen.bytes), slots, version, per_second(rate, measured), readers]
     if not seen.readable:
-        return [seen.name, seen.owner.value, pid, "-", "-", "-", "-", "-", duration(seen.age)]
-    return [
-        seen.name,
-        seen.owner.value,
-        pid,
-        size(seen.bytes),
-        str(len(seen.slots)),
-        str(seen.version),
-        per_second(rate, measured),
-        str(len(seen.readers)),
-        duration(seen.age),
-    ]
+        inside = ["-"] * len(inside)
+    return [seen.name, seen.owner.value, pid, *inside, duration(seen.age)]
 
 
 def _details(page: Page, seen: ArenaSeen, verbose: bool) -> None:

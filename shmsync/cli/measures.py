@@ -21,7 +21,7 @@ def rate(before: ArenaSeen | None, after: ArenaSeen) -> float | None:
 def look_twice(seconds: float, names: list[str] | None = None) -> list[tuple[ArenaSeen, float | None]]:
     """Arenas, these or all, and their versions per second; one look is enough where no publisher lives."""
     with closing(Peers()) as peers:
-        found = look_at_all(leftovers.names() if names is None else names, peers)
+        found = look_at_all(names, peers)
         if seconds <= 0 or not any(seen.readable and seen.owner is Condition.ALIVE for seen in found):
             return [(seen, None) for seen in found]
         time.sleep(seconds)

@@ -26,6 +26,10 @@ still or be dead, and notice nothing.
 """
 
 
+# What brings the packages that a command needs.
+_EXTRAS = {"completion": "shmsync[completion]", "demo": "shmsync[demo]", "export": "shmsync[safetensors]"}
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of all commands."""
     made = argparse.ArgumentParser(
@@ -47,17 +51,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = parser()
     completion.complete(whole)
     arguments, rest = whole.parse_known_args(argv)
-    if arguments.command == "demo":
-        return _demo(rest)
-    if rest:
+    if rest and arguments.command != "demo":
         whole.error(f"unrecognised arguments: {' '.join(rest)}")
     try:
+        if arguments.command == "demo":
+            from ..examples.cartpole import main as demo
+
+            return int(demo(rest))
         status = int(arguments.run(arguments))
         sys.stdout.flush()
         return status
     except ShmSyncError as error:
         print(f"shmsync {arguments.command}: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if arguments.command not in _EXTRAS:
+            raise
+        print(f"{arguments.command} needs {error.name}: pip install '{_EXTRAS[arguments.command]}'", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # `shmsync list | head`: the reader has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -71,12 +82,3 @@ class _Version(argparse.Action):
 
         print(version("shmsync"))
         parser.exit()
-
-
-def _demo(arguments: list[str]) -> int:
-    try:
-        from ..examples.cartpole import main as demo
-    except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}: pip install 'shmsync[demo]'", file=sys.stderr)
-        return 2
-    return int(demo(arguments))

@@ -7,7 +7,8 @@ import operator
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,10 @@ import torch
 from .. import _native
 from ..errors import ClosedError
 from . import deferred_free as lent
-from .buffer_alloc import Fresh, tree
+from .buffer_alloc import Fresh, filled
 from .control import segment
-from .devices import Device, OnDevice, checked_slots
-from .manifest import Key, Leaf, Manifest, fingerprint
+from .devices import Device, OnDevice
+from .manifest import Key, Leaf, Manifest, fingerprint, tree
 from .slab import slab
 from .slab.slab import Slab
 from .system.calls import refusals
@@ -73,33 +74,25 @@ def has_address(tensor: torch.Tensor) -> bool:
     return tensor.device.type in ADDRESSED
 
 
+@dataclass(eq=False, repr=False)
 class Arena:
     """Both parts of an arena as mapped in this process. Publisher and Subscriber each own one.
 
     INV: views of one slot are made once; the same tensor object serves every caller, and tied leaves.
     """
 
-    def __init__(
-        self,
-        control: _native.Control,
-        slab: Slab,
-        manifest: Manifest,
-        *,
-        slots: int,
-        session: bytes,
-        on_device: OnDevice | None = None,
-    ) -> None:
-        self.control = control
-        self.on_device = on_device  # None: the slab lies in the host's memory
-        self._slab: Slab | None = slab
-        self.manifest = manifest
-        self.slots = slots
-        self.session = session
-        self.reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
-        self.writer: weakref.ref[Any] | None = None  # a Publisher's side, which has the writer's lock
-        self._views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = {}
-        self._weights: dict[tuple[int, bool], TensorDict] = {}
-        self._fresh: Fresh | None = None
+    control: _native.Control
+    _slab: Slab | None
+    manifest: Manifest
+    slots: int
+    session: bytes
+    on_device: OnDevice | None  # None: the slab lies in the host's memory
+    reader: weakref.ref[_native.Reader] | None = None  # a Subscriber's; for publishers in this process
+    writer: weakref.ref[Any] | None = None  # a Publisher's side, which has the writer's lock
+    _views: dict[tuple[int, bool], dict[Key, torch.Tensor]] = field(default_factory=dict)
+    _weights: dict[tuple[int, bool], TensorDict] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         with _mapped_lock:
             _mapped.add(self)
 
@@ -158,12 +151,10 @@ class Arena:
             self._weights[slot, writable] = weights
         return weights
 
-    @property
+    @functools.cached_property
     def fresh(self) -> Fresh:
         """What makes private memory for the leaves."""
-        if self._fresh is None:
-            self._fresh = Fresh(self.manifest)
-        return self._fresh
+        return Fresh(self.manifest)
 
     def slot_address(self, slot: int) -> int:
         """Where a slot starts in the writable mapping."""
@@ -215,13 +206,14 @@ def create(
     `device`: where its slab lies; None: in the host's memory.
     """
     if device is not None:
-        checked_slots(slots, device)
+        if slots > _native.MAX_DEVICE_SLOTS:  # more than readers can hold
+            raise ValueError(
+                f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
+            )
         lent.sweep()
     with refusals(f"creating arena {name!r}"):
         session = secrets.token_bytes(16)
         text = manifest.to_json()
-        here = me()
-        on_device = None
         if device is None:
             memory = slab.create(slots, manifest.slot_bytes, session, name)
         else:
@@ -232,9 +224,7 @@ def create(
                 name,
                 _native.segment_bytes(slots, max_readers, len(text)),
                 session=session,
-                owner=here.owner,
-                boot_id=here.boot_id,
-                pid_namespace=here.pid_namespace,
+                **me()._asdict(),
                 slots=slots,
                 readers=max_readers,
                 slot_bytes=manifest.slot_bytes,
@@ -250,19 +240,12 @@ def create(
                 device.free(memory.readonly)
             slab.release(memory)
             raise
-        arena = Arena(created.control, memory, manifest, slots=slots, session=session, on_device=on_device)
-        return arena, created
+        return Arena(created.control, memory, manifest, slots, session, on_device), created
 
 
 def nested(tensors: Mapping[Key, Any]) -> TensorDict:
     """Leaves by key path as a nested TensorDict."""
-    from .dotted import tensordict_of
-
-    return _level(tree(tensors), tensordict_of)
-
-
-def _level(level: dict[str, Any], make: Callable[[dict[str, Any]], TensorDict]) -> TensorDict:
-    return make({key: _level(value, make) if type(value) is dict else value for key, value in level.items()})
+    return filled(tree({key: number for number, key in enumerate(tensors)}), list(tensors.values()))
 
 
 def view(storage: torch.UntypedStorage, leaf: Leaf, offset: int) -> torch.Tensor:

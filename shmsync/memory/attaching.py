@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from .. import _native
@@ -10,7 +11,7 @@ from ..errors import ReaderTableFull
 from .arena import Arena
 from .control import segment
 from .devices import OnDevice, of_kind
-from .manifest import Manifest, checked_manifest
+from .manifest import checked_manifest
 from .slab import slab
 from .system.calls import refusals
 from .system.exiting import exiting, watch_exit
@@ -45,7 +46,7 @@ def attach(
     watch_exit()
     with refusals(f"attaching to arena {name!r}"):
         control, header = segment.attach(name, session, time.monotonic() + timeout, pass_over_dead=pass_over_dead)
-        manifest = manifest_of(name, control, header)
+        manifest = checked_manifest(name, control.manifest(), header)
         size = slab.slab_bytes(header.slots, header.slot_bytes)
         device = of_kind(header.slab_kind, name, header.slab_handle)
         owner = me().owner
@@ -55,25 +56,17 @@ def attach(
             row = _claim(control, peers, owner, index, name)
             on_device = None
         else:
-            storage = device.open(header.slab_handle, size)
-            claimed = None
-            try:
-                row = claimed = _claim(control, peers, owner, index, name)
+            with ExitStack() as undo:
+                storage = device.open(header.slab_handle, size)
+                undo.callback(device.free, storage)
+                row = _claim(control, peers, owner, index, name)
+                undo.callback(control.reap, row, owner, owner)
                 on_device = OnDevice(device, storage, _native.DeviceReads(control, row, owner))
-            except BaseException:
-                if claimed is not None:
-                    control.reap(claimed, owner, owner)
-                device.free(storage)
-                raise
+                undo.pop_all()
             memory = slab.Slab(storage, None, -1, 0)
         peers.keep_only({header.owner})  # the pidfds of other readers served _claim() only
-        arena = Arena(control, memory, manifest, slots=header.slots, session=header.session, on_device=on_device)
+        arena = Arena(control, memory, manifest, header.slots, header.session, on_device)
         return Attached(arena, header.owner, row, owner)
-
-
-def manifest_of(name: str, control: _native.Control, header: segment.Header) -> Manifest:
-    """The manifest in a mapped segment, checked. Raises ArenaCorrupt."""
-    return checked_manifest(name, control.manifest(), header)
 
 
 def _claim(control: _native.Control, peers: Peers, owner: int, worker: int, name: str) -> int:
@@ -97,7 +90,6 @@ class Release:
 
     def __init__(self, attached: Attached, peers: Peers) -> None:
         self._attached, self._peers = [attached], peers
-        self._done = False
 
     def add(self, attached: Attached) -> None:
         """Free this one too, in the end."""
@@ -111,11 +103,8 @@ class Release:
 
     def __call__(self) -> None:
         """Free the rows and release the arenas. Idempotent."""
-        if self._done:
-            return
-        self._done = True
-        for attached in self._attached:
-            _give_back(attached)
+        while self._attached:
+            _give_back(self._attached.pop(0))
         self._peers.close()
 
 

@@ -6,12 +6,11 @@ known of each leaf is worked out once for an arena, so that each snapshot only m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .manifest import Key, Manifest
+from .manifest import Manifest, tree
 from .torch_modes import plainly
 
 if TYPE_CHECKING:
@@ -47,23 +46,13 @@ class Fresh:
         """Tensors for each leaf as a TensorDict."""
         from .dotted import dotted
 
-        return dotted(_filled(self._tree, tensors))
+        return dotted(filled(self._tree, tensors))
 
 
-def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
-    """Values by key path as a dict of dicts."""
-    root: dict[str, Any] = {}
-    for key, value in values.items():
-        level = root
-        for part in key[:-1]:
-            level = level.setdefault(part, {})
-        level[key[-1]] = value
-    return root
-
-
-def _filled(tree: dict[str, Any], tensors: list[torch.Tensor]) -> TensorDict:
+def filled(tree: dict[str, Any], values: list[Any]) -> TensorDict:
+    """A tree of numbers as a TensorDict, with the value of each number in its place."""
     from .dotted import tensordict_of
 
     return tensordict_of(
-        {key: tensors[below] if type(below) is int else _filled(below, tensors) for key, below in tree.items()}
+        {key: values[below] if type(below) is int else filled(below, values) for key, below in tree.items()}
     )

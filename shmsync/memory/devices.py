@@ -8,8 +8,8 @@ behind the reads of a section.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +19,7 @@ from .strides import same_order
 from .torch_modes import copy_into
 
 Piece = tuple[int, int, int]  # to, from: addresses; bytes
-Stream = Hashable
+Stream = Any  # hashable; of a class of the device's own
 
 
 class Streams(Protocol):
@@ -195,10 +195,8 @@ def holding(tensor: torch.Tensor) -> Device | None:
 
 def place_of(tensor: torch.Tensor) -> str:
     """The name of the place where a tensor lies: "cpu", "cuda:0"."""
-    if tensor.device.type != "cpu" or not _visible:
-        return str(tensor.device)
-    device = holding(tensor)
-    return "cpu" if device is None else device.name
+    device = holding(tensor) if tensor.device.type == "cpu" else None
+    return str(tensor.device) if device is None else device.name
 
 
 def assign(to: torch.Tensor, source: torch.Tensor) -> None:
@@ -282,11 +280,3 @@ class OnDevice:
         else:  # the device has failed, or its thread has ended with the interpreter
             _unfinished.append(self.storage)
         self.storage = torch.UntypedStorage(0)  # the memory goes with the last tensor over it
-
-
-def checked_slots(slots: int, device: Device) -> None:
-    """Raise ValueError for more slots than readers on a device can hold."""
-    if slots > _native.MAX_DEVICE_SLOTS:
-        raise ValueError(
-            f"an arena on {device.name} has at most {_native.MAX_DEVICE_SLOTS} slots, not {slots}; use fewer"
-        )

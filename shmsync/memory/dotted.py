@@ -9,7 +9,6 @@ Functions import this file when they make a TensorDict: a worker that only calls
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, SupportsIndex
 
@@ -81,11 +80,6 @@ def tensordict_of(values: dict[str, Any]) -> TensorDict:
         return TensorDict(values, batch_size=[])
     made: TensorDict = _unsafe(values, batch_size=_NO_BATCH)
     return made
-
-
-def dotted_names(paths: Iterable[tuple[str, ...]]) -> set[str]:
-    """The dotted forms of key paths."""
-    return {".".join(path) for path in paths}
 
 
 DottedTensorDict.__name__ = TensorDict.__name__  # what repr() and errors call it

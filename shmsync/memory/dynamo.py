@@ -7,21 +7,15 @@ nothing is compiled, so the functions are plain ones until then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from typing_extensions import ParamSpec
 
 from .system.when_imported import when_imported
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def when_dynamo_is_imported(call: Callable[[], object]) -> None:
-    """Make this call as soon as torch.compile() can be used."""
-    when_imported("torch._dynamo", call)
 
 
 def skip(function: F) -> F:
@@ -32,7 +26,7 @@ def skip(function: F) -> F:
 
         skip(function)
 
-    when_dynamo_is_imported(register)
+    when_imported("torch._dynamo", register)
     return function
 
 
@@ -47,7 +41,7 @@ class _Disabled:
             setattr(owner, name, torch.compiler.disable(self._function))
 
         setattr(owner, name, self._function)
-        when_dynamo_is_imported(register)
+        when_imported("torch._dynamo", register)
 
 
 def disable(function: Callable[P, R]) -> Callable[P, R]:

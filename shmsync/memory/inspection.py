@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ..errors import ArenaCorrupt, ArenaNotFound, ShmSyncError
 from .control import header as _header
 from .control.header import Header, check_readable, locked, opened
 from .control.leftovers import may_live
+from .control.leftovers import names as all_names
 from .control.reader_figures import figures
 from .manifest import Manifest, checked_manifest
 from .slab.slab import slab_bytes
@@ -71,7 +71,7 @@ class ArenaSeen:
     why: str  # what there is to say about the owner; "" for one that is well
     pid: int | None  # of the owner; None when it is not known
     age: float | None  # seconds since the segment was made
-    at: float  # time.monotonic() of the look
+    at: float = field(default_factory=time.monotonic)  # when this was seen
     session: str = ""
     bytes: int = 0  # of the weights' memory, all slots
     slot_bytes: int = 0
@@ -98,7 +98,7 @@ def look(name: str, peers: Peers) -> ArenaSeen | None:
         with refusals(f"looking at arena {name!r}"), opened(name) as fd:
             return None if fd is None else _look(name, fd, peers)
     except ShmSyncError as error:
-        return _unseen(name, Condition.UNKNOWN, str(error), None)
+        return ArenaSeen(name, Condition.UNKNOWN, str(error), None, None)
 
 
 def manifest_of(name: str) -> Manifest:
@@ -125,39 +125,36 @@ def command_of(pid: int) -> str:
 
 def ties(manifest: Manifest) -> dict[int, list[str]]:
     """The names of the leaves that are one tensor, by their offset."""
-    shared = Counter(leaf.offset for leaf in manifest.leaves if leaf.nbytes)
     found: dict[int, list[str]] = {}
     for leaf in manifest.leaves:
-        if leaf.nbytes and shared[leaf.offset] > 1:
+        if leaf.nbytes:
             found.setdefault(leaf.offset, []).append(leaf.name)
-    return found
+    return {offset: names for offset, names in found.items() if len(names) > 1}
 
 
 def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
     status = os.fstat(fd)
     age = max(0.0, time.time() - status.st_mtime)  # stores into a mapping of it do not count as changes
     if os.geteuid() not in (status.st_uid, 0):
-        return _unseen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
+        return ArenaSeen(name, Condition.UNKNOWN, f"it is another user's, of uid {status.st_uid}", None, age)
     header = _header.read(fd)
     if _header.foreign(header):
-        return _unseen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
+        return ArenaSeen(name, Condition.UNKNOWN, "it is no segment of shmsync; see who made it", None, age)
     if header is None or not header.ready:
         if os.geteuid() != status.st_uid:
-            return _unseen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
+            return ArenaSeen(name, Condition.UNKNOWN, _header.nobody_proven_dead(status.st_uid), None, age)
         return _being_made(name, fd, status, age)
     try:
         check_readable(name, header)
     except ArenaCorrupt as error:
         condition = Condition.UNKNOWN if may_live(header) else Condition.DEAD
-        return _unseen(name, condition, str(error), pid_of(header.owner), age)
+        return ArenaSeen(name, condition, str(error), pid_of(header.owner), age)
     seen = _native.read_state(fd, header.slots, header.readers, header.manifest_bytes)
     at = time.monotonic()
     if seen is None:
-        return _unseen(
-            name, Condition.UNKNOWN, "its segment is shorter than its header says", pid_of(header.owner), age
-        )
-    here = header.pid_namespace == me().pid_namespace
-    owner, why = _owner(header, peers, here)
+        why = "its segment is shorter than its header says"
+        return ArenaSeen(name, Condition.UNKNOWN, why, pid_of(header.owner), age)
+    owner, why = _owner(header, peers)
     version = int(seen["version"])
     return ArenaSeen(
         name=name,
@@ -178,16 +175,16 @@ def _look(name: str, fd: int, peers: Peers) -> ArenaSeen:
             for number, seq in enumerate(seen["seqs"])
         ),
         readers=tuple(
-            ReaderSeen(row=row.number, condition=_condition(row.owner, peers, here, header), **figures(row, version))
+            ReaderSeen(row=row.number, condition=_condition(row.owner, peers, header), **figures(row, version))
             for row in seen["rows"]
         ),
     )
 
 
-def _owner(header: Header, peers: Peers, here: bool) -> tuple[Condition, str]:
+def _owner(header: Header, peers: Peers) -> tuple[Condition, str]:
     if not may_live(header):
         return Condition.DEAD, f"its publisher is dead; {_CLEAN}"
-    condition = _condition(header.owner, peers, here, header)
+    condition = _condition(header.owner, peers, header)
     why = {
         Condition.UNKNOWN: "its publisher runs in another container (pid namespace); look from there",
         Condition.STOPPED: "its publisher is stopped (SIGSTOP, or a debugger); `kill -CONT` lets it go on",
@@ -195,10 +192,10 @@ def _owner(header: Header, peers: Peers, here: bool) -> tuple[Condition, str]:
     return condition, why.get(condition, "")
 
 
-def _condition(owner: int, peers: Peers, here: bool, header: Header) -> Condition:
+def _condition(owner: int, peers: Peers, header: Header) -> Condition:
     if header.boot_id != me().boot_id:
         return Condition.DEAD
-    if not here:
+    if header.pid_namespace != me().pid_namespace:
         return Condition.UNKNOWN
     state = peers.state(owner).value
     return Condition.ALIVE if state == "live" else Condition(state)
@@ -209,10 +206,10 @@ def _being_made(name: str, fd: int, status: os.stat_result, age: float) -> Arena
     pid = _holder_of_lock(status)
     if pid is None and not locked(fd):
         why = f"its publisher died before the first version was published; {_CLEAN}"
-        return _unseen(name, Condition.DEAD, why, None, age)
+        return ArenaSeen(name, Condition.DEAD, why, None, age)
     who = "another process" if pid is None else f"pid {pid}"
     why = f"{who} is making it, and copies the first version; no process can attach before that is done"
-    return _unseen(name, Condition.NOT_READY, why, pid, age)
+    return ArenaSeen(name, Condition.NOT_READY, why, pid, age)
 
 
 def _holder_of_lock(status: os.stat_result) -> int | None:
@@ -228,10 +225,7 @@ def _holder_of_lock(status: os.stat_result) -> int | None:
     return None
 
 
-def _unseen(name: str, owner: Condition, why: str, pid: int | None, age: float | None = None) -> ArenaSeen:
-    return ArenaSeen(name=name, owner=owner, why=why, pid=pid, age=age, at=time.monotonic())
-
-
-def look_at_all(names: Iterable[str], peers: Peers) -> list[ArenaSeen]:
-    """Every arena of these names that is still there."""
-    return [seen for name in names if (seen := look(name, peers)) is not None]
+def look_at_all(names: Iterable[str] | None, peers: Peers) -> list[ArenaSeen]:
+    """Every arena of these names (None: of all) that is still there. Raises NoSpace, see names()."""
+    asked = all_names() if names is None else names
+    return [seen for name in asked if (seen := look(name, peers)) is not None]

@@ -53,6 +53,17 @@ def merged(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return pieces
 
 
+def tree(values: Mapping[Key, Any]) -> dict[str, Any]:
+    """Values by key path as a dict of dicts."""
+    root: dict[str, Any] = {}
+    for key, value in values.items():
+        level = root
+        for part in key[:-1]:
+            level = level.setdefault(part, {})
+        level[key[-1]] = value
+    return root
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor of the weights. INV: its strides are dense, so its bytes are those from `offset` on."""
@@ -73,7 +84,7 @@ class Leaf:
     @cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * (ELEMENT_BYTES.get(self.dtype_name) or _element_bytes(self.dtype_name))
+        return math.prod(self.shape) * _element_bytes(self.dtype_name)
 
     @cached_property
     def name(self) -> str:
@@ -135,20 +146,16 @@ class Manifest:
         dtypes = dtypes or {}
         leaves = []
         offset = 0
-        placed: dict[tuple[object, ...], int] = {}
+        placed: dict[tuple[object, ...], int] = {}  # by what tied leaves have in common; of others by the key
         for key, tensor in tensors.items():
             kept = dtypes.get(key, tensor.dtype)
             shape = tuple(tensor.shape)
-            identity = tie(tensor)
-            at = placed.get(identity) if identity else None
-            place = offset if at is None else at
+            place = placed.setdefault(tie(tensor) or key, offset)
             leaf = Leaf(key, str(kept)[6:], shape, layout_of(tensor), place, key in dtypes, key not in unsaved)
             leaf.__dict__["dtype"] = kept  # as the cached property would find it
             leaves.append(leaf)
-            if at is None:
+            if place == offset:  # it is tied to no leaf before it
                 offset = round_up(offset + leaf.nbytes, TENSOR_ALIGNMENT)
-                if identity:
-                    placed[identity] = leaf.offset
         return cls(tuple(leaves), filtered=filtered, sums=offset if checksum else None)
 
     def to_json(self) -> bytes:
@@ -211,7 +218,8 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _element_bytes(dtype_name: str) -> int:
-    """Of a dtype that is not in ELEMENT_BYTES."""
+    if dtype_name in ELEMENT_BYTES:
+        return ELEMENT_BYTES[dtype_name]
     dtype = _dtypes().get(dtype_name)
     if dtype is None:
         raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
@@ -233,8 +241,7 @@ def _number(value: Any) -> int:
 
 def _leaf(entry: Any, slot_bytes: int) -> Leaf:
     key, dtype_name, shape, offset, marks, *strides = _typed(entry, list)
-    known = ELEMENT_BYTES.get(_typed(dtype_name, str))
-    extent = known or _element_bytes(dtype_name)  # of an empty one the strides count
+    extent = _element_bytes(_typed(dtype_name, str))  # of an empty one the strides count
     sizes = tuple(_number(size) for size in _typed(shape, list))
     path = tuple(_typed(part, str) for part in _typed(key, list))
     name = ".".join(path)

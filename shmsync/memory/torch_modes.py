@@ -12,10 +12,9 @@ import functools
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from typing_extensions import ParamSpec
 
 from .. import _native
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...memory.control import leftovers
 from ...memory.inspection import ArenaSeen, ReaderSeen, look_at_all
 from ...memory.system.process import Peers
 from ..measures import holders, rate
@@ -33,18 +32,17 @@ class History:
         """Look again."""
         self.looks += 1
         before = {seen.name: seen for seen in self.arenas}
-        self.arenas = look_at_all(leftovers.names() if self._names is None else self._names, self._peers)
+        self.arenas = look_at_all(self._names, self._peers)
         for seen in self.arenas:
             now = rate(before.get(seen.name), seen)
             if now is None:
                 self.rates[seen.name] = deque(maxlen=_LONG)  # the first look; or another publisher has the name
             else:
                 self.rates[seen.name].append(now)
-            for reader in seen.readers:
-                self.lags.setdefault(_key(seen, reader), deque(maxlen=_LONG)).append(reader.lag)
-        there = {_key(seen, reader) for seen in self.arenas for reader in seen.readers}
-        for gone in self.lags.keys() - there:
-            del self.lags[gone]
+        there = {_key(seen, reader): reader.lag for seen in self.arenas for reader in seen.readers}
+        self.lags = {key: self.lags.get(key, deque(maxlen=_LONG)) for key in there}
+        for key, lag in there.items():
+            self.lags[key].append(lag)
 
     def rate_of(self, seen: ArenaSeen) -> float | None:
         """Versions in a second, between the last two looks."""

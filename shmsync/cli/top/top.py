@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from ..completion import complete_names
@@ -61,15 +61,12 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"shmsync top: {what} sorted by {', '.join(sorts)}, not by {sort}", file=sys.stderr)
         return 2
     drawn = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
-    history = History(None if arguments.name is None else [arguments.name])
-    try:
-        with Events(drawn=drawn) as events:
-            history.look()
-            if arguments.name is not None and not history.arenas:
-                raise not_found(arguments.name)
-            status = (_draw if drawn else _write)(arguments, history, events, sorts, sort)
-    finally:
-        history.close()
+    names = None if arguments.name is None else [arguments.name]
+    with closing(History(names)) as history, Events(drawn=drawn) as events:
+        history.look()
+        if arguments.name is not None and not history.arenas:
+            raise not_found(arguments.name)
+        status = (_draw if drawn else _write)(arguments, history, events, sorts, sort)
     if status == 0 and arguments.name is not None and not history.arenas:
         print(f"arena {arguments.name} has ended")
     return status
@@ -123,11 +120,8 @@ class Events:
         signal.signal(signal.SIGTSTP, handler)
 
 
-Show = Callable[[], None]
-
-
 def _watch(
-    arguments: argparse.Namespace, history: History, events: Events, show: Show
+    arguments: argparse.Namespace, history: History, events: Events, show: Callable[[], None]
 ) -> Iterator[signal.Signals | str]:
     """Show each look; the events between two looks, after which the same look is shown again. Ends with the arena."""
     while True:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ... import _native
-from ...memory.dynamo import when_dynamo_is_imported
+from ...memory.system.when_imported import when_imported
 from .read_guard import Cover
 
 CALL = "_compiled_call_impl"  # a call of the module itself
@@ -135,4 +135,4 @@ def _register() -> None:
     substitute(_in_compiled_code)
 
 
-when_dynamo_is_imported(_register)
+when_imported("torch._dynamo", _register)

@@ -52,9 +52,9 @@ class TorchStreams:
     def follow(self, later: Stream, first: Stream) -> None:
         """As in Streams."""
         if hasattr(first, "wait_event"):
-            later.wait_stream(first)  # type: ignore[attr-defined]
+            later.wait_stream(first)
         else:
-            later.wait_event(first)  # type: ignore[attr-defined]
+            later.wait_event(first)
 
     def capturing(self, stream: Stream) -> bool:
         """As in Streams."""
@@ -62,7 +62,7 @@ class TorchStreams:
 
     def wait(self, stream: Stream, seconds: float) -> bool:
         """As in Streams; it waits until it is done, for torch knows no limit."""
-        stream.synchronize()  # type: ignore[attr-defined]
+        stream.synchronize()
         return True
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from ...memory import attaching
 from ...memory.arena import Arena
 from ...memory.attaching import Attached
 from ...memory.control import segment
-from ...memory.manifest import Leaf, Manifest
+from ...memory.manifest import Leaf, Manifest, checked_manifest
 from ...memory.system.process import Peers
 
 _SHOWN = 8  # differences that an error lists
@@ -37,7 +37,7 @@ class Successor:
             raise self._refused[1].with_traceback(None)
         try:
             control, header = segment.attach(self._name, session, 0.0)
-            manifest = attaching.manifest_of(self._name, control, header)
+            manifest = checked_manifest(self._name, control.manifest(), header)
             if manifest != current.manifest:
                 refusal = ManifestMismatch(
                     f"arena {self._name!r} was published again with another layout, so this subscriber keeps the old "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from ...memory.dotted import DottedTensorDict, dotted_names
+from ...memory.dotted import DottedTensorDict
 from ...memory.manifest import Key
 from ..source.aliases import shown_by_others
 
@@ -40,7 +40,7 @@ class HandOut:
         self._below = [each for each in weights.values(include_nested=True) if isinstance(each, TensorDictBase)]
         self.names = [".".join(key) for key in views]
         self._known = {key[:size] for key in views for size in range(1, len(key) + 1)}
-        self._dotted = dotted_names(self._known)
+        self._dotted = {".".join(path) for path in self._known}
         self._counts = self._references()
         self.done = False
 

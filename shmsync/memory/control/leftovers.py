@@ -17,6 +17,7 @@ import math
 import os
 import secrets
 import time
+from contextlib import suppress
 
 from ... import _native
 from ...errors import ArenaNotFound, ShmSyncError
@@ -56,25 +57,28 @@ def sweep(name: str) -> int | None:
     with refusals(f"sweeping arena {name!r}"), opened(name) as fd:
         if fd is None:
             return None
-        header = _header.read(fd)
-        if header is not None and header.ready and may_live(header):
-            return pid_of(header.owner)
-        _check_removable(name, fd, header)
+        if (owner := _live_owner(name, fd)) is not None:
+            return owner
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # its creator is at work, or a process that removes it
+            header = _header.read(fd)
             return pid_of(header.owner) if header is not None and may_live(header) else 0
-        header = _header.read(fd)
-        if header is not None and header.ready and may_live(header):
-            return pid_of(header.owner)
-        _check_removable(name, fd, header)
+        if (owner := _live_owner(name, fd)) is not None:
+            return owner
         _header.unlink(name, fd)
         _log.info("arena %r: its publisher is dead, and what it left was removed", name)
         return None
 
 
-def _check_removable(name: str, fd: int, header: Header | None) -> None:
-    """Is it a segment, and this user's, or is this root? Raises ArenaNotFound, which says why it stays."""
+def _live_owner(name: str, fd: int) -> int | None:
+    """The pid of an owner that may live; None if this process may remove the segment.
+
+    Raises ArenaNotFound, which says why it stays, for what is no segment, and for another user's unless this is root.
+    """
+    header = _header.read(fd)
+    if header is not None and header.ready and may_live(header):
+        return pid_of(header.owner)
     if _header.foreign(header):
         raise ArenaNotFound(f"it is no segment of shmsync; see who made {FOLDER}{PREFIX}{name}, and remove it by hand")
     uid = os.fstat(fd).st_uid
@@ -82,6 +86,7 @@ def _check_removable(name: str, fd: int, header: Header | None) -> None:
         raise ArenaNotFound(f"arena {name!r} belongs to uid {uid}; only that user, or root, may remove it")
     if os.geteuid() != uid and (header is None or not header.ready):
         raise ArenaNotFound(_header.nobody_proven_dead(uid))
+    return None
 
 
 def sweep_some(seconds: float = _MOMENT) -> None:
@@ -90,27 +95,21 @@ def sweep_some(seconds: float = _MOMENT) -> None:
     It starts anywhere, so that each segment has its turn in the end.
     """
     try:
-        if math.isfinite(seconds) and secrets.randbelow(_pages()):
+        # Listing takes 0.5 µs for each entry, whosever they are.
+        pages = 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
+        if math.isfinite(seconds) and secrets.randbelow(pages):
             return
         found = _listed()
-        start = secrets.randbelow(len(found)) if found else 0
+        start = secrets.randbelow(len(found) + 1)
     except (OSError, MemoryError):
         return
     deadline = time.monotonic() + seconds
-    for number in range(len(found)):
+    for name in found[start:] + found[:start]:
         if time.monotonic() > deadline:
             break
-        name = found[(start + number) % len(found)]
-        try:
+        with suppress(ShmSyncError, OSError, MemoryError):
             if _is_left_over(name):
                 sweep(name)
-        except (ShmSyncError, OSError, MemoryError):
-            continue
-
-
-def _pages() -> int:
-    """How many times _LISTED entries /dev/shm has, at least 1. Listing it takes 0.5 µs for each, whosever they are."""
-    return 1 + os.stat(FOLDER).st_size // (_ENTRY * _LISTED)
 
 
 def _is_left_over(name: str) -> bool:

@@ -179,12 +179,12 @@ def attach(
 
     while True:
         with opened(name) as fd:
-            header = None if fd is None else read(fd)
-            if fd is None or (header is not None and header.ready):
-                if fd is None or header is None:
-                    if wait_for_next(session is None):
-                        continue
-                    raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
+            if fd is None:
+                if wait_for_next(session is None):
+                    continue
+                raise ArenaNotFound(_no_arena(name, session, time.monotonic() - began))
+            header = read(fd)
+            if header is not None and header.ready:
                 if session is not None and header.session != session:
                     raise ArenaNotFound(
                         f"arena {name!r} is session {header.session.hex()} but the handle is of session "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,15 +37,13 @@ class Block:
         return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
 
 
+@dataclass
 class _Mapping:
     """Memory of another process that is open in this one."""
 
-    __slots__ = ("address", "closed", "users")
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.users = 1
-        self.closed = False
+    address: int
+    users: int = 1
+    closed: bool = False
 
 
 class Blocks:

@@ -1,16 +1,22 @@
-"""The functions of CUDA that are called, and where they come from: cuda-bindings, and the driver for one of them.
+"""What is asked of CUDA, and of torch about GPUs. Tests put others in the place of both, which need no GPU.
 
-The names and the form of the answers are those of cuda.bindings.runtime: (code, value, ...). Host functions are
-launched through the driver itself, since the bindings put a function of their own in front, which takes the GIL: a
-thread that holds the GIL and waits for the device would then deadlock.
+The functions of CUDA come from cuda-bindings, and one of them from the driver. The names and the form of the answers
+are those of cuda.bindings.runtime: (code, value, ...). Host functions are launched through the driver itself, since the
+bindings put a function of their own in front, which takes the GIL: a thread that holds the GIL and waits for the device
+would then deadlock.
 """
 
-# ruff: noqa: D102  what functions of CUDA do is in its documentation
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
+
+import torch
+
+from ..torch_modes import plainly
+from .blocks import Block
 
 STREAM_NON_BLOCKING = 1  # such a stream does not wait for the default stream, nor that one for it
 EVENT_NO_TIMING = 2
@@ -20,50 +26,17 @@ HANDLE_SIZE = 64
 
 Answer = tuple[Any, ...]
 
-
-class CudaCalls(Protocol):
-    """What is called of CUDA. Codes and what stands for streams, events and modes convert to int."""
-
-    def cudaGetDeviceProperties(self, device: int) -> Answer: ...
-    def cudaMemGetInfo(self) -> Answer: ...
-    def cudaMalloc(self, size: int) -> Answer: ...
-    def cudaFree(self, address: int) -> Answer: ...
-    def cudaHostAlloc(self, size: int, flags: int) -> Answer: ...
-    def cudaFreeHost(self, address: int) -> Answer: ...
-    def cudaStreamCreateWithFlags(self, flags: int) -> Answer: ...
-    def cudaStreamDestroy(self, stream: int) -> Answer: ...
-    def cudaStreamQuery(self, stream: int) -> Answer: ...
-    def cudaStreamIsCapturing(self, stream: int) -> Answer: ...
-    def cudaEventCreateWithFlags(self, flags: int) -> Answer: ...
-    def cudaEventDestroy(self, event: int) -> Answer: ...
-    def cudaEventRecord(self, event: int, stream: int) -> Answer: ...
-    def cudaEventQuery(self, event: int) -> Answer: ...
-    def cudaStreamWaitEvent(self, stream: int, event: int, flags: int) -> Answer: ...
-    def cudaIpcCloseMemHandle(self, address: int) -> Answer: ...
-    def cudaGetLastError(self) -> Answer: ...
-    def cudaGetErrorString(self, code: Any) -> Answer: ...
-
-    def ipc_handle(self, address: int) -> Answer:
-        """The HANDLE_SIZE bytes that cudaIpcGetMemHandle() gives for a whole allocation."""
-
-    def ipc_open(self, handle: bytes) -> Answer:
-        """The address that cudaIpcOpenMemHandle() gives for them."""
-
-    def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
-        """Ask a stream for a copy; where each address lies, CUDA finds out."""
-
-    def relax(self) -> Answer:
-        """From now on calls of this thread are no part of captures of other threads; the mode before."""
-
-    def restore(self, mode: Any) -> Answer:
-        """Go back to that mode."""
-
-    def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """Let the driver call function(ticket) when the stream's present work is done."""
+# Called as the bindings have them. Codes and what stands for streams, events and modes convert to int.
+RUNTIME = (
+    "cudaGetDeviceProperties", "cudaMemGetInfo", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost",
+    "cudaStreamCreateWithFlags", "cudaStreamDestroy", "cudaStreamQuery", "cudaStreamIsCapturing", "cudaStreamWaitEvent",
+    "cudaEventCreateWithFlags", "cudaEventDestroy", "cudaEventRecord", "cudaEventQuery", "cudaIpcCloseMemHandle",
+    "cudaGetLastError", "cudaGetErrorString",
+)  # fmt: skip
 
 
-class Bindings:
-    """The calls of a machine with the NVIDIA driver.
+class CudaCalls:
+    """What is called of CUDA: the functions of RUNTIME, and those below, whose arguments are simpler than CUDA's.
 
     Args:
         runtime: the module cuda.bindings.runtime.
@@ -78,45 +51,77 @@ class Bindings:
         self._relaxed = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cuda"):
+        if name not in RUNTIME:
             raise AttributeError(name)
         found = getattr(self._runtime, name)
         setattr(self, name, found)
         return found
 
-    def ipc_handle(self, address: int) -> Answer:
-        """As in CudaCalls."""
+    def cudaIpcGetMemHandle(self, address: int) -> Answer:
+        """The HANDLE_SIZE bytes by which a whole allocation can be opened."""
         code, handle = self._runtime.cudaIpcGetMemHandle(address)
         # Its bytes are an attribute in the bindings for CUDA 12, and nowhere in those for CUDA 13.
         return (code, b"" if handle is None else ctypes.string_at(int(handle.getPtr()), HANDLE_SIZE))
 
-    def ipc_open(self, handle: bytes) -> Answer:
-        """As in CudaCalls."""
+    def cudaIpcOpenMemHandle(self, handle: bytes) -> Answer:
+        """The address at which these HANDLE_SIZE bytes are opened."""
         given = self._runtime.cudaIpcMemHandle_t()
         ctypes.memmove(int(given.getPtr()), handle, HANDLE_SIZE)
         code, address = self._runtime.cudaIpcOpenMemHandle(given, IPC_LAZY_PEER_ACCESS)
         return (code, 0 if address is None else int(address))
 
-    def copy(self, to: int, source: int, size: int, stream: int) -> Answer:
-        """As in CudaCalls."""
+    def cudaMemcpyAsync(self, to: int, source: int, size: int, stream: int) -> Answer:
+        """Ask a stream for a copy; where each address lies, CUDA finds out."""
         answer: Answer = self._runtime.cudaMemcpyAsync(
             to, source, size, self._runtime.cudaMemcpyKind.cudaMemcpyDefault, stream
         )
         return answer
 
     def relax(self) -> Answer:
-        """As in CudaCalls."""
+        """From now on calls of this thread are no part of captures of other threads; the mode before."""
         return self.restore(self._relaxed)
 
     def restore(self, mode: Any) -> Answer:
-        """As in CudaCalls."""
+        """Go back to that mode."""
         answer: Answer = self._runtime.cudaThreadExchangeStreamCaptureMode(mode)
         return answer
 
-    def launch(self, stream: int, function: int, ticket: int) -> Answer:
-        """As in CudaCalls. The numbers of the driver's errors are those of the runtime's."""
+    def cuLaunchHostFunc(self, stream: int, function: int, ticket: int) -> Answer:
+        """Let the driver call function(ticket) when the stream's present work is done.
+
+        The numbers of the driver's errors are those of the runtime's.
+        """
         code = self._launch(stream, function, ticket)
         try:
             return (self._runtime.cudaError_t(code),)
         except ValueError:  # a code that the bindings are too old for
             return (code,)
+
+
+class TorchSide:
+    """What torch knows of GPUs: current streams and devices, and storages over memory that is not its own."""
+
+    def count(self) -> int:
+        """How many GPUs this process sees."""
+        return torch.cuda.device_count()
+
+    def on(self, index: int) -> AbstractContextManager[object]:
+        """This GPU is the calling thread's current one. No context is made on another."""
+        return torch.cuda.device(index)
+
+    def current(self, index: int) -> int:
+        """The handle of the calling thread's current stream on this GPU."""
+        return torch.cuda.current_stream(index).cuda_stream
+
+    def wrap(self, memory: Block, index: int) -> torch.UntypedStorage:
+        """A storage over this memory. torch keeps the block until the last tensor over it is gone."""
+        with plainly():
+            return torch.as_tensor(memory, device=torch.device("cuda", index)).untyped_storage()
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the GPU that the tensor lies on; None: it lies elsewhere."""
+        return tensor.device.index if tensor.device.type == "cuda" else None
+
+    def cached(self, index: int) -> int:
+        """Bytes of this GPU that torch's allocator keeps, and no tensor uses."""
+        return torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

@@ -8,7 +8,6 @@ from pathlib import Path
 from ...errors import ArenaNotFound, DeviceFailed, NoSpace, ProtocolError, ShmSyncError
 
 OUT_OF_MEMORY = 2
-ALREADY_MAPPED = 208
 NOT_READY = 600
 CAPTURES = range(900, 909)  # what a stream that is being captured, or one beside it, refuses
 CAPTURE_ELSEWHERE = 906  # asked of the default stream while a stream that blocks it is being captured

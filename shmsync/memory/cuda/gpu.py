@@ -20,11 +20,10 @@ from ...errors import ArenaCorrupt, DeviceFailed, ForkedHandle, NoSpace, Protoco
 from ..slab.available import available_bytes
 from ..torch_modes import plainly
 from .blocks import Block, Blocks
-from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls
+from .calls import EVENT_NO_TIMING, HOST_PORTABLE, STREAM_NON_BLOCKING, Answer, CudaCalls, TorchSide
 from .causes import CAPTURE_ELSEWHERE, NOT_READY, CudaError, not_opened, refused
 from .handle_format import SlabHandle, named, unpacked
 from .streams import GpuEvent, GpuStream, stream_or_event
-from .torch_side import TorchSide
 
 # CUDA cuts smaller allocations out of a block of this size, and a handle shares the whole block.
 WHOLE_BLOCKS = 2 << 20
@@ -67,13 +66,15 @@ class Gpu:
         whole = -(-size // WHOLE_BLOCKS) * WHOLE_BLOCKS
         doing = f"allocating {whole:,} bytes"
         with self._here():
-            free, total = self._take(doing, "cudaMemGetInfo", self._calls.cudaMemGetInfo())
+            free, total = self._call(doing, "cudaMemGetInfo")
             if whole > free:
+                kept = self._side.cached(self._index)
+                more = f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
                 raise NoSpace(
                     f"{whole:,} bytes are needed on {self.name}, of whose {total:,} bytes {free:,} are free; use fewer "
-                    f"slots, a smaller dtype=, exclude= what workers do not need{self._cached()}"
+                    f"slots, a smaller dtype=, exclude= what workers do not need{more if kept else ''}"
                 )
-            address = int(self._take(doing, "cudaMalloc", self._calls.cudaMalloc(whole), whole))
+            address = int(self._call(doing, "cudaMalloc", whole, needed=whole))
             block = Block(address, size, lambda: self._give_back(lambda: self._calls.cudaFree(address)))
             return self._storage(self._blocks.add(block))
 
@@ -84,7 +85,7 @@ class Gpu:
         if block is None:
             raise ValueError(f"{address:#x} is not where memory begins that was allocated on {self.name} for an arena")
         with self._here():
-            memory = self._take("sharing memory", "cudaIpcGetMemHandle", self._calls.ipc_handle(address))
+            memory = self._call("sharing memory", "cudaIpcGetMemHandle", address)
         self._blocks.exported(memory, block)
         return SlabHandle(block.size, self._uuid, memory).packed()
 
@@ -117,10 +118,9 @@ class Gpu:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         doing = f"getting {size:,} bytes of the host's memory for copies"
         with self._here():
-            address = int(self._take(doing, "cudaHostAlloc", self._calls.cudaHostAlloc(size, HOST_PORTABLE), size))
+            address = int(self._call(doing, "cudaHostAlloc", size, HOST_PORTABLE, needed=size))
         memory = (ctypes.c_uint8 * size).from_address(address)
-        finalize = weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address))
-        finalize.atexit = False
+        weakref.finalize(memory, self._give_back, lambda: self._calls.cudaFreeHost(address)).atexit = False
         with plainly():
             return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -129,11 +129,9 @@ class Gpu:
     def stream(self) -> GpuStream:
         """As in Device."""
         with self._here():
-            answer = self._calls.cudaStreamCreateWithFlags(STREAM_NON_BLOCKING)
-            made = self._take("making a stream", "cudaStreamCreateWithFlags", answer)
-        stream, handle = GpuStream(int(made), self._index), int(made)
-        finalize = weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle))
-        finalize.atexit = False
+            handle = int(self._call("making a stream", "cudaStreamCreateWithFlags", STREAM_NON_BLOCKING))
+        stream = GpuStream(handle, self._index)
+        weakref.finalize(stream, self._give_back, lambda: self._calls.cudaStreamDestroy(handle)).atexit = False
         return stream
 
     def current(self) -> GpuStream:
@@ -145,9 +143,9 @@ class Gpu:
         """As in Device. Streams of other GPUs may be given, too."""
         return stream_or_event(given, self._index)
 
-    def capturing(self, stream: object) -> bool:
+    def capturing(self, stream: GpuStream | GpuEvent) -> bool:
         """As in Device."""
-        if not isinstance(stream, GpuStream):
+        if isinstance(stream, GpuEvent):
             return False
         with self._here(stream.index):
             answer = self._calls.cudaStreamIsCapturing(stream.handle)
@@ -156,38 +154,31 @@ class Gpu:
                 return True
             return int(self._take("looking at a stream", "cudaStreamIsCapturing", answer)) != 0
 
-    def follow(self, later: object, first: object) -> None:
+    def follow(self, later: GpuStream, first: GpuStream | GpuEvent) -> None:
         """As in Device."""
-        assert isinstance(later, GpuStream) and isinstance(first, (GpuStream, GpuEvent))
         if later == first:
             return
         doing = "ordering two streams"
         if isinstance(first, GpuEvent):
             with self._here():
-                answer = self._calls.cudaStreamWaitEvent(later.handle, first.handle, 0)
-                self._take(doing, "cudaStreamWaitEvent", answer)
+                self._call(doing, "cudaStreamWaitEvent", later.handle, first.handle, 0)
             return
         with self._event(first) as event, self._here(later.index):
-            self._take(doing, "cudaStreamWaitEvent", self._calls.cudaStreamWaitEvent(later.handle, event, 0))
+            self._call(doing, "cudaStreamWaitEvent", later.handle, event, 0)
 
-    def copy(self, stream: object, pieces: Sequence[tuple[int, int, int]]) -> None:
+    def copy(self, stream: GpuStream, pieces: Sequence[tuple[int, int, int]]) -> None:
         """As in Device."""
-        assert isinstance(stream, GpuStream)
         with self._here():
             for to, source, size in joined(pieces):
-                answer = self._calls.copy(to, source, size, stream.handle)
-                self._take(f"copying {size:,} bytes", "cudaMemcpyAsync", answer)
+                self._call(f"copying {size:,} bytes", "cudaMemcpyAsync", to, source, size, stream.handle)
 
-    def call(self, stream: object, call: _native.HostCall) -> None:
+    def call(self, stream: GpuStream, call: _native.HostCall) -> None:
         """As in Device. When CUDA refuses, the call may or may not be made: its ticket is left to it."""
-        assert isinstance(stream, GpuStream)
         with self._here():
-            answer = self._calls.launch(stream.handle, type(call).function, call.ticket())
-            self._take("asking for a call", "cuLaunchHostFunc", answer)
+            self._call("asking for a call", "cuLaunchHostFunc", stream.handle, type(call).function, call.ticket())
 
-    def wait(self, stream: object, seconds: float) -> bool:
+    def wait(self, stream: GpuStream, seconds: float) -> bool:
         """As in Device. CUDA's own waits know no deadline, so this looks at an event again and again."""
-        assert isinstance(stream, GpuStream)
         deadline = time.monotonic() + seconds
         pause, longest = _LOOK
         with self._event(stream) as event:
@@ -253,11 +244,9 @@ class Gpu:
             try:
                 event = kept.pop()
             except IndexError:
-                answer = self._calls.cudaEventCreateWithFlags(EVENT_NO_TIMING)
-                event = int(self._take("making an event", "cudaEventCreateWithFlags", answer))
+                event = int(self._call("making an event", "cudaEventCreateWithFlags", EVENT_NO_TIMING))
             try:
-                answer = self._calls.cudaEventRecord(event, stream.handle)
-                self._take("recording an event", "cudaEventRecord", answer)
+                self._call("recording an event", "cudaEventRecord", event, stream.handle)
             except BaseException:
                 self._calls.cudaEventDestroy(event)
                 raise
@@ -268,6 +257,10 @@ class Gpu:
                 kept.append(event)
             else:
                 self._give_back(lambda: self._calls.cudaEventDestroy(event), stream.index)
+
+    def _call(self, doing: str, name: str, *arguments: Any, needed: int | None = None) -> Any:
+        """What this function of CUDA gives."""
+        return self._take(doing, name, getattr(self._calls, name)(*arguments), needed)
 
     def _take(self, doing: str, call: str, answer: Answer, needed: int | None = None) -> Any:
         return _taken(self._calls, call, answer, self.name, doing, needed)
@@ -284,7 +277,7 @@ class Gpu:
                 self._calls.restore(before)
 
     def _map(self, memory: bytes) -> int:
-        answer = self._calls.ipc_open(memory)
+        answer = self._calls.cudaIpcOpenMemHandle(memory)
         if int(answer[0]):
             error = _error(self._calls, "cudaIpcOpenMemHandle", answer)
             raise not_opened(error, self.name) from error
@@ -304,12 +297,6 @@ class Gpu:
                 f"using it; this is a fault of torch {torch.__version__} or of shmsync, please report it"
             )
         return storage
-
-    def _cached(self) -> str:
-        kept = self._side.cached(self._index)
-        if not kept:
-            return ""
-        return f"; torch's allocator keeps {kept:,} bytes unused, which torch.cuda.empty_cache() gives back"
 
 
 def joined(pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

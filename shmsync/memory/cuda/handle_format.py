@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from typing import NamedTuple
+from uuid import UUID
 
 from ...errors import ArenaCorrupt
 from .calls import HANDLE_SIZE
@@ -43,5 +44,4 @@ def unpacked(data: bytes) -> SlabHandle:
 
 def named(uuid: bytes) -> str:
     """A UUID as nvidia-smi writes it."""
-    text = uuid.hex()
-    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+    return f"GPU-{UUID(bytes=uuid)}"

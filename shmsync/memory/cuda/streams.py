@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 
+@dataclass(unsafe_hash=True)
 class GpuStream:
-    """A stream of a GPU; two of the same handle are one.
+    """A stream of a GPU; two of the same handle are one. Nothing in it changes.
 
     Args:
         handle: CUDA's.
@@ -14,20 +16,12 @@ class GpuStream:
         keep: what owns the handle.
     """
 
-    __slots__ = ("__weakref__", "handle", "index", "keep")
-
-    def __init__(self, handle: int, index: int, keep: object = None) -> None:
-        self.handle = handle
-        self.index = index
-        self.keep = keep
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GpuStream) and (self.handle, self.index) == (other.handle, other.index)
-
-    def __hash__(self) -> int:
-        return hash((self.handle, self.index))
+    handle: int
+    index: int
+    keep: object = field(default=None, compare=False)
 
 
+@dataclass(eq=False)
 class GpuEvent:
     """What a stream had when the user recorded this event.
 
@@ -36,11 +30,8 @@ class GpuEvent:
         keep: the user's event.
     """
 
-    __slots__ = ("handle", "keep")
-
-    def __init__(self, handle: int, keep: object) -> None:
-        self.handle = handle
-        self.keep = keep
+    handle: int
+    keep: object
 
 
 def stream_or_event(given: object, index: int) -> GpuStream | GpuEvent:

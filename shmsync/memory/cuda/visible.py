@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import lru_cache
 
 import torch
 
 from ... import _native
 from ...errors import ArenaNotFound, DeviceFailed, ForkedHandle
-from .calls import Bindings, CudaCalls
+from .calls import CudaCalls, TorchSide
 from .gpu import Gpu, uuid_of
 from .handle_format import named, unpacked
-from .torch_side import TorchSide
 
 _DRIVER = "libcuda.so.1"
 
 _lock = threading.RLock()
-_gpus: dict[int, Gpu] = {}
-_of_generation = 0
-_system: tuple[CudaCalls, TorchSide] | None = None
 
 
 def device(index: int) -> Gpu:
@@ -29,17 +26,16 @@ def device(index: int) -> Gpu:
     that uses CUDA.
     """
     with _lock:
-        calls, side = _used()
-        gpu = _gpus.get(index)
-        if gpu is None:
+        calls, side, gpus = _used(_native.fork_generation())
+        if index not in gpus:
             count = side.count()
             if not 0 <= index < count:
                 raise DeviceFailed(
                     f"cuda:{index} is not there: this process sees {count} GPUs; look at CUDA_VISIBLE_DEVICES, and in "
                     "a container at --gpus"
                 )
-            gpu = _gpus[index] = Gpu(index, calls, side)
-        return gpu
+            gpus[index] = Gpu(index, calls, side)
+        return gpus[index]
 
 
 def holder(handle: bytes, arena: str) -> Gpu:
@@ -51,7 +47,7 @@ def holder(handle: bytes, arena: str) -> Gpu:
     """
     uuid = unpacked(handle).uuid
     with _lock:
-        calls, side = _used()
+        calls, side, _ = _used(_native.fork_generation())
         seen = [uuid_of(calls, index) for index in range(side.count())]
         if uuid not in seen:
             raise ArenaNotFound(
@@ -66,23 +62,16 @@ def reason() -> str | None:
     """Why CUDA cannot be used in this process; None: it can. Makes no context on a GPU, but initialises CUDA."""
     try:
         with _lock:
-            _used()
+            _used(_native.fork_generation())
     except (DeviceFailed, ForkedHandle) as error:
         return str(error)
     return None
 
 
-def _used() -> tuple[CudaCalls, TorchSide]:
-    """What this process uses CUDA with; a forked child has its own."""
-    global _of_generation, _system
-    generation = _native.fork_generation()
-    if generation != _of_generation:
-        _gpus.clear()
-        _system = None
-        _of_generation = generation
-    if _system is None:
-        _system = system()
-    return _system
+@lru_cache(maxsize=1)
+def _used(generation: int) -> tuple[CudaCalls, TorchSide, dict[int, Gpu]]:
+    """What this process uses CUDA with, and its GPUs so far; a forked child, of another generation, has its own."""
+    return *system(), {}
 
 
 def system() -> tuple[CudaCalls, TorchSide]:
@@ -114,4 +103,4 @@ def system() -> tuple[CudaCalls, TorchSide]:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         raise DeviceFailed(f"torch could not initialise CUDA: {error}") from error
-    return Bindings(runtime, driver), TorchSide()
+    return CudaCalls(runtime, driver), TorchSide()

@@ -21,12 +21,8 @@ def available_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path
 
 def cgroup_room(proc: Path, root: Path) -> list[int]:
     """Bytes that each enclosing cgroup with a limit has left."""
-    text = _content(proc)
-    if text is None:
-        return []
-    lines = text.splitlines()
     room: list[int] = []
-    for line in lines:
+    for line in (_content(proc) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # v2
             room += _walk(root, path, "memory.max", "memory.current", "inactive_file")
@@ -37,16 +33,11 @@ def cgroup_room(proc: Path, root: Path) -> list[int]:
 
 
 def _walk(root: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> list[int]:
-    room = []
     folder = root / path.lstrip("/")
+    levels = [folder, *folder.parents]
     # In a container the path may be the host's and absent here; the limit is then at the root of the mount.
-    for level in [folder, *folder.parents]:
-        room_here = _room(level, limit_name, usage_name, reclaimable)
-        if room_here is not None:
-            room.append(room_here)
-        if level == root:
-            break
-    return room
+    room = [_room(level, limit_name, usage_name, reclaimable) for level in levels[: levels.index(root) + 1]]
+    return [found for found in room if found is not None]
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, reclaimable: str) -> int | None:

@@ -28,6 +28,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from ... import _native
@@ -93,18 +94,17 @@ class _Memfd:
             )
         with refusals("making room for weights"):
             fd = os.memfd_create("shmsync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._closing = weakref.finalize(self, close, fd)
-        self._closing.atexit = False
-        _kept.add(self)
-        try:
-            with refusals("making room for weights"):
+            self._closing = weakref.finalize(self, close, fd)
+            self._closing.atexit = False
+            _kept.add(self)
+            try:
                 fill(fd)
                 os.pwrite(fd, token, size)
                 add_seals(fd, seals)
                 self.place = MemfdAt(me().owner, fd, os.fstat(fd).st_ino, whole, token)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Give it up: no process can open it any more. Idempotent."""
@@ -166,13 +166,12 @@ class Reusable(_Memfd):
         """Pieces of it, one after the other, each with a storage of its own: torch may send a storage whole."""
         import torch
 
-        pieces, begin = [], 0
-        for size in sizes:
-            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin) if size else empty
-            pieces.append(piece)
-            begin += size
-        return pieces
+        return [
+            torch.frombuffer(self._mapping, dtype=torch.uint8, count=size, offset=begin)
+            if size
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+            for size, begin in zip(sizes, accumulate(sizes, initial=0), strict=False)
+        ]
 
 
 def reachable(owner: int) -> bool:

@@ -15,20 +15,8 @@ from ... import _native
 from ...errors import ArenaCorrupt, ArenaNotFound, NoSpace, WriterDied
 from ..system.calls import close
 from ..system.process import Peer, pid_of
-from . import placement
+from . import memfd, placement
 from .available import available_bytes
-from .memfd import (
-    SEAL_FUTURE_WRITE,
-    SEAL_GROW,
-    SEAL_SEAL,
-    SEAL_SHRINK,
-    add_seals,
-    log_fallback,
-    map_readonly,
-    over,
-    seals_of,
-    torch_storage,
-)  # fmt: skip
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +27,7 @@ SLOT_ALIGNMENT = 2 << 20  # bytes; one huge page
 TENSOR_ALIGNMENT = 256  # bytes
 STAMP_BYTES = 4096  # the session id stands at the end, on a page of its own
 
-_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_FUTURE_WRITE
+_SEALS = memfd.SEAL_SHRINK | memfd.SEAL_GROW | memfd.SEAL_FUTURE_WRITE
 
 _NAME_BYTES = 249  # of a memfd's name that Linux allows
 
@@ -81,14 +69,17 @@ def create(slots: int, slot_bytes: int, session: bytes, name: str) -> Slab:
                 f"{error.strerror}; free memory, or use fewer slots or a smaller dtype="
             ) from error
         os.pwrite(fd, session, needed - STAMP_BYTES)
-        add_seals(fd, SEAL_SHRINK | SEAL_GROW)
+        memfd.add_seals(fd, memfd.SEAL_SHRINK | memfd.SEAL_GROW)
         writable, kept_fd, owns_fd = _map_writable(fd, needed)
         try:
             _native.populate(writable.data_ptr(), needed)
-            add_seals(fd, SEAL_FUTURE_WRITE | SEAL_SEAL)
-            slab = Slab(map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
-            _protect_in_children(slab, needed)
-            for storage in (slab.readonly, writable):  # the writable one is read-only in forked children
+            memfd.add_seals(fd, memfd.SEAL_FUTURE_WRITE | memfd.SEAL_SEAL)
+            slab = Slab(memfd.map_readonly(fd, needed), writable, kept_fd, os.fstat(fd).st_ino, owns_fd)
+            # Read-only in forked children, as long as the mapping lives: tensors kept from update() outlive close().
+            address = writable.data_ptr()
+            weakref.finalize(writable, _native.unprotect_in_children, address).atexit = False
+            _native.protect_in_children(address, needed, kept_fd)
+            for storage in (slab.readonly, writable):
                 _explain_faults(storage, needed, name)
         except BaseException:
             if owns_fd:
@@ -139,7 +130,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
                 f"the slab of arena {name!r} belongs to uid {status.st_uid} but this is uid {os.getuid()}; run both "
                 "sides as one user"
             )
-        seals = seals_of(opened)
+        seals = memfd.seals_of(opened)
         if seals & _SEALS != _SEALS:
             raise ArenaCorrupt(
                 f"the slab of arena {name!r} has seals {seals:#x} but {_SEALS:#x} are needed: it is no slab of "
@@ -151,7 +142,7 @@ def attach(owner: int, fd: int, inode: int, expected_bytes: int, session: bytes,
                 f"the slab of arena {name!r} has session {stamp.hex()} but the header says {session.hex()}; restart "
                 "the publisher, and attach again"
             )
-        slab = Slab(map_readonly(opened, expected_bytes), None, -1, inode)
+        slab = Slab(memfd.map_readonly(opened, expected_bytes), None, -1, inode)
         _explain_faults(slab.readonly, expected_bytes, name)
         return slab
     finally:
@@ -169,14 +160,6 @@ def release(slab: Slab) -> None:
     if slab.owns_fd:
         _native.unprotect_in_children(slab.writable.data_ptr() if slab.writable is not None else 0)
         close(slab.fd)
-
-
-def _protect_in_children(slab: Slab, size: int) -> None:
-    """Map it read-only in forked children, for as long as it lives: tensors kept from update() outlive close()."""
-    assert slab.writable is not None
-    address = slab.writable.data_ptr()
-    weakref.finalize(slab.writable, _native.unprotect_in_children, address).atexit = False
-    _native.protect_in_children(address, size, slab.fd)
 
 
 _mapped: dict[int, int] = {}  # where mappings of slabs of the host begin and end, those of closed arenas too
@@ -198,11 +181,11 @@ def _explain_faults(storage: torch.UntypedStorage, size: int, name: str) -> None
 
 def _map_writable(fd: int, size: int) -> tuple[torch.UntypedStorage, int, bool]:
     try:
-        storage = torch_storage(fd, size)
+        storage = memfd.torch_storage(fd, size)
         kept = storage._share_fd_cpu_()[0]
         os.set_inheritable(kept, False)  # a program that this process runs later must not hold the memory
         return storage, kept, False
     except (AttributeError, RuntimeError, TypeError) as error:
-        log_fallback(error)
+        memfd.log_fallback(error)
         mapping = mmap.mmap(fd, size)
-        return over(mapping), os.dup(fd), True
+        return memfd.over(mapping), os.dup(fd), True

@@ -157,7 +157,7 @@ class Peer:
     @property
     def stopped(self) -> bool:
         """Is it stopped (SIGSTOP, a debugger)? False when that cannot be found out."""
-        return not self.dead and _state_of(self.pid) in _STOPPED
+        return _is_stopped(self.pid) and not self.dead
 
     def ends_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for its end. Has it ended?"""
@@ -212,12 +212,12 @@ class Peer:
         return f"pid {self.pid}, exit code {code}"
 
 
-def _state_of(pid: int) -> str | None:
-    """The kernel's letter for what a process does; None when that cannot be found out."""
+def _is_stopped(pid: int) -> bool:
+    """Does the kernel show this pid as stopped? Ask this before whether the process lives: its pid may be reused."""
     try:
-        return _stat_fields(pid)[_STATE]
-    except (OSError, ValueError):
-        return None
+        return _stat_fields(pid)[_STATE] in _STOPPED
+    except (OSError, ValueError):  # it is gone, or that could not be found out
+        return False
 
 
 class Peers:
@@ -240,12 +240,10 @@ class Peers:
 
     def state(self, owner: int) -> ProcessState:
         """Live, stopped (SIGSTOP, a debugger) or dead."""
+        stopped = _is_stopped(pid_of(owner))
         if not self.alive(owner):
             return ProcessState.DEAD
-        letter = _state_of(pid_of(owner))
-        if letter is None:
-            return ProcessState.LIVE if self.alive(owner) else ProcessState.DEAD
-        return ProcessState.STOPPED if letter in _STOPPED else ProcessState.LIVE
+        return ProcessState.STOPPED if stopped else ProcessState.LIVE
 
     def keep_only(self, owners: set[int]) -> None:
         """Close the pidfds of all other processes."""

@@ -224,7 +224,7 @@ class Proxy:
             del self.hosted[address]
         return (code,)
 
-    def ipc_handle(self, address):
+    def cudaIpcGetMemHandle(self, address):
         code = self._called("cudaIpcGetMemHandle", address)
         if code:
             return code, b""
@@ -238,7 +238,7 @@ class Proxy:
         self.world.exported[handle] = memory, self.pid
         return code, handle
 
-    def ipc_open(self, handle):
+    def cudaIpcOpenMemHandle(self, handle):
         code = self._called("cudaIpcOpenMemHandle", handle)
         if code:
             return code, 0
@@ -327,7 +327,7 @@ class Proxy:
         known += [(base, memory.size) for base, memory in (*self.hosted.items(), *self.mappings.items())]
         return any(base <= address and address + size <= base + whole for base, whole in known)
 
-    def copy(self, to, source, size, stream):
+    def cudaMemcpyAsync(self, to, source, size, stream):
         code = self._called("cudaMemcpyAsync", to, source, size, stream)
         if code:
             return (code,)
@@ -338,7 +338,7 @@ class Proxy:
             self.stream_of(stream).give(lambda at=at, many=many: ctypes.memmove(to + at, source + at, many) and None)
         return (code,)
 
-    def launch(self, stream, function, ticket):
+    def cuLaunchHostFunc(self, stream, function, ticket):
         code = self._called("cuLaunchHostFunc", stream, function)
         if not code:
             self.stream_of(stream).give(lambda: on_a_drivers_thread(function, ticket))
@@ -346,7 +346,7 @@ class Proxy:
 
 
 class StandInTorch:
-    """What is asked of torch, see TorchSide in shmsync/memory/cuda/torch_side.py."""
+    """What is asked of torch, see TorchSide in shmsync/memory/cuda/calls.py."""
 
     def __init__(self, calls):
         self._calls = calls

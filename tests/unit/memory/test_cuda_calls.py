@@ -22,7 +22,7 @@ from shmsync.errors import ArenaCorrupt, ArenaNotFound, DeviceFailed, ForkedHand
 from shmsync.memory import devices
 from shmsync.memory.cuda import causes, visible
 from shmsync.memory.cuda.blocks import Blocks
-from shmsync.memory.cuda.calls import Bindings
+from shmsync.memory.cuda.calls import RUNTIME, CudaCalls
 from shmsync.memory.cuda.gpu import WHOLE_BLOCKS, Gpu, joined
 from shmsync.memory.cuda.handle_format import SlabHandle, unpacked
 from support.calls import Call
@@ -359,12 +359,12 @@ def process(monkeypatch):
 
     def become(world, visible_gpus=(0,)):
         calls = Proxy(world, visible_gpus)
-        monkeypatch.setattr(visible, "_gpus", {})
-        monkeypatch.setattr(visible, "_system", (calls, calls.side))
-        monkeypatch.setattr(visible, "_of_generation", _native.fork_generation())
+        monkeypatch.setattr(visible, "system", lambda: (calls, calls.side))
+        visible._used.cache_clear()
         return calls
 
-    return become
+    yield become
+    visible._used.cache_clear()
 
 
 def test_a_gpu_is_found_by_its_uuid_whatever_its_number(process):
@@ -398,14 +398,13 @@ def test_a_forked_child_finds_its_gpus_anew(process, monkeypatch):
     of_the_parent, generation = visible.device(0), _native.fork_generation()
     assert visible.device(0) is of_the_parent
     mine = Proxy(World())
-    monkeypatch.setattr(visible, "_of_generation", visible._of_generation)  # and back afterwards
     monkeypatch.setattr(visible, "_native", SimpleNamespace(fork_generation=lambda: generation + 1))
     monkeypatch.setattr(visible, "system", lambda: (mine, mine.side))
     assert visible.device(0)._calls is mine
 
 
 def test_without_cuda_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(visible, "_system", None)
+    visible._used.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceFailed, match="was built without CUDA"):
         visible.device(0)
@@ -643,7 +642,7 @@ def test_nothing_is_left_when_both_ends_are_closed(arena):
     sub.close()
     pub.close()
     gc.collect()
-    visible._gpus.clear()
+    visible._used.cache_clear()
     devices._default.clear()
     gc.collect()
     assert {name: many for name, many in calls.left().items() if name in ("memory", "mappings")} == {}
@@ -697,15 +696,15 @@ def test_a_version_is_committed_by_a_thread_of_the_driver_without_the_gil(driver
     runtime = SimpleNamespace(
         cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2), cudaError_t={0: 0, 400: 400}.__getitem__
     )
-    calls = Bindings(runtime, driver)
+    calls = CudaCalls(runtime, driver)
     with shmsync.Publisher({"t": torch.ones(1)}, slots=2) as pub:
         writer = pub._writer.side.writer
         assert writer.begin()
         call = writer.commit_later()
-        assert int(calls.launch(1, type(call).function, call.ticket())[0]) == 0
+        assert int(calls.cuLaunchHostFunc(1, type(call).function, call.ticket())[0]) == 0
         assert call.wait(0)
         assert pub.version == 2
-    assert int(calls.launch(0, 1, 1)[0]) == 400
+    assert int(calls.cuLaunchHostFunc(0, 1, 1)[0]) == 400
 
 
 _ARGUMENTS = {
@@ -726,9 +725,9 @@ _ARGUMENTS = {
     "cudaStreamWaitEvent": (4096, 4096, 0),
     "cudaIpcCloseMemHandle": (4096,),
     "cudaGetLastError": (),
-    "ipc_handle": (4096,),
-    "ipc_open": (b"h" * 64,),
-    "copy": (4096, 8192, 10, 4096),
+    "cudaIpcGetMemHandle": (4096,),
+    "cudaIpcOpenMemHandle": (b"h" * 64,),
+    "cudaMemcpyAsync": (4096, 8192, 10, 4096),
     "relax": (),
 }
 
@@ -737,7 +736,7 @@ _ARGUMENTS = {
 def bindings():
     from cuda.bindings import runtime
 
-    return Bindings(runtime, SimpleNamespace(cuLaunchHostFunc=SimpleNamespace()))
+    return CudaCalls(runtime, SimpleNamespace(cuLaunchHostFunc=SimpleNamespace()))
 
 
 @needs_bindings
@@ -762,8 +761,8 @@ def test_all_calls_are_tried_and_the_numbers_are_those_of_cuda(bindings):
 
     from shmsync.memory.cuda import calls
 
-    mine = {name for name in vars(calls.CudaCalls) if not name.startswith("_")}
-    assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "launch", "restore"}
+    mine = {*RUNTIME, *(name for name in vars(CudaCalls) if not name.startswith("_"))}
+    assert mine - set(_ARGUMENTS) == {"cudaGetErrorString", "cuLaunchHostFunc", "restore"}
     assert runtime.cudaStreamNonBlocking == calls.STREAM_NON_BLOCKING
     assert runtime.cudaEventDisableTiming == calls.EVENT_NO_TIMING
     assert runtime.cudaHostAllocPortable == calls.HOST_PORTABLE

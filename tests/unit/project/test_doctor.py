@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from shmsync import cli
-from shmsync.cli import findings
-from shmsync.cli.findings import Level
+from shmsync.cli import doctor
+from shmsync.cli.doctor import Level
 
 
 def test_every_finding_that_is_not_fine_has_a_cure():
-    found = findings.examine()
+    found = doctor.examine()
     assert {finding.check for finding in found} >= {
         "system",
         "shm",
@@ -85,11 +85,11 @@ def test_a_cgroup_that_leaves_little(tmp_path):
     (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
     for name, text in (("memory.max", str(100 << 20)), ("memory.current", "0"), ("memory.stat", "inactive_file 0")):
         (folder / name).write_text(text + "\n")
-    found = findings.memory(tmp_path)
+    found = doctor.memory(tmp_path)
     assert found.level is Level.WARNING
     assert "100.0 MiB can be used" in found.text
     (folder / "memory.max").write_text("max\n")
-    assert findings.memory(tmp_path).level is Level.OK
+    assert doctor.memory(tmp_path).level is Level.OK
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def test_huge_pages(tmp_path, shown, level):
     path.parent.mkdir(parents=True)
     if shown:
         path.write_text(shown + "\n")
-    assert findings.huge_pages(tmp_path).level is level
+    assert doctor.huge_pages(tmp_path).level is level
 
 
 def test_numa_containers_and_gpus(tmp_path):
-    for check in (findings.numa, findings.containers, findings.cuda):
+    for check in (doctor.numa, doctor.containers, doctor.cuda):
         assert check(tmp_path).level is Level.OK
     for name in ("sys/devices/system/node/node0", "sys/devices/system/node/node1", "dev"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "dev/nvidia0").touch()
     (tmp_path / ".dockerenv").touch()
-    for check in (findings.numa, findings.containers, findings.cuda):
+    for check in (doctor.numa, doctor.containers, doctor.cuda):
         found = check(tmp_path)
         assert (found.level, bool(found.cure)) == (Level.NOTE, True)
 
