@@ -76,9 +76,6 @@ class SingleEnvs:
         for i in range(self.count):
             self.step_one(i, *self._begun)
 
-    def abandon(self) -> None:
-        """Leave it at what begin() has begun, which is nothing here."""
-
     def step_one(self, i: int, actions: Any, to: Results, t: int, following: Leading) -> None:
         """Step one of them, and reset it if its episode ends."""
         result = self._envs[i].step(actions[i])
