@@ -29,6 +29,7 @@ from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 from ..schemes.link.exchange import WORDING
 from . import buffers
 from .buffers import RESULTS
+from .messages import LOAD, STATE, WorkerSpec
 from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer import checks
@@ -38,7 +39,6 @@ from .trainer.ending import Ending
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
 from .trainer.worker_setup import WorkerSetup
-from .worker.collector_process import LOAD, STATE, WorkerSpec
 
 START_TIMEOUT = 120.0  # seconds
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..worker.collector_process import BATCH, COLLECT
+from ..messages import BATCH, COLLECT
 from .worker_pool import WorkerPool, WorkerProcess
 
 

@@ -15,7 +15,8 @@ from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peer
 from ...schemes.link.connection import Channel
 from ...schemes.link.exchange import LinkPoll
-from ..worker.collector_process import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
+from ..messages import CLOSED, ERROR, HELLO, STOP, WorkerSpec
+from ..worker.collector_process import run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _AWAITED = "the next message of a collector's workers"

@@ -15,7 +15,7 @@ from ...errors import WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
-from ..worker.collector_process import LAYOUT, START, WorkerSpec
+from ..messages import LAYOUT, START, WorkerSpec
 from . import checks
 from .checks import CollectorNumbers
 from .ending import Ending

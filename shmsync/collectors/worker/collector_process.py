@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
-import random
 import select
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
-from ...engine.outcome import Failure
 from ...memory.system.calls import poll
 from ...memory.system.process import dead_parent
-from ...schemes import WeightSyncScheme
+from ...workers.rank_process import report, seed_generators
 from ..buffers import Buffers, BufferSpec
+from ..messages import BATCH, CLOSED, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, STOP, WorkerSpec
 from ..policy_packing import bring
-from ..spaces import DiscreteActions
 from . import rng_state as saved
 from .rollout import Rollout
 from .threads import EnvInThread
 
-# The words of the trainer, then those of the worker. A message is (word, content).
-START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
-HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT, STATE, LOAD: (number, answer)
-
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Everything that a worker is started with."""
-
-    index: int
-    makers: bytes  # a list of functions that make an environment, by cloudpickle
-    policy: bytes
-    scheme: WeightSyncScheme
-    seed: int
-    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
-    discrete_actions: DiscreteActions | None = None
-    envs_in_threads: bool = False
-    device: str | None = None  # where the policy computes; None: where it is
 
 
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
@@ -65,13 +41,13 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
         _serve(spec, weights, control, envs)
     except BaseException as error:  # of the environments, the policy, or because the trainer is gone
         failed = True
-        _report(control, ERROR, error)
+        report(control, ERROR, error)
     for env in envs:
         try:
             env.close()
         except BaseException as error:
             if not failed:
-                _report(control, CLOSED, error)
+                report(control, CLOSED, error)
             failed = True
     if failed:
         raise SystemExit(1)
@@ -101,15 +77,8 @@ def _allow_processes(*pipes: Connection) -> None:
     os.register_at_fork(before=look, after_in_child=leave)
 
 
-def _report(control: Connection, word: str, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # the trainer is gone
-        control.send((word, Failure.of(error)))
-
-
 def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
-    random.seed(spec.seed)
-    np.random.seed(spec.seed % 2**32)
-    torch.manual_seed(spec.seed)
+    seed_generators(spec.seed)
     policy = cloudpickle.loads(spec.policy)
     if spec.device is not None:
         bring(policy, spec.device)
@@ -129,20 +98,11 @@ class _Worker:
         self._receiver = receiver = spec.scheme.get_receiver()
         self._spec = spec
         self._control = control
-        self._rollout = Rollout(
-            envs,
-            policy,
-            lambda: receiver.version,
-            worker=spec.index,
-            discrete_actions=spec.discrete_actions,
-            in_threads=spec.envs_in_threads,
-            device=spec.device,
-        )
+        self._rollout = Rollout(envs, policy, lambda: receiver.version, spec)
         self._weights_fd = weights.fileno()
-        self._control_fd = control.fileno()
         self._poll = select.poll()
-        self._poll.register(self._weights_fd, select.POLLIN)
-        self._poll.register(self._control_fd, select.POLLIN)
+        self._poll.register(weights, select.POLLIN)
+        self._poll.register(control, select.POLLIN)
         self._commands: deque[tuple[str, Any]] = deque()
         self._obeyed = 0  # the serial of the newest order
 
