@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import torch
 
 from ...errors import DataMismatch
 from ..buffers import Leaves
+from ..spaces import DiscreteActions
+
+OnLag = Literal["warn", "wait", "drop"]
 
 _LARGEST = 1 << 48  # of anything that is counted
 LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
 
 
-class CollectorNumbers(NamedTuple):
-    """The numbers that a collector is given, as ints."""
+@dataclass(frozen=True)
+class CollectorOptions:
+    """What a collector is given, checked."""
 
     num_workers: int
     frames_per_batch: int
     envs_per_worker: int
     total_frames: int
     seed: int | None
-    max_lag: int | None
+    max_lag: float  # math.inf: any number of versions
+    on_lag: OnLag
+    sync: bool
+    restart_workers: bool
+    timeout: float
+    start_timeout: float
+    discrete_actions: DiscreteActions | None
+    envs_in_threads: bool
+
+    def steps(self, environments: int) -> int:
+        """How many steps of each environment are in a batch, where a worker has so many of them.
+
+        Raises ValueError where the frames of a batch do not divide evenly.
+        """
+        share = environments * (self.num_workers if self.sync else 1)
+        if self.frames_per_batch % share:
+            raise ValueError(
+                f"frames_per_batch={self.frames_per_batch} does not divide evenly over the {share} environment(s) of a "
+                f"batch; use {max(1, round(self.frames_per_batch / share)) * share}"
+            )
+        return self.frames_per_batch // share
 
 
 def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:
@@ -45,41 +70,24 @@ def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> in
     return found
 
 
-def arguments(
-    numbers: CollectorNumbers, on_lag: str, discrete_actions: str | None, makers: Sequence[Any], envs_in_threads: bool
-) -> None:
+def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
     """Raise ValueError or TypeError for arguments that make no sense."""
-    if len(makers) != numbers.num_workers:
+    if len(makers) != options.num_workers:
         raise ValueError(
-            f"create_env_fn has {len(makers)} functions for {numbers.num_workers} workers; give one for each, or one "
+            f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or one "
             "for all"
         )
     if not all(callable(maker) for maker in makers):
         raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
-    if not isinstance(envs_in_threads, bool):
+    if not isinstance(options.envs_in_threads, bool):
+        given = f"{options.envs_in_threads!r} ({type(options.envs_in_threads).__name__})"
         raise TypeError(
-            f"envs_in_threads is True or False, not {envs_in_threads!r} ({type(envs_in_threads).__name__}); how many "
-            "environments a worker has is envs_per_worker="
+            f"envs_in_threads is True or False, not {given}; how many environments a worker has is envs_per_worker="
         )
-    if on_lag not in ("warn", "wait", "drop"):
-        raise ValueError(f'on_lag is "warn", "wait" or "drop", not {on_lag!r}')
-    if discrete_actions not in (None, "index", "value"):
-        raise ValueError(f'discrete_actions is None, "index" or "value", not {discrete_actions!r}')
-
-
-def steps(numbers: CollectorNumbers, environments: int, sync: bool) -> int:
-    """How many steps of each environment are in a batch, where a worker has so many of them.
-
-    Raises ValueError where the frames of a batch do not divide evenly.
-    """
-    share = environments * (numbers.num_workers if sync else 1)
-    frames = numbers.frames_per_batch
-    if frames % share:
-        raise ValueError(
-            f"frames_per_batch={frames} does not divide evenly over the {share} environment(s) of a batch; "
-            f"use {max(1, round(frames / share)) * share}"
-        )
-    return frames // share
+    if options.on_lag not in ("warn", "wait", "drop"):
+        raise ValueError(f'on_lag is "warn", "wait" or "drop", not {options.on_lag!r}')
+    if options.discrete_actions not in (None, "index", "value"):
+        raise ValueError(f'discrete_actions is None, "index" or "value", not {options.discrete_actions!r}')
 
 
 def agreed(layouts: dict[int, tuple[Leaves, int]]) -> tuple[Leaves, int]:

@@ -15,10 +15,8 @@ from ...errors import WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
-from ..messages import LAYOUT, START, WorkerSpec
-from . import checks
-from .checks import CollectorNumbers
-from .ending import Ending
+from ..messages import HELLO, LAYOUT, START, WorkerSpec
+from .checks import CollectorOptions, agreed
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 
@@ -34,7 +32,7 @@ class WorkerSetup:
         jobs: Jobs,
         scheme: WeightSyncScheme,
         specs: list[WorkerSpec],
-        start_timeout: float,
+        options: CollectorOptions,
         devices: WorkerDevices,
     ) -> None:
         self._pool = pool
@@ -43,15 +41,15 @@ class WorkerSetup:
         # Schemes that know nothing of devices bring weights to wherever a policy is.
         placed = not devices.unset and "device" in scheme.sender_takes
         self._placed: dict[str, Any] = {"device": devices} if placed else {}
-        self._start_timeout = start_timeout
+        self._options = options
         self.specs = specs
         self.restarts = 0
 
-    def start(self, policy: nn.Module, numbers: CollectorNumbers, sync: bool, ending: Ending) -> None:
+    def start(self, policy: nn.Module) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
-        deadline = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + self._options.start_timeout
         members = [self._pool.start(spec) for spec in self.specs]
-        self._pool.wait_started(deadline)
+        self._pool.answers(HELLO, 0, deadline, self._pool.members)
         with self.reasons():
             self._scheme.init_on_sender(
                 "policy",
@@ -61,9 +59,9 @@ class WorkerSetup:
                 **self._placed,
             )
             self.sender = self._scheme.get_sender()
-            self.sender.send(timeout=self._start_timeout)
-        leaves, count = checks.agreed(self._pool.ask(LAYOUT, deadline))
-        steps = checks.steps(numbers, count, sync)
+            self.sender.send(timeout=self._options.start_timeout)
+        leaves, count = agreed(self._pool.ask(LAYOUT, deadline))
+        steps = self._options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
         base = self.specs[0].seed
@@ -71,25 +69,25 @@ class WorkerSetup:
             replace(spec, rows=(spec.index * count, (spec.index + 1) * count), seed=base + spec.index * count)
             for spec in self.specs
         ]
-        self.memory, ending.fd = buffers.create(leaves, count * numbers.num_workers, steps)
+        self.memory, self._pool.fd = buffers.create(leaves, count * len(self.specs), steps)
         for spec in self.specs:
             self._join(spec)
 
     def restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
-        deadline = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + self._options.start_timeout
         self.restarts += 1
         self._pool.members[index].log_loss()
         _log.warning("collector worker %d was lost, and is started again", index)
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
         member = self._pool.start(spec)
-        self._pool.wait_started(deadline, [index])
+        self._pool.answers(HELLO, 0, deadline, [index])
         with self.reasons():
             self.sender.register_worker(index, member.weights, member.process)
             resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
             if resend is not None:
-                resend(index, timeout=self._start_timeout)
+                resend(index, timeout=self._options.start_timeout)
         self._join(spec)
         self._jobs.send(index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,8 +53,7 @@ class Observations:
 
     def of_rows(self, rows: slice) -> Observations:
         """Those of some of the environments, in the same memory."""
-        some = object.__new__(Observations)
-        some.__dict__.update(self.__dict__)
+        some = copy.copy(self)
         some.parts = [part._replace(now=part.now[rows]) for part in self.parts]
         return some
 
@@ -86,13 +86,7 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
 
     Raises DataMismatch for one that is not there, or does not have this shape.
     """
-    value = observation
-    try:
-        for name in part.path:
-            value = value[name]
-    except (KeyError, IndexError, TypeError):
-        spaces.part(observation, part.path, f"the observation of {call}")  # says which
-        raise
+    value = spaces.part(observation, part.path, call)
     if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
         return value
     return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
