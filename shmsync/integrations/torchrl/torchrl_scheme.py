@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from types import TracebackType
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
@@ -325,24 +324,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         else:
             self._receiver.apply(weights)
 
-    @property
-    def model(self) -> Any:
-        """The model that is synchronised; setting it binds the new one."""
-        return _torchrl.WeightSyncScheme.model.fget(self)
-
-    @model.setter
+    @_torchrl.WeightSyncScheme.model.setter
     def model(self, model: Any) -> None:
+        """The model that is synchronised; setting it binds the new one."""
         if model is not None and self._receiver is not None:
             self._receiver.bind(model)
         _torchrl.WeightSyncScheme.model.fset(self, model)
 
-    @property
-    def context(self) -> Any:
-        """The collector, held weakly."""
-        return _torchrl.WeightSyncScheme.context.fget(self)
-
-    @context.setter
+    @_torchrl.WeightSyncScheme.context.setter
     def context(self, context: Any) -> None:
+        """The collector, held weakly."""
         _torchrl.WeightSyncScheme.context.fset(self, context)
         self._context_set = _native.fork_generation()
         if self._receiver is not None:
@@ -377,9 +368,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def __enter__(self) -> ShmWeightSyncScheme:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
     def connect(self, **kwargs: Any) -> None:

@@ -162,7 +162,7 @@ class Sender:
             if not waiting or time.monotonic() >= deadline:
                 break
             connections.wake_moving()
-        outcome.add_late({worker: connections.peer(worker) for worker in waiting})
+        outcome.add_late({worker: connections.peers.get(worker) for worker in waiting})
         outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
     def _checked(self, worker_ids: Any) -> set[int]:
