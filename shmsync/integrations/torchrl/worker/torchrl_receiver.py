@@ -8,19 +8,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torchrl.collectors import BaseCollector
 
 from ....engine.bind.binding import Binding, bind_module
 from ....engine.bind.module_check import ModuleCheck, bindable
 from ....engine.by_value import copy_by_value
+from ....engine.read.follower import Follower
 from ....engine.read.opening import open_reader
 from ....engine.read.reading import ReadPath
 from ....engine.source import extra_state
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ArenaNotFound, WriterDied
-from ....memory.arena import Arena
 from ....memory.control.segment import Handle
 from ....schemes.arenas.subscriptions import is_elsewhere
 from .clock import VersionClock
@@ -61,11 +60,6 @@ class Receiver:
         self._seen = self._at  # the arena and the version at the last refresh()
         self._finalizer = weakref.finalize(self, _leave, self._connection)
         ConnectionListener.here().add(self._connection.fd, self._on_message)
-
-    @property
-    def version(self) -> int:
-        """The version that the policy uses, whichever thread has moved it there."""
-        return self._subscriber._version
 
     @property
     def weights(self) -> Any:
@@ -264,11 +258,6 @@ class Receiver:
             earlier.followers.clear()
             earlier.close()
 
-    def _count(self, version: int | None = None) -> None:
-        version = self._subscriber._version if version is None else version
-        self.clock.moved(version - self._counted)
-        self._counted = version
-
     def _forget_module(self) -> None:
         for proxy in self._proxies:
             proxy.remove()
@@ -281,26 +270,12 @@ class Receiver:
         self._module = None
 
 
-class _After:
+class _After(Follower):
     """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
 
     def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
         self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
-
-    def owners(self) -> set[nn.Module]:
-        """No modules: it moves no tensors."""
-        return set()
-
-    def rebase(self, arena: Arena) -> None:
-        """Nothing to do: the arena is looked up in each move."""
-
-    def private_copies(self) -> list[torch.Tensor]:
-        """None."""
-        return []
-
-    def prepare(self) -> None:
-        """Nothing can be in the way."""
 
     def move(self, slot: int) -> bool:
         """Do what goes with the tensors of this slot, which have moved already."""
@@ -313,7 +288,9 @@ class _After:
                 if receiver.cascade is not None:
                     receiver.cascade(receiver._subscriber.arena.weights(slot))
             finally:
-                receiver._count(receiver._subscriber._held_version)
+                version = receiver._subscriber._held_version
+                receiver.clock.moved(version - receiver._counted)
+                receiver._counted = version
         except Exception as error:
             if not self.quiet:
                 raise
