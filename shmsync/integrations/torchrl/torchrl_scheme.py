@@ -23,7 +23,7 @@ from .trainer.groups import Groups
 from .trainer.in_process import InProcess
 from .trainer.options import NOT_DISTRIBUTED, check_not_distributed, checked_devices
 from .trainer.own_weights import Wanted
-from .trainer.torchrl_sender import Sender, processes_of
+from .trainer.torchrl_sender import Sender
 from .worker.clock import OwnVersions
 from .worker.torchrl_receiver import Receiver
 
@@ -168,7 +168,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             places=places,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
-        self._sender = Sender(model_id or "policy", first, groups, self.timeout, processes_of(self._context_ref))
+        self._sender = Sender(model_id or "policy", first, groups, self.timeout, self._context_ref)
         self._invitation = self._sender.connections.address, groups.names
 
     def _setup_connection_and_weights_on_sender_impl(

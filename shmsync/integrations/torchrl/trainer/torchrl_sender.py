@@ -35,20 +35,20 @@ class Sender:
         first: what the workers start with.
         groups: its arenas, not open yet.
         timeout: default of a send, in seconds.
-        process_of: gives a worker's Process by index, or None.
+        context: the collector, whose processes are known later; or None.
 
     Thread-safe: one send at a time.
     """
 
     def __init__(
-        self, model_id: str, first: First, groups: Groups, timeout: float, process_of: Callable[[int], Any]
+        self, model_id: str, first: First, groups: Groups, timeout: float, context: weakref.ReferenceType[Any] | None
     ) -> None:
         self._model_id = model_id
         self.first = first
         self.groups = groups
         self._own = OwnWeights()
         self._timeout = timeout
-        self.connections = WorkerConnections(groups.workers, process_of)
+        self.connections = WorkerConnections(groups.workers, context)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = SendLock()
@@ -189,14 +189,3 @@ class Sender:
         """End the arenas, and close the connections. Idempotent."""
         self.connections.close()
         self.groups.close()
-
-
-def processes_of(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
-    """A function from worker to Process, or None: collectors start their processes after the scheme is made."""
-
-    def process_of(worker: int) -> Any:
-        collector = None if context is None else context()
-        processes = getattr(collector, "procs", None) or ()
-        return processes[worker] if worker < len(processes) else None
-
-    return process_of

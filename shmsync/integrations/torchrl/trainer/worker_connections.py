@@ -10,6 +10,7 @@ import secrets
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from multiprocessing import util
@@ -33,10 +34,10 @@ class WorkerConnections:
 
     Args:
         workers: their indices.
-        process_of: gives a worker's Process by index, or None as long as it is not known.
+        context: the collector, which starts its processes after this is made; or None.
     """
 
-    def __init__(self, workers: Collection[int], process_of: Callable[[int], Any]) -> None:
+    def __init__(self, workers: Collection[int], context: weakref.ReferenceType[Any] | None) -> None:
         # In the abstract namespace: nothing to unlink, and gone with the process.
         self.address = f"\0shmsync.{os.getpid()}.{secrets.token_hex(8)}"
         self.peers: dict[int, Peer] = {}  # the processes that are known, by worker
@@ -45,7 +46,7 @@ class WorkerConnections:
         self._listener.bind(self.address)
         self._listener.listen(max(128, 2 * len(workers)))
         self._listener.setblocking(False)
-        self._process_of = process_of
+        self._context = context
         self._unknown = set(workers)  # workers whose process is not known yet
         self._connections: dict[int, socket.socket] = {}
         self._moves: dict[int, bytes] = {}  # by worker: the message to move, not sent yet
@@ -113,6 +114,11 @@ class WorkerConnections:
         self._handlers.pop(fd, None)
         with suppress(KeyError):
             self._poll.unregister(fd)
+
+    def _process_of(self, worker: int) -> Any:
+        collector = None if self._context is None else self._context()
+        processes = getattr(collector, "procs", None) or ()
+        return processes[worker] if worker < len(processes) else None
 
     def _know(self, worker: int, peer: Peer) -> None:
         self.peers[worker] = peer
