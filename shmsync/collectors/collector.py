@@ -29,10 +29,10 @@ from ..schemes.link.exchange import WORDING
 from . import buffers
 from .buffers import RESULTS
 from .messages import LOAD, STATE, WorkerSpec
+from .options import LAST_SEED, CollectorOptions, OnLag, check, whole
 from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer.batches import Batches
-from .trainer.checks import LAST_SEED, CollectorOptions, OnLag, check, whole
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
 from .trainer.worker_setup import WorkerSetup
@@ -175,9 +175,8 @@ class MultiprocessCollector:
                 cloudpickle.dumps([maker] * options.envs_per_worker),
                 packed,
                 scheme,
+                options,
                 base + index * options.envs_per_worker,
-                discrete_actions=discrete_actions,
-                envs_in_threads=envs_in_threads,
                 device=devices.of(index),
             )
             for index, maker in enumerate(makers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..schemes import WeightSyncScheme
-from .spaces import DiscreteActions
+from .options import CollectorOptions
 
 # The words of the trainer, then those of the worker. A message is (word, content).
 START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
@@ -20,8 +20,7 @@ class WorkerSpec:
     makers: bytes  # a list of functions that make an environment, by cloudpickle
     policy: bytes
     scheme: WeightSyncScheme
+    options: CollectorOptions
     seed: int
     rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
-    discrete_actions: DiscreteActions | None = None
-    envs_in_threads: bool = False
     device: str | None = None  # where the policy computes; None: where it is

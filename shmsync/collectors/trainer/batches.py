@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from ..buffers import BUFFERS
-from .checks import CollectorOptions
+from ..options import CollectorOptions
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 from .worker_setup import WorkerSetup

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import WorkerDied
+from ...errors import DataMismatch, WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
 from ..messages import HELLO, LAYOUT, START, WorkerSpec
-from .checks import CollectorOptions, agreed
+from ..options import CollectorOptions
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 
@@ -60,7 +60,7 @@ class WorkerSetup:
             )
             self.sender = self._scheme.get_sender()
             self.sender.send(timeout=self._options.start_timeout)
-        leaves, count = agreed(self._pool.ask(LAYOUT, deadline))
+        leaves, count = _agreed(self._pool.ask(LAYOUT, deadline))
         steps = self._options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
@@ -121,3 +121,21 @@ class WorkerSetup:
                 if member.failure is not None and not (restarts and member.delivered):
                     member.raise_loss()
             raise
+
+
+def _agreed(layouts: dict[int, tuple[buffers.Leaves, int]]) -> tuple[buffers.Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises ValueError when they differ."""
+    first, count = layouts[0]
+    for index, (layout, environments) in layouts.items():
+        if layout != first:
+            different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
+            raise ValueError(
+                f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
+                "collector need the same spaces"
+            )
+        if environments != count:
+            raise DataMismatch(
+                f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
+                "number, also inside of vector environments"
+            )
+    return first, count

@@ -83,7 +83,7 @@ def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: lis
     if spec.device is not None:
         bring(policy, spec.device)
     for make in cloudpickle.loads(spec.makers):
-        env = EnvInThread(make) if spec.envs_in_threads else make()
+        env = EnvInThread(make) if spec.options.envs_in_threads else make()
         envs.append(env)  # one by one: those that were made are closed
     scheme = spec.scheme
     scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)

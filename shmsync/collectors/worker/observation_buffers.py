@@ -49,7 +49,6 @@ class Observations:
         for key, leaf in self.leaves.items():
             now = torch.empty((count, *leaf.shape), dtype=leaf.dtype, device="cpu").numpy()
             self.parts.append(Part(key[1:], now, now.dtype, now.shape[1:]))
-        self._sizes = _sizes(space, ())
 
     def of_rows(self, rows: slice) -> Observations:
         """Those of some of the environments, in the same memory."""
@@ -59,16 +58,12 @@ class Observations:
 
     def check_keys(self, observation: Any, call: str) -> None:
         """Raise DataMismatch for an observation that has keys which its space lacks. Take its leaves first."""
-        for path, size in self._sizes:
-            level = observation
-            for name in path:
-                level = level[name]
-            if isinstance(level, Mapping) and len(level) != size:
-                extra = spaces.unknown(observation, self.space)
-                raise DataMismatch(
-                    f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
-                    "add them to the space, or leave them out"
-                )
+        extra = spaces.unknown(observation, self.space)
+        if extra:
+            raise DataMismatch(
+                f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
+                "add them to the space, or leave them out"
+            )
 
     @property
     def now(self) -> list[NDArray[Any]]:
@@ -78,7 +73,7 @@ class Observations:
     @property
     def nested(self) -> bool:
         """Has an observation keys?"""
-        return bool(self._sizes)
+        return isinstance(self.space, gym_spaces.Dict)
 
 
 def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:
@@ -118,14 +113,6 @@ def check_returned(result: Any, call: str) -> None:
         raise DataMismatch(
             f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
         )
-
-
-def _sizes(space: gymnasium.Space[Any], path: Key) -> list[tuple[Key, int]]:
-    """The Dict spaces of a space by path, with their numbers of keys."""
-    if not isinstance(space, gym_spaces.Dict):
-        return []
-    inner = [each for name, child in space.spaces.items() for each in _sizes(child, (*path, name))]
-    return [(path, len(space.spaces)), *inner]
 
 
 def _check_room(leaves: Mapping[Key, torch.Tensor], count: int) -> None:

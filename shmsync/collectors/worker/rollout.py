@@ -39,7 +39,7 @@ class Rollout:
             raise DataMismatch(
                 f"worker {worker} has single environments and vector environments; let create_env_fn make one kind"
             )
-        if spec.envs_in_threads and of_vectors:
+        if spec.options.envs_in_threads and of_vectors:
             raise DataMismatch(
                 f"envs_in_threads=True gives single environments a thread each, but worker {worker} has a vector "
                 "environment; leave it out, or let create_env_fn make a single one, and envs_per_worker= say how many"
@@ -47,14 +47,14 @@ class Rollout:
         prefix = "single_" if of_vectors else ""
         found = [(getattr(env, f"{prefix}observation_space"), getattr(env, f"{prefix}action_space")) for env in envs]
         check_alike(found, worker)
-        self._to_env = spaces.to_env(found[0][1], spec.discrete_actions)
+        self._to_env = spaces.to_env(found[0][1], spec.options.discrete_actions)
         singles = _unrolled(envs) if of_vectors else list(envs)
         self.count = len(singles) if singles is not None else sum(int(env.num_envs) for env in envs)
         self._observations = Observations(found[0][0], self.count)
         self._actor = Actor(policy, self._observations, self.count, spec.device)
         self._singles: SingleEnvs | None = None
         self._vectors: list[tuple[VectorGroup, slice]] = []
-        if spec.envs_in_threads:
+        if spec.options.envs_in_threads:
             self._singles = ThreadedEnvs(envs, self._observations)
         elif singles is not None:
             self._singles = SingleEnvs(singles, self._observations, found[0][1].dtype if of_vectors else None)

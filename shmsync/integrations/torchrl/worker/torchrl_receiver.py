@@ -237,26 +237,25 @@ class Receiver:
         after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
-        """Move to another arena, which started as a copy of this one and has had at least one update since."""
+        """Move, under the lock, to another arena, which started as a copy and has had at least one update since."""
         if handle.name == self._subscriber.name:
             return
         fresh = self._attach(handle, 0.0)
-        with self._model_lock:
-            earlier, module = self._subscriber, None if self._module is None else self._module()
-            try:
-                if module is not None:
-                    binding = self._bound(fresh, module)
-            except BaseException:
-                fresh.close()
-                raise
-            self._subscriber, self._counted = fresh, 1
-            if self._safe_point is not None and module is not None:
-                self._safe_point.use(fresh)
-                self._show(fresh, binding, quiet=True)
-            else:
-                fresh.refresh()
-            earlier.followers.clear()
-            earlier.close()
+        earlier, module = self._subscriber, None if self._module is None else self._module()
+        try:
+            if module is not None:
+                binding = self._bound(fresh, module)
+        except BaseException:
+            fresh.close()
+            raise
+        self._subscriber, self._counted = fresh, 1
+        if self._safe_point is not None and module is not None:
+            self._safe_point.use(fresh)
+            self._show(fresh, binding, quiet=True)
+        else:
+            fresh.refresh()
+        earlier.followers.clear()
+        earlier.close()
 
     def _forget_module(self) -> None:
         for proxy in self._proxies:

@@ -1,4 +1,4 @@
-"""Checks of a collector's arguments, and of the frames that its workers are going to write."""
+"""What a collector is given, and its checks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 import torch
 
-from ...errors import DataMismatch
-from ..buffers import Leaves
-from ..spaces import DiscreteActions
+from .spaces import DiscreteActions
 
 OnLag = Literal["warn", "wait", "drop"]
 
@@ -88,21 +86,3 @@ def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
         raise ValueError(f'on_lag is "warn", "wait" or "drop", not {options.on_lag!r}')
     if options.discrete_actions not in (None, "index", "value"):
         raise ValueError(f'discrete_actions is None, "index" or "value", not {options.discrete_actions!r}')
-
-
-def agreed(layouts: dict[int, tuple[Leaves, int]]) -> tuple[Leaves, int]:
-    """The layout and the number of environments that all workers have. Raises ValueError when they differ."""
-    first, count = layouts[0]
-    for index, (layout, environments) in layouts.items():
-        if layout != first:
-            different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
-            raise ValueError(
-                f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
-                "collector need the same spaces"
-            )
-        if environments != count:
-            raise DataMismatch(
-                f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
-                "number, also inside of vector environments"
-            )
-    return first, count
