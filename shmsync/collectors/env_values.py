@@ -45,10 +45,8 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
             made = array.astype(dtype)
         kept = np.isinf(made) == np.isinf(array)
     elif dtype.kind in "iu" and array.dtype.kind in "iu":
-        made, limits = array.astype(dtype), np.iinfo(dtype)
-        if array.size == 0 or (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
-            return made
-        kept = np.array([limits.min <= int(each) <= limits.max for each in array.flat]).reshape(array.shape)
+        made = array.astype(dtype)
+        kept = (made.astype(array.dtype) == array) & ((made < 0) == (array < 0))  # the same bits, and the same sign
     else:
         with np.errstate(invalid="ignore"):
             made = array.astype(dtype)

@@ -35,8 +35,9 @@ class Group:
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
         """What to publish here; None when the arena has no room for the extra state."""
-        if tensors is UNCHANGED:
-            return self._smallest()
+        if tensors is UNCHANGED:  # the smallest leaf as it is published changes nothing, since the other leaves stay
+            leaf = min(self.writer.arena.manifest.by_key.values(), key=lambda leaf: leaf.nbytes or math.inf)
+            return nested({leaf.key: self.publisher.weights.get(leaf.key).clone()})
         if states is None:  # the state that lies there stays
             return extra_state.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
         return None if self.room is None else extra_state.fitted(tensors, states, self.room)
@@ -53,11 +54,6 @@ class Group:
             paths = extra_state.states_in(self.publisher.weights) if self.room is not None else {}
             states = {path: state for path, state in states.items() if path in paths} or None
         return known or tensors, states
-
-    def _smallest(self) -> Any:
-        """One leaf as it is published: weights that change nothing, since the other leaves stay."""
-        leaf = min(self.writer.arena.manifest.by_key.values(), key=lambda leaf: leaf.nbytes or math.inf)
-        return nested({leaf.key: self.publisher.weights.get(leaf.key).clone()})
 
     def applied(self, version: int) -> list[int]:
         """The workers that have applied this version, including those that have left since."""

@@ -120,11 +120,11 @@ class Sender:
             self.connections.look(deadline)
             proofs = []
             for writer, chosen in self.groups.writers_of(workers - self._lost):
-                unwoken = [chosen]
+                unwoken = list(chosen)
 
-                def wake(unwoken: list[list[int]] = unwoken) -> None:
-                    while unwoken:
-                        self.connections.wake(unwoken.pop())
+                def wake(unwoken: list[int] = unwoken) -> None:
+                    self.connections.wake(unwoken)
+                    unwoken.clear()
                     self.connections.wake_moving()
 
                 proofs.append(writer.ask(chosen, deadline, wake))
