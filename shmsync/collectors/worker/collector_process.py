@@ -38,7 +38,7 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     envs: list[Any] = []
     failed = False
     try:
-        _serve(spec, weights, control, envs)
+        _Worker(spec, weights, control, envs).serve()
     except BaseException as error:  # of the environments, the policy, or because the trainer is gone
         failed = True
         report(control, ERROR, error)
@@ -77,24 +77,17 @@ def _allow_processes(*pipes: Connection) -> None:
     os.register_at_fork(before=look, after_in_child=leave)
 
 
-def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
-    seed_generators(spec.seed)
-    policy = cloudpickle.loads(spec.policy)
-    if spec.device is not None:
-        bring(policy, spec.device)
-    for make in cloudpickle.loads(spec.makers):
-        env = EnvInThread(make) if spec.options.envs_in_threads else make()
-        envs.append(env)  # one by one: those that were made are closed
-    scheme = spec.scheme
-    scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
-    _Worker(spec, policy, envs, weights, control).serve()
-    scheme.get_receiver().close()
-
-
 class _Worker:
-    def __init__(
-        self, spec: WorkerSpec, policy: Any, envs: list[Any], weights: Connection, control: Connection
-    ) -> None:
+    """A worker with its environments, which are added to `envs` one by one, so that those that were made are closed."""
+
+    def __init__(self, spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
+        seed_generators(spec.seed)
+        policy = cloudpickle.loads(spec.policy)
+        if spec.device is not None:
+            bring(policy, spec.device)
+        for make in cloudpickle.loads(spec.makers):
+            envs.append(EnvInThread(make) if spec.options.envs_in_threads else make())
+        spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
         self._receiver = receiver = spec.scheme.get_receiver()
         self._spec = spec
         self._control = control
@@ -107,7 +100,7 @@ class _Worker:
         self._obeyed = 0  # the serial of the newest order
 
     def serve(self) -> None:
-        """Do what the trainer says, until it says stop."""
+        """Do what the trainer says, until it says stop. Then leave the scheme."""
         self._control.send((HELLO, (0, None)))
         do: dict[str, Callable[[Any], None]] = {
             START: self._start,
@@ -119,6 +112,7 @@ class _Worker:
         while True:
             word, content = self._next()
             if word == STOP:
+                self._receiver.close()
                 return
             do[word](content)
 
