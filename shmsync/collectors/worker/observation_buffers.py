@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -13,11 +13,10 @@ import torch
 from gymnasium import spaces as gym_spaces
 from numpy.typing import NDArray
 
-from ...errors import DataMismatch, NoSpace
+from ...errors import DataMismatch
 from ...memory.manifest import Key
-from ...memory.slab.available import available_bytes
 from .. import spaces
-from ..buffers import frame
+from ..buffers import frame, refuse_too_large
 from ..env_values import fit
 
 OBSERVATION: Key = ("observation",)
@@ -42,11 +41,12 @@ class Observations:
 
     def __init__(self, space: gymnasium.Space[Any], count: int) -> None:
         self.space = space
-        self.leaves = spaces.leaves(space, OBSERVATION)
-        self.layout = frame(self.leaves)
-        _check_room(self.leaves, count)
+        leaves = spaces.leaves(space, OBSERVATION)
+        self.layout = frame(leaves)
+        needed = count * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+        refuse_too_large(needed, f"{count} observation(s)", "use a smaller observation space, or envs_per_worker=")
         self.parts = []
-        for key, leaf in self.leaves.items():
+        for key, leaf in leaves.items():
             now = torch.empty((count, *leaf.shape), dtype=leaf.dtype, device="cpu").numpy()
             self.parts.append(Part(key[1:], now, now.dtype, now.shape[1:]))
 
@@ -112,14 +112,4 @@ def check_returned(result: Any, call: str) -> None:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise DataMismatch(
             f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
-        )
-
-
-def _check_room(leaves: Mapping[Key, torch.Tensor], count: int) -> None:
-    """Raise NoSpace if not even the current observations have room."""
-    needed, available = count * sum(math.prod(t.shape) * t.dtype.itemsize for t in leaves.values()), available_bytes()
-    if needed > available:
-        raise NoSpace(
-            f"{count} observation(s) need {needed:,} bytes but {available:,} are available to this process (machine "
-            "and cgroup); use a smaller observation space, or envs_per_worker="
         )
