@@ -65,12 +65,7 @@ class Sender:
         return self.first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
 
     def send(
-        self,
-        wanted: Sequence[Wanted],
-        prepare: Callable[[Any], Any],
-        *,
-        wait: bool = True,
-        timeout: float | None = None,
+        self, wanted: Sequence[Wanted], prepare: Callable[[Any], Any], *, wait: bool, timeout: float | None
     ) -> int:
         """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
 
