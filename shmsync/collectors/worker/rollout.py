@@ -96,14 +96,12 @@ class Rollout:
             )
         layout = self._observations.layout
         ours = [*RESULTS, *layout, *(("next", *key) for key in layout)]
-        self._written: list[tuple[dict[Key, NDArray[Any]], Results, list[Results]]] = []
+        self._written: list[tuple[dict[Key, NDArray[Any]], list[Results]]] = []  # one of the Results for each group
         given = []
         for tensors in buffers.tensors:
             arrays = {key: tensors[key][rows].numpy() for key in ours}
             arrays[("worker",)][:] = self._worker
-            results = Results.of(arrays, self._observations)
-            of_vectors = [Results.of(arrays, self._observations, own) for _, own in self._vectors]
-            self._written.append((arrays, results, of_vectors))
+            self._written.append((arrays, [Results.of(arrays, self._observations, own) for _, own in self._groups]))
             given.append({key: tensors[key][rows] for key in tensors if key not in arrays})
         self._actor.use(given)
         self.steps = buffers.spec.steps
@@ -116,7 +114,7 @@ class Rollout:
 
     def _collect_singles(self, singles: SingleEnvs, buffer: int, between: Callable[[], bool]) -> bool:
         """collect(), where an observation is written where the batch has it, and read by the policy there."""
-        arrays, results, _ = self._written[buffer]
+        arrays, (results,) = self._written[buffer]
         results.begin()
         versions = arrays[("policy_version",)]
         now = self._observations.now
@@ -137,8 +135,9 @@ class Rollout:
 
     def _collect_vectors(self, buffer: int, between: Callable[[], bool]) -> bool:
         """collect(), for vector environments. Some of an uneven one now and then reset in a step of the others."""
-        arrays, results, of_vectors = self._written[buffer]
-        results.begin()
+        arrays, of_vectors = self._written[buffer]
+        for results in of_vectors:
+            results.begin()
         versions = arrays[("policy_version",)]
         seen = [(part.now, arrays[part.key]) for part in self._observations.parts]
         filled = np.zeros(self.count, np.int64)  # steps of each row

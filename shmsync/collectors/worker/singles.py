@@ -26,8 +26,8 @@ class Results(NamedTuple):
     after: list[NDArray[Any]]  # where each leaf of the observations led
 
     @classmethod
-    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations, rows: slice = slice(None)) -> Results:
-        """Those of a buffer, or of some of its rows."""
+    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations, rows: slice) -> Results:
+        """Those of some rows of a buffer."""
         names = ("reward", "terminated", "truncated", "done", "episode_return")
         reward, terminated, truncated, done, episode_return = (arrays["next", name][rows, :, 0] for name in names)
         after = [arrays[("next", *part.key)][rows] for part in observations.parts]
