@@ -16,7 +16,7 @@ from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 from ....memory.devices import place_of, usual
 from ....schemes.arenas.worker_devices import device_of_arena
-from .own_weights import Wanted, tensors_of
+from .own_weights import tensors_of
 
 
 class First(NamedTuple):
@@ -42,19 +42,6 @@ class First(NamedTuple):
             worker: own[id(source)] if self.devices.get(worker) is None else device_of_arena(self.devices[worker])
             for worker, source in self.sources.items()
         }
-
-    def wanted(self, weights: Mapping[int, Any], chosen: set[int], model: Any) -> list[Wanted]:
-        """Each of the weights, by worker, that these workers are to get.
-
-        The trainer's own weights are those of its `model`, or what the scheme was initialised with.
-        """
-        own = self.again() if model is None else dict.fromkeys(self.sources, model)
-        found: dict[Any, Wanted] = {}
-        for worker in chosen & weights.keys() & own.keys():
-            given = weights[worker]
-            wanted = Wanted(given, set(), own[worker], id(self.sources[worker]))
-            found.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
-        return list(found.values())
 
 
 def first_weights(

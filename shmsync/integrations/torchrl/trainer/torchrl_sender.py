@@ -56,13 +56,20 @@ class Sender:
     def wanted(self, weights: Any, worker_ids: Any, model: Any) -> list[Wanted]:
         """Each of the weights to send, with the workers that get it, and the trainer's own weights for those.
 
-        `weights`: for all of `worker_ids`, or a dict by worker. `model`: see First.wanted().
+        `weights`: for all of `worker_ids`, or a dict by worker. `model`: the trainer's own; None: what the scheme was
+        initialised with.
         """
-        chosen = self._checked(worker_ids)
+        chosen, sources = self._checked(worker_ids), self.first.sources
         by_worker = isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
         if by_worker:
-            self._checked(list(weights))
-        return self.first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
+            chosen = chosen & self._checked(list(weights))
+        own = self.first.again() if model is None else dict.fromkeys(sources, model)
+        found: dict[Any, Wanted] = {}
+        for worker in chosen & own.keys():
+            given = weights[worker] if by_worker else weights
+            wanted = Wanted(given, set(), own[worker], id(sources[worker]))
+            found.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
+        return list(found.values())
 
     def send(
         self, wanted: Sequence[Wanted], prepare: Callable[[Any], Any], *, wait: bool, timeout: float | None
