@@ -28,14 +28,14 @@ from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 from ..schemes.link.exchange import WORDING
 from . import buffers
 from .buffers import RESULTS
-from .messages import LOAD, STATE, WorkerSpec
-from .options import LAST_SEED, CollectorOptions, OnLag, check, whole
+from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check, whole
 from .policy_packing import pack
 from .spaces import DiscreteActions
 from .trainer.batches import Batches
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
 from .trainer.worker_setup import WorkerSetup
+from .worker.collector_process import LOAD, STATE
 
 START_TIMEOUT = 120.0  # seconds
 

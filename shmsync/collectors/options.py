@@ -1,4 +1,4 @@
-"""What a collector is given, and its checks."""
+"""What a collector and each of its workers is given, and the checks of that."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal, SupportsIndex
 import numpy as np
 import torch
 
+from ..schemes import WeightSyncScheme
 from .spaces import DiscreteActions
 
 OnLag = Literal["warn", "wait", "drop"]
@@ -48,6 +49,20 @@ class CollectorOptions:
                 f"batch; use {max(1, round(self.frames_per_batch / share)) * share}"
             )
         return self.frames_per_batch // share
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that a worker is started with."""
+
+    index: int
+    makers: bytes  # a list of functions that make an environment, by cloudpickle
+    policy: bytes
+    scheme: WeightSyncScheme
+    options: CollectorOptions
+    seed: int
+    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
+    device: str | None = None  # where the policy computes; None: where it is
 
 
 def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import COLLECT
+from ..worker.collector_process import COLLECT
 from .worker_pool import WorkerPool, WorkerProcess
 
 

@@ -16,8 +16,8 @@ from ...memory.system.process import Peer
 from ...schemes import WeightSyncScheme
 from ...schemes.link.connection import Channel
 from ...schemes.link.exchange import LinkPoll
-from ..messages import BATCH, CLOSED, ERROR, STOP, WorkerSpec
-from ..worker.collector_process import run
+from ..options import WorkerSpec
+from ..worker.collector_process import BATCH, CLOSED, ERROR, STOP, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _AWAITED = "the next message of a collector's workers"

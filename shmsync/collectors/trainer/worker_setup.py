@@ -15,8 +15,8 @@ from ...errors import DataMismatch, WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
-from ..messages import HELLO, LAYOUT, START, WorkerSpec
-from ..options import CollectorOptions
+from ..options import CollectorOptions, WorkerSpec
+from ..worker.collector_process import HELLO, LAYOUT, START
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 

@@ -20,11 +20,15 @@ from ...memory.system.calls import poll
 from ...memory.system.process import dead_parent
 from ...workers.rank_process import report, seed_generators
 from ..buffers import Buffers, BufferSpec
-from ..messages import BATCH, CLOSED, COLLECT, ERROR, HELLO, LAYOUT, LOAD, START, STATE, STOP, WorkerSpec
+from ..options import WorkerSpec
 from ..policy_packing import bring
 from . import rng_state as saved
 from .rollout import Rollout
 from .threads import EnvInThread
+
+# The words of the trainer, then those of the worker. A message is (word, content).
+START, COLLECT, LAYOUT, STATE, LOAD, STOP = "start", "collect", "layout", "state", "load", "stop"
+HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT, STATE, LOAD: (number, answer)
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 

@@ -15,7 +15,7 @@ from ...errors import DataMismatch
 from ...memory.manifest import Key
 from .. import spaces
 from ..buffers import RESULTS, Buffers, Leaves
-from ..messages import WorkerSpec
+from ..options import WorkerSpec
 from .acting import ACTION, Actor, output
 from .observation_buffers import Observations, check_alike
 from .singles import Results, SingleEnvs

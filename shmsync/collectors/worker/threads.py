@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ class EnvInThread:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        # OpenMP counts its threads for each thread apart.
-        self._executor = ThreadPoolExecutor(1, "shmsync-environment", torch.set_num_threads, (1,))
+        # One thread for good. OpenMP has a number of threads for each, so this one gets its own limit too.
+        self.executor = ThreadPoolExecutor(1, "shmsync-environment", torch.set_num_threads, (1,))
         try:
-            self._env = self.submit(make).result()
+            self._env = self.executor.submit(make).result()
         except BaseException:
-            self._executor.shutdown(wait=False)
+            self.executor.shutdown(wait=False)
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -31,16 +31,12 @@ class EnvInThread:
             raise AttributeError(name)
         return getattr(self._env, name)
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Call this in the environment's thread, after what was submitted before."""
-        return self._executor.submit(work, *args)
-
     def close(self) -> None:
         """Close the environment, and end the thread."""
         try:
-            self.submit(self._env.close).result()
+            self.executor.submit(self._env.close).result()
         finally:
-            self._executor.shutdown(wait=False)
+            self.executor.shutdown(wait=False)
 
 
 class ThreadedEnvs(SingleEnvs):
@@ -64,4 +60,4 @@ class ThreadedEnvs(SingleEnvs):
             raise failures[0]
 
     def _submit(self, work: Callable[[int], None]) -> None:
-        self._running = [env.submit(work, i) for i, env in enumerate(self._envs)]
+        self._running = [env.executor.submit(work, i) for i, env in enumerate(self._envs)]
