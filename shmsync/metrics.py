@@ -64,7 +64,7 @@ def values(pub: Publisher, *, prefix: str = "shmsync/") -> dict[str, float]:
         latency = getattr(stats, name)
         found |= {f"{name}.{part}": getattr(latency, part) for part in ("count", "p50", "p90", "p99", "max")}
     for state in _STATES:
-        found[f"readers.{state}"] = sum(reader.state.value == state for reader in readers)
+        found[f"readers.{state}"] = _in_state(readers, state)
     found["readers.max_lag"] = max((reader.lag for reader in living), default=0)
     found["readers.max_pin_age"] = max((reader.pin_age for reader in living), default=0.0)
     return {prefix + name: value for name, value in found.items()}
@@ -157,6 +157,10 @@ def _by_labels(readers: Iterable[ReaderInfo]) -> dict[tuple[str, str], list[Read
     return found
 
 
+def _in_state(readers: Iterable[ReaderInfo], state: str) -> int:
+    return sum(reader.state.value == state for reader in readers)
+
+
 def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
@@ -166,46 +170,33 @@ def _families(publishers: Iterable[Publisher]) -> Iterator[Any]:
             seen.append((pub.name, pub.stats(), pub.readers()))
         except (ClosedError, ForkedHandle):
             continue
-    version = GaugeMetricFamily("shmsync_version", "the published version", labels=["arena"])
-    counts = {name: CounterMetricFamily(f"shmsync_{name}", text, labels=["arena"]) for name, text in _COUNTS.items()}
-    times = {}
+
+    def family(kind: Any, name: str, text: str, labels: str, samples: Iterable[tuple[list[str], float]]) -> Any:
+        made = kind(f"shmsync_{name}", text, labels=labels.split())
+        for values, value in samples:
+            made.add_metric(values, value)
+        return made
+
+    versions = [([arena], stats.version) for arena, stats, _ in seen]
+    yield family(GaugeMetricFamily, "version", "the published version", "arena", versions)
+    for name, text in _COUNTS.items():
+        counts = [([arena], getattr(stats, name)) for arena, stats, _ in seen]
+        yield family(CounterMetricFamily, name, text, "arena", counts)
     for name, text in _TIMES.items():
-        times[name] = (
-            SummaryMetricFamily(f"shmsync_{name}_seconds", text, labels=["arena"]),
-            GaugeMetricFamily(
-                f"shmsync_{name}_quantile_seconds", f"{text}; the last 4,096", labels=["arena", "quantile"]
-            ),
-        )
-    states = GaugeMetricFamily("shmsync_readers", "readers in each state", labels=["arena", "state"])
-    labels = ["arena", "worker", "pid"]
-    of_readers = {
-        name: GaugeMetricFamily(f"shmsync_reader_{name}", text, labels=labels) for name, text in _READER.items()
-    }
-    of_readers_counted = {
-        name: CounterMetricFamily(f"shmsync_reader_{name}", text, labels=labels)
-        for name, text in _READER_COUNTS.items()
-    }
-    for arena, stats, readers in seen:
-        version.add_metric([arena], stats.version)
-        for name, family in counts.items():
-            family.add_metric([arena], getattr(stats, name))
-        for name, (summary, quantiles) in times.items():
-            latency = getattr(stats, name)
+        latencies = [(arena, getattr(stats, name)) for arena, stats, _ in seen]
+        summary = SummaryMetricFamily(f"shmsync_{name}_seconds", text, labels=["arena"])
+        for arena, latency in latencies:
             summary.add_metric([arena], count_value=latency.count, sum_value=latency.total)
-            for quantile, part in _QUANTILES:
-                quantiles.add_metric([arena, quantile], getattr(latency, part))
-        for state in _STATES:
-            states.add_metric([arena, state], sum(reader.state.value == state for reader in readers))
-        for who, same in _by_labels(readers).items():
-            labels = [arena, *who]
-            of_readers["lag"].add_metric(labels, max(reader.lag for reader in same))
-            of_readers["pin_age_seconds"].add_metric(labels, max(reader.pin_age for reader in same))
-            for name, family in of_readers_counted.items():
-                family.add_metric(labels, sum(getattr(reader, name) for reader in same))
-    yield version
-    yield from counts.values()
-    for pair in times.values():
-        yield from pair
-    yield states
-    yield from of_readers.values()
-    yield from of_readers_counted.values()
+        yield summary
+        parts = [([arena, each], getattr(latency, part)) for arena, latency in latencies for each, part in _QUANTILES]
+        yield family(GaugeMetricFamily, f"{name}_quantile_seconds", f"{text}; the last 4,096", "arena quantile", parts)
+    states = [([arena, state], _in_state(readers, state)) for arena, _, readers in seen for state in _STATES]
+    yield family(GaugeMetricFamily, "readers", "readers in each state", "arena state", states)
+    series = [([arena, *who], same) for arena, _, readers in seen for who, same in _by_labels(readers).items()]
+    for name, text in _READER.items():
+        attribute = name.removesuffix("_seconds")
+        most = [(who, max(getattr(reader, attribute) for reader in same)) for who, same in series]
+        yield family(GaugeMetricFamily, f"reader_{name}", text, "arena worker pid", most)
+    for name, text in _READER_COUNTS.items():
+        sums = [(who, sum(getattr(reader, name) for reader in same)) for who, same in series]
+        yield family(CounterMetricFamily, f"reader_{name}", text, "arena worker pid", sums)

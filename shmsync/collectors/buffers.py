@@ -34,7 +34,6 @@ class BufferSpec(NamedTuple):
     """What a worker needs to map the buffers."""
 
     path: str
-    nbytes: int
     leaves: Leaves
     rows: int
     steps: int
@@ -47,7 +46,8 @@ class Buffers:
     def __init__(self, spec: BufferSpec) -> None:
         self.spec = spec
         manifest = _manifest(spec.leaves, spec.rows, spec.steps)
-        storage = torch.from_file(spec.path, shared=True, size=spec.nbytes, dtype=torch.uint8).untyped_storage()
+        nbytes = BUFFERS * manifest.slot_bytes
+        storage = torch.from_file(spec.path, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
         self.tensors: list[dict[Key, torch.Tensor]] = [
             {leaf.key: view(storage, leaf, k * manifest.slot_bytes + leaf.offset) for leaf in manifest.leaves}
             for k in range(BUFFERS)
@@ -64,13 +64,18 @@ class Buffers:
 def check_room(leaves: Leaves, rows: int, steps: int) -> int:
     """The bytes of buffers for such frames. Raises NoSpace where the memory that is left does not suffice."""
     needed = BUFFERS * _manifest(leaves, rows, steps).slot_bytes
+    refuse_too_large(needed, f"{BUFFERS} batches of {rows * steps:,} frames", "use a smaller frames_per_batch")
+    return needed
+
+
+def refuse_too_large(needed: int, what: str, cure: str) -> None:
+    """Raise NoSpace where the memory that is left does not suffice for so many bytes."""
     available = available_bytes()
     if needed > available:
         raise NoSpace(
-            f"{BUFFERS} batches of {rows * steps:,} frames need {needed:,} bytes but {available:,} are available to "
-            "this process (machine and cgroup), and nothing was taken; use a smaller frames_per_batch"
+            f"{what} need {needed:,} bytes but {available:,} are available to this process (machine and cgroup), and "
+            f"nothing was taken; {cure}"
         )
-    return needed
 
 
 def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
@@ -83,7 +88,7 @@ def create(leaves: Leaves, rows: int, steps: int) -> tuple[Buffers, int]:
         fd = os.memfd_create("shmsync-batches", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)
-            return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", nbytes, leaves, rows, steps)), fd
+            return Buffers(BufferSpec(f"/proc/{os.getpid()}/fd/{fd}", leaves, rows, steps)), fd
         except BaseException:
             os.close(fd)
             raise

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import cloudpickle
@@ -29,16 +28,14 @@ from ..schemes.arenas.worker_devices import DeviceChoice, WorkerDevices
 from ..schemes.link.exchange import WORDING
 from . import buffers
 from .buffers import RESULTS
+from .options import LAST_SEED, CollectorOptions, OnLag, WorkerSpec, check, whole
 from .policy_packing import pack
 from .spaces import DiscreteActions
-from .trainer import checks
-from .trainer.batches import Batches, OnLag
-from .trainer.checks import CollectorNumbers, whole
-from .trainer.ending import Ending
+from .trainer.batches import Batches
 from .trainer.jobs import Jobs
 from .trainer.worker_pool import WorkerPool, raise_closing
 from .trainer.worker_setup import WorkerSetup
-from .worker.collector_process import LOAD, STATE, WorkerSpec
+from .worker.collector_process import LOAD, STATE
 
 START_TIMEOUT = 120.0  # seconds
 
@@ -144,66 +141,56 @@ class MultiprocessCollector:
         envs_in_threads: bool = False,
     ) -> None:
         self._closed = True  # until the constructor is done
-        numbers = CollectorNumbers(
+        self._options = options = CollectorOptions(
             num_workers=whole("num_workers", num_workers, 1),
             frames_per_batch=whole("frames_per_batch", frames_per_batch, 1),
             envs_per_worker=whole("envs_per_worker", envs_per_worker, 1),
             total_frames=whole("total_frames", total_frames, -1),
-            seed=None if seed is None else whole("seed", seed, 0, checks.LAST_SEED),
-            max_lag=None if max_lag is None else whole("max_lag", max_lag, 0),
+            seed=None if seed is None else whole("seed", seed, 0, LAST_SEED),
+            max_lag=math.inf if max_lag is None else whole("max_lag", max_lag, 0),
+            on_lag=on_lag,
+            sync=sync,
+            restart_workers=restart_workers,
+            timeout=timeout_or_default(timeout, math.inf),
+            start_timeout=timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout"),
+            discrete_actions=discrete_actions,
+            envs_in_threads=envs_in_threads,
         )
-        given = list(create_env_fn) if isinstance(create_env_fn, Sequence) else None
-        makers = [create_env_fn] * numbers.num_workers if given is None else given
-        checks.arguments(numbers, on_lag, discrete_actions, makers, envs_in_threads)
-        steps = checks.steps(numbers, numbers.envs_per_worker, sync)
+        makers = create_env_fn if isinstance(create_env_fn, Sequence) else [create_env_fn] * options.num_workers
+        check(options, makers)
+        steps = options.steps(options.envs_per_worker)
         if device is None and "device" in getattr(weight_sync_scheme, "sender_takes", ()):
             device = getattr(weight_sync_scheme, "device", None)
         devices = WorkerDevices(device)
-        devices.check_workers(numbers.num_workers)
-        timeout = timeout_or_default(timeout, math.inf)
-        self._start_timeout = timeout_or_default(start_timeout, START_TIMEOUT, "start_timeout")
-        buffers.check_room(RESULTS, numbers.num_workers * numbers.envs_per_worker, steps)  # the least they will take
+        devices.check_workers(options.num_workers)
+        buffers.check_room(RESULTS, options.num_workers * options.envs_per_worker, steps)  # the least they will take
         self.policy = policy
-        self._sync = sync
-        self._total_frames = numbers.total_frames
-        self._restart_workers = restart_workers
         self._frames = self._batches_out = 0
         scheme = SharedMemWeightSyncScheme() if weight_sync_scheme is None else weight_sync_scheme
-        base = secrets.randbits(31) if numbers.seed is None else numbers.seed
+        base = secrets.randbits(31) if options.seed is None else options.seed
         packed = pack(policy, values=not isinstance(scheme, SharedMemWeightSyncScheme))
         specs = [
             WorkerSpec(
                 index,
-                cloudpickle.dumps([maker] * numbers.envs_per_worker),
+                cloudpickle.dumps([maker] * options.envs_per_worker),
                 packed,
                 scheme,
-                base + index * numbers.envs_per_worker,
-                discrete_actions=discrete_actions,
-                envs_in_threads=envs_in_threads,
+                options,
+                base + index * options.envs_per_worker,
                 device=devices.of(index),
             )
             for index, maker in enumerate(makers)
         ]
-        self._pool = WorkerPool(start_method)
-        self._ending = Ending(self._pool, scheme)
-        jobs = Jobs(self._pool, numbers.num_workers)
-        self._setup = WorkerSetup(self._pool, jobs, scheme, specs, self._start_timeout, devices)
-        self._batches = Batches(
-            self._pool,
-            jobs,
-            self._setup,
-            sync=sync,
-            timeout=timeout,
-            restart_workers=restart_workers,
-            max_lag=math.inf if numbers.max_lag is None else numbers.max_lag,
-            on_lag=on_lag,
-        )
-        self._finalizer = weakref.finalize(self, self._ending.abandon)
+        self._pool = WorkerPool(start_method, scheme)
+        jobs = Jobs(self._pool, options.num_workers)
+        self._setup = WorkerSetup(self._pool, jobs, scheme, specs, options, devices)
+        self._batches = Batches(self._pool, jobs, self._setup, options)
+        self._finalizer = weakref.finalize(self, self._pool.abandon)
         try:
-            self._setup.start(policy, numbers, sync, self._ending)
+            self._setup.start(policy)
             self._batches.begin()
         except BaseException:
-            self._ending.abandon()
+            self._pool.abandon()
             raise
         self._closed = False
         watch_exit()
@@ -213,7 +200,7 @@ class MultiprocessCollector:
 
     def __next__(self) -> TensorDict:
         self._go_on()
-        if 0 <= self._total_frames <= self._frames:
+        if 0 <= self._options.total_frames <= self._frames:
             raise StopIteration
         batch = self._batches.next()
         self._frames += batch.numel()
@@ -231,10 +218,10 @@ class MultiprocessCollector:
         """
         self._go_on()
         try:
-            with self._setup.reasons(restarts=self._restart_workers):
+            with self._setup.reasons(restarts=self._options.restart_workers):
                 return self._setup.sender.send(weights, worker_ids)
         except WorkerDied as error:
-            if not self._restart_workers:
+            if not self._options.restart_workers:
                 raise
             late = [index for index in map(int, error.missing) if not self._setup.sender.is_dead(index)]
             for index in map(int, error.missing):
@@ -254,7 +241,7 @@ class MultiprocessCollector:
         """
         timeout = timeout_or_none(timeout)
         self._go_on()
-        with self._setup.reasons(restarts=self._restart_workers):
+        with self._setup.reasons(restarts=self._options.restart_workers):
             return self._setup.sender.verify(timeout=timeout)
 
     def stats(self) -> CollectorStats:
@@ -269,7 +256,7 @@ class MultiprocessCollector:
         torch.load() reads it with its defaults. After a KeyboardInterrupt it answers at once, between two steps.
         """
         self._go_on()
-        workers = self._pool.ask(STATE, time.monotonic() + self._start_timeout) if self._sync else None
+        workers = self._pool.ask(STATE, time.monotonic() + self._options.start_timeout) if self._options.sync else None
         policy = {key: value.detach().clone() for key, value in state_of(self.policy).items() if torch.is_tensor(value)}
         return {"frames": self._frames, "batches": self._batches_out, "policy": policy, "workers": workers}
 
@@ -282,7 +269,7 @@ class MultiprocessCollector:
         """
         self._go_on()
         workers = state["workers"]
-        restores = workers is not None and self._sync
+        restores = workers is not None and self._options.sync
         if restores and workers.keys() != self._pool.members.keys():
             raise ValueError(
                 f"the state is of {len(workers)} workers but this collector has {len(self._pool.members)}; make "
@@ -291,7 +278,7 @@ class MultiprocessCollector:
         WeightStrategy("state_dict").apply_weights(self.policy, state["policy"])  # checks all keys first
         if restores:
             self._batches.begin_again()
-            self._pool.ask(LOAD, time.monotonic() + self._start_timeout, workers)
+            self._pool.ask(LOAD, time.monotonic() + self._options.start_timeout, workers)
         self._frames, self._batches_out = state["frames"], state["batches"]
         self.update_policy_weights_()
 
@@ -303,16 +290,14 @@ class MultiprocessCollector:
         """
         underway = sys.exc_info()[1] is not None
         self._closed = True
-        failures = self._ending.end()
+        failures = self._pool.end()
         self._finalizer.detach()
         raise_closing(failures, quietly=underway)
 
     def __enter__(self) -> MultiprocessCollector:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
     def _go_on(self) -> None:

@@ -1,8 +1,8 @@
 """Values of environments and policies on their way into arrays of a fixed shape and dtype.
 
 Rounding to a smaller floating dtype is expected, and so is nothing else: where the value would become another one, or
-would be repeated to fill a larger shape, there is an error that names it. What has the right shape and dtype already,
-which is nearly everything, costs two comparisons.
+would be repeated to fill a larger shape, there is an error that names it. Nearly all values have the right shape and
+dtype already, and do not come here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ def fit(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> 
 
     Raises DataMismatch, which calls the value `what`.
     """
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype == dtype and value.shape == shape:
-        return value
     array = _as_array(value, what)
     if array.shape != shape:
         raise DataMismatch(
@@ -45,10 +43,8 @@ def cast(array: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
             made = array.astype(dtype)
         kept = np.isinf(made) == np.isinf(array)
     elif dtype.kind in "iu" and array.dtype.kind in "iu":
-        made, limits = array.astype(dtype), np.iinfo(dtype)
-        if array.size == 0 or (limits.min <= int(array.min()) and int(array.max()) <= limits.max):
-            return made
-        kept = np.array([limits.min <= int(each) <= limits.max for each in array.flat]).reshape(array.shape)
+        made = array.astype(dtype)
+        kept = (made.astype(array.dtype) == array) & ((made < 0) == (array < 0))  # the same bits, and the same sign
     else:
         with np.errstate(invalid="ignore"):
             made = array.astype(dtype)

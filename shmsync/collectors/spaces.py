@@ -52,16 +52,16 @@ def leaves(space: gymnasium.Space[Any], key: Key) -> dict[Key, torch.Tensor]:
     return {key: torch.empty(tuple(space.shape or ()), dtype=dtype, device="meta")}
 
 
-def part(observation: Any, path: Key, what: str) -> Any:
-    """The leaf of an observation at a path below the observation itself. Raises DataMismatch if it is not there."""
+def part(observation: Any, path: Key, call: str) -> Any:
+    """The leaf at a path below the observation that this call returned. Raises DataMismatch if it is not there."""
     for depth, name in enumerate(path):
         try:
             observation = observation[name]
         except (KeyError, IndexError, TypeError) as error:
             has = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
             raise DataMismatch(
-                f"{what} lacks {'.'.join(path[: depth + 1])}: it has {has}. Correct the space, or what the environment "
-                "returns"
+                f"the observation of {call} lacks {'.'.join(path[: depth + 1])}: it has {has}. Correct the space, or "
+                "what the environment returns"
             ) from error
     return observation
 

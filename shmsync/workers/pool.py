@@ -85,17 +85,16 @@ class _RankProcess:
     @property
     def died(self) -> bool:
         """Has it ended other than by returning, and without an exception that it reported?"""
-        return self.failure is None and self.process.pid is not None and self.process.exitcode not in (None, 0)
+        return self.failure is None and self.process.exitcode not in (None, 0)
 
     def end(self, grace: float) -> None:
         """End it if it runs: SIGTERM, and SIGKILL after `grace` seconds. Idempotent."""
-        if self.process.pid is not None:
-            if self.process.exitcode is None:
-                self.process.terminate()
-                self.process.join(grace)
-            if self.process.exitcode is None:
-                self.process.kill()
-                self.process.join()
+        if self.running:
+            self.process.terminate()
+            self.process.join(grace)
+        if self.running:
+            self.process.kill()
+            self.process.join()
         self.listen()
         self.connection.close()
 

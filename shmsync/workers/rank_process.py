@@ -74,7 +74,7 @@ def run(spec: WorkerStart, work: Callable[..., object], args: tuple[Any, ...], c
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     multiprocessing.current_process().daemon = False  # a daemon may have no children, as a DataLoader's
     torch.set_num_threads(spec.threads)
-    _seed(spec.seed)
+    seed_generators(spec.seed)
     try:
         sub = WorkerSubscriber(spec.handle, spec.rank, control)
         with sub:
@@ -84,21 +84,22 @@ def run(spec: WorkerStart, work: Callable[..., object], args: tuple[Any, ...], c
                 returns = isinstance(error, SystemExit) and error.code in (None, 0)
                 if returns or (isinstance(error, ClosedError) and sub.left):
                     return
-                _report(control, error)  # before the Subscriber leaves: the trainer then knows why
+                report(control, FAILED, error)  # before the Subscriber leaves: the trainer then knows why
                 raise SystemExit(1) from None
     except SystemExit:
         raise
     except BaseException as error:  # attaching or leaving failed
-        _report(control, error)
+        report(control, FAILED, error)
         raise SystemExit(1) from None
 
 
-def _report(control: Connection, error: BaseException) -> None:
+def report(control: Connection, word: str, error: BaseException) -> None:
+    """Send the trainer an exception that was just caught, as a message of this word."""
     with suppress(OSError):  # the trainer is gone
-        control.send((FAILED, Failure.of(error)))
+        control.send((word, Failure.of(error)))
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
     """Give each worker its own random numbers: those from one fork server would all draw the same."""
     torch.manual_seed(seed)
     random.seed(seed)

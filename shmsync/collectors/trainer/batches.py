@@ -6,41 +6,25 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tensordict import TensorDict
 
 from ..buffers import BUFFERS
+from ..options import CollectorOptions
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 from .worker_setup import WorkerSetup
-
-OnLag = Literal["warn", "wait", "drop"]
 
 
 class Batches:
     """The batches of one collector. An interrupted next() is gone on with by the one after it."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        jobs: Jobs,
-        setup: WorkerSetup,
-        *,
-        sync: bool,
-        timeout: float,
-        restart_workers: bool,
-        max_lag: float,
-        on_lag: OnLag,
-    ) -> None:
+    def __init__(self, pool: WorkerPool, jobs: Jobs, setup: WorkerSetup, options: CollectorOptions) -> None:
         self._pool = pool
         self._jobs = jobs
         self._setup = setup
-        self._sync = sync
-        self._timeout = timeout
-        self._restart_workers = restart_workers
-        self._max_lag = max_lag
-        self._on_lag = on_lag
+        self._options = options
         self.dropped = 0
         # In sync mode: the buffer of the next batch, and the serial that its jobs must be newer than. One attribute,
         # so that an interrupt finds the batch handed out, or not.
@@ -49,7 +33,7 @@ class Batches:
 
     def begin(self) -> None:
         """Without sync, start all jobs at once."""
-        for index in () if self._sync else self._jobs.open:
+        for index in () if self._options.sync else self._jobs.open:
             for buffer in range(BUFFERS):
                 self._start_job(index, buffer)
 
@@ -59,7 +43,7 @@ class Batches:
 
     def next(self) -> TensorDict:
         """Wait for a batch. Raises AckTimeout, WorkerDied or what a worker failed with."""
-        return self._next_sync() if self._sync else self._next_async()
+        return self._next_sync() if self._options.sync else self._next_async()
 
     def begin_round(self) -> int:
         """Order the next batch from all workers, if an interrupted next() has not done so already."""
@@ -107,21 +91,21 @@ class Batches:
 
     def _await(self, done: Callable[[], Any], workers: list[int]) -> None:
         """Wait until done(). Workers that are lost meanwhile are started again, or raise."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._options.timeout
         while (lost := self._pool.wait(done, deadline, workers)) is not None:
-            if not (self._restart_workers and lost.delivered):
+            if not (self._options.restart_workers and lost.delivered):
                 lost.raise_loss()
             self._setup.restart(lost.index)
 
     def _too_old(self, batch: TensorDict) -> bool:
         """Must the batch be collected again? Counts it as dropped then, or only warns."""
         lag = self._setup.sender.version - int(batch["policy_version"].min())
-        if lag <= self._max_lag:
+        if lag <= self._options.max_lag:
             return False
-        if self._on_lag == "warn":
+        if self._options.on_lag == "warn":
             warnings.warn(
-                f"frames are {lag} versions old when they are handed out, max_lag is {self._max_lag}; send weights "
-                'less often, or use on_lag="wait" or "drop"',
+                f"frames are {lag} versions old when they are handed out, max_lag is {self._options.max_lag}; send "
+                'weights less often, or use on_lag="wait" or "drop"',
                 stacklevel=5,
             )
             return False
@@ -130,7 +114,7 @@ class Batches:
 
     def _furthest_behind(self) -> int | None:
         """The worker to wait for, whose frames would be too old with the next version; None: any worker."""
-        if self._on_lag != "wait":
+        if self._options.on_lag != "wait":
             return None
         newest = self._setup.sender.version
         oldest = {
@@ -141,4 +125,4 @@ class Batches:
             version = int(self._setup.memory.tensors[buffer][("policy_version",)][self._setup.rows(index)].min())
             oldest[index] = min(oldest[index], version)
         index = min(oldest, key=oldest.__getitem__)
-        return index if newest - oldest[index] >= self._max_lag else None
+        return index if newest - oldest[index] >= self._options.max_lag else None

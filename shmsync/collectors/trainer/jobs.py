@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..worker.collector_process import BATCH, COLLECT
+from ..worker.collector_process import COLLECT
 from .worker_pool import WorkerPool, WorkerProcess
 
 
@@ -31,7 +31,7 @@ class Jobs:
         self.open: dict[int, dict[int, Job]] = {index: {} for index in range(workers)}
         self.serial = 0  # of the newest job
         self._arrivals = 0
-        pool.on(BATCH, self._arrived)
+        pool.on_batch = self._arrived
 
     def give(self, index: int, buffer: int, version: int) -> None:
         """Let the worker fill this buffer, whatever its job there was before."""

@@ -13,9 +13,11 @@ from typing import Any
 from ...engine.outcome import Failure, Outcome, Wording
 from ...memory.system.exiting import stay_if_exiting
 from ...memory.system.process import Peer
+from ...schemes import WeightSyncScheme
 from ...schemes.link.connection import Channel
 from ...schemes.link.exchange import LinkPoll
-from ..worker.collector_process import CLOSED, ERROR, HELLO, STOP, WorkerSpec, run
+from ..options import WorkerSpec
+from ..worker.collector_process import BATCH, CLOSED, ERROR, STOP, run
 
 PRELOADED = ["torch", "tensordict", "gymnasium", "cloudpickle", "shmsync.collectors"]
 _AWAITED = "the next message of a collector's workers"
@@ -29,7 +31,6 @@ _WORDING = Wording(
 )
 
 _log = logging.getLogger("shmsync")
-Handler = Callable[["WorkerProcess", Any], None]
 
 
 class WorkerProcess:
@@ -73,7 +74,7 @@ class WorkerProcess:
             outcome.dead[self.index] = str(self.peer)
             raise outcome.death(_AWAITED, None)
         self._raised = True
-        raise exception_of(self.failure) from _trace(self.index, self.failure)
+        raise error_of(self.index, self.failure)
 
     def log_loss(self) -> None:
         """Log its failure, unless a call has raised it."""
@@ -97,21 +98,20 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """All workers, by index. Any of its waits may be interrupted, and called again."""
+    """All workers, by index, and what they use. Any of its waits may be interrupted, and called again."""
 
-    def __init__(self, start_method: str) -> None:
+    def __init__(self, start_method: str, scheme: WeightSyncScheme) -> None:
         self._context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(PRELOADED)
-        self.pid = os.getpid()
         self.members: dict[int, WorkerProcess] = {}
-        self.hurry = False  # stop() kills at once
-        self._handlers: dict[str, Handler] = {}
+        self.on_batch: Callable[[WorkerProcess, Any], None]  # gets what a BATCH says; idempotent
+        self.fd = -1  # of the buffers
         self._questions = 0
-
-    def on(self, word: str, handler: Handler) -> None:
-        """Call this with (worker, content) for messages of a word. The handler must be idempotent."""
-        self._handlers[word] = handler
+        self._pid = os.getpid()
+        self._hurry = False  # kill the workers at once
+        self._closing = [self._stop, scheme.shutdown, self._close_buffers]  # what end() has to do yet
+        self._failures: list[tuple[int, Failure]] = []  # what closing environments raised
 
     def start(self, spec: WorkerSpec) -> WorkerProcess:
         """Start a worker, in place of an earlier one of its index."""
@@ -136,8 +136,8 @@ class WorkerPool:
                     member.failure = content
                 elif word == CLOSED:
                     member.closing = content
-                elif word in self._handlers:
-                    self._handlers[word](member, content)
+                elif word == BATCH:
+                    self.on_batch(member, content)
                 else:
                     member.answers[word] = content
                 del channel.arrived[0]  # last: an interrupted read() handles the message again
@@ -184,10 +184,6 @@ class WorkerPool:
             lost.raise_loss()
         return {index: self.members[index].answers[word][1] for index in asked}
 
-    def wait_started(self, deadline: float, workers: Iterable[int] | None = None) -> None:
-        """Wait until these workers have started. Raises as answers() does."""
-        self.answers(HELLO, 0, deadline, self.members if workers is None else workers)
-
     def ask(self, word: str, deadline: float, contents: dict[int, Any] | None = None) -> dict[int, Any]:
         """Ask all workers, each with its content, and wait for their answers. Raises as answers() does."""
         self._questions += 1  # so that the answer to a question that was interrupted counts for no later one
@@ -196,36 +192,64 @@ class WorkerPool:
             member.send(word, (number, None if contents is None else contents[index]))
         return self.answers(word, number, deadline, self.members)
 
-    def stop(self) -> list[tuple[int, Failure]]:
-        """End every worker. Idempotent. Returns what closing their environments raised."""
+    def end(self) -> list[tuple[int, Failure]]:
+        """End the workers, then what they used. Idempotent. Returns what closing environments raised, once.
+
+        A Ctrl-C meanwhile kills the workers that are still there, and is raised when all is done.
+        """
+        if self._pid != os.getpid():  # this is a forked child that ends; the workers are the trainer's
+            return []
+        raised: BaseException | None = None
+        while self._closing:
+            try:
+                self._closing[0]()
+                del self._closing[0]
+            except KeyboardInterrupt as error:
+                raised, self._hurry = error, True  # and the same step once more
+            except BaseException as error:
+                raised = error if raised is None else raised
+                del self._closing[0]
+        if raised is not None:
+            raise raised
+        found, self._failures = self._failures, []
+        return found
+
+    def abandon(self) -> None:
+        """End it for a collector without shutdown(), where no call can raise an error."""
+        raise_closing(self.end(), quietly=True)
+
+    def _stop(self) -> None:
         for member in self.members.values():
             member.send(STOP)
-        deadline = time.monotonic() + (0.0 if self.hurry else 5.0)
+        deadline = time.monotonic() + (0.0 if self._hurry else 5.0)
         while (living := {i: each for i, each in self.members.items() if not each.dead}) and (
             time.monotonic() < deadline
         ):
             for index, _ in LinkPoll(living).wait(living, deadline):
                 self.read(living[index])
-        failures = []
         for member in self.members.values():
             self.read(member)
             member.end(deadline)
             member.log_loss()
-            if member.closing is not None:
-                failures.append((member.index, member.closing))
+        self._failures += [(each.index, each.closing) for each in self.members.values() if each.closing is not None]
         self.members = {}
-        return failures
+
+    def _close_buffers(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
-def exception_of(failure: Failure) -> Exception:
-    """The worker's exception, as one that an iterator or a whole program may be left with.
+def error_of(index: int, failure: Failure) -> Exception:
+    """A worker's exception, as one that an iterator or a whole program may be left with.
 
     StopIteration would end the trainer's loop as if all frames were there, as in PEP 479.
     """
     error = failure.exception()
-    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
-        return error
-    return RuntimeError(failure.summary)
+    if not isinstance(error, Exception) or isinstance(error, (StopIteration, StopAsyncIteration)):
+        error = RuntimeError(failure.summary)
+    error.__cause__ = RuntimeError(f"collector worker {index} failed:\n{failure.trace}")
+    return error
 
 
 def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None:
@@ -233,9 +257,4 @@ def raise_closing(failures: list[tuple[int, Failure]], *, quietly: bool) -> None
     for index, failure in failures if quietly else failures[1:]:
         _log.warning("an environment of collector worker %d failed to close:\n%s", index, failure.trace)
     if failures and not quietly:
-        index, failure = failures[0]
-        raise exception_of(failure) from _trace(index, failure)
-
-
-def _trace(index: int, failure: Failure) -> RuntimeError:
-    return RuntimeError(f"collector worker {index} failed:\n{failure.trace}")
+        raise error_of(*failures[0])

@@ -6,64 +6,55 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ...errors import WorkerDied
+from ...errors import DataMismatch, WorkerDied
 from ...schemes import WeightSyncScheme
 from ...schemes.arenas.worker_devices import WorkerDevices
 from .. import buffers
-from ..worker.collector_process import LAYOUT, START, WorkerSpec
-from . import checks
-from .checks import CollectorNumbers
-from .ending import Ending
+from ..options import CollectorOptions, WorkerSpec
+from ..worker.collector_process import HELLO, LAYOUT, START
 from .jobs import Jobs
 from .worker_pool import WorkerPool
 
 _log = logging.getLogger("shmsync")
 
 
+@dataclass(eq=False)
 class WorkerSetup:
     """The workers of one collector. Any of its calls may be interrupted by a signal handler that raises."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        jobs: Jobs,
-        scheme: WeightSyncScheme,
-        specs: list[WorkerSpec],
-        start_timeout: float,
-        devices: WorkerDevices,
-    ) -> None:
-        self._pool = pool
-        self._jobs = jobs
-        self._scheme = scheme
-        # Schemes that know nothing of devices bring weights to wherever a policy is.
-        placed = not devices.unset and "device" in scheme.sender_takes
-        self._placed: dict[str, Any] = {"device": devices} if placed else {}
-        self._start_timeout = start_timeout
-        self.specs = specs
-        self.restarts = 0
+    pool: WorkerPool
+    jobs: Jobs
+    scheme: WeightSyncScheme
+    specs: list[WorkerSpec]
+    options: CollectorOptions
+    devices: WorkerDevices
+    restarts: int = 0
 
-    def start(self, policy: nn.Module, numbers: CollectorNumbers, sync: bool, ending: Ending) -> None:
+    def start(self, policy: nn.Module) -> None:
         """Start all workers, send them their first weights, and give them their rows of the batches."""
-        deadline = time.monotonic() + self._start_timeout
-        members = [self._pool.start(spec) for spec in self.specs]
-        self._pool.wait_started(deadline)
+        deadline = time.monotonic() + self.options.start_timeout
+        members = [self.pool.start(spec) for spec in self.specs]
+        self.pool.answers(HELLO, 0, deadline, self.pool.members)
+        # Schemes that know nothing of devices bring weights to wherever a policy is.
+        placed = not self.devices.unset and "device" in self.scheme.sender_takes
+        place: dict[str, Any] = {"device": self.devices} if placed else {}
         with self.reasons():
-            self._scheme.init_on_sender(
+            self.scheme.init_on_sender(
                 "policy",
                 pipes=[member.weights for member in members],
                 procs=[member.process for member in members],
                 model=policy,
-                **self._placed,
+                **place,
             )
-            self.sender = self._scheme.get_sender()
-            self.sender.send(timeout=self._start_timeout)
-        leaves, count = checks.agreed(self._pool.ask(LAYOUT, deadline))
-        steps = checks.steps(numbers, count, sync)
+            self.sender = self.scheme.get_sender()
+            self.sender.send(timeout=self.options.start_timeout)
+        leaves, count = _agreed(self.pool.ask(LAYOUT, deadline))
+        steps = self.options.steps(count)
         # A worker's environments are numbered after those of the workers before it, and seeded so: the same seed gives
         # the same frames, however they are made.
         base = self.specs[0].seed
@@ -71,39 +62,39 @@ class WorkerSetup:
             replace(spec, rows=(spec.index * count, (spec.index + 1) * count), seed=base + spec.index * count)
             for spec in self.specs
         ]
-        self.memory, ending.fd = buffers.create(leaves, count * numbers.num_workers, steps)
+        self.memory, self.pool.fd = buffers.create(leaves, count * len(self.specs), steps)
         for spec in self.specs:
             self._join(spec)
 
     def restart(self, index: int) -> None:
         """Start a worker again; it joins at the newest version, and does again what it had not delivered."""
-        deadline = time.monotonic() + self._start_timeout
+        deadline = time.monotonic() + self.options.start_timeout
         self.restarts += 1
-        self._pool.members[index].log_loss()
+        self.pool.members[index].log_loss()
         _log.warning("collector worker %d was lost, and is started again", index)
         # Another stretch of the same seed would repeat the frames that the dead one has delivered already.
         spec = replace(self.specs[index], seed=self.specs[index].seed + 7919 * self.restarts)
-        member = self._pool.start(spec)
-        self._pool.wait_started(deadline, [index])
+        member = self.pool.start(spec)
+        self.pool.answers(HELLO, 0, deadline, [index])
         with self.reasons():
             self.sender.register_worker(index, member.weights, member.process)
             resend = getattr(self.sender, "resend", None)  # not in schemes without pipes
             if resend is not None:
-                resend(index, timeout=self._start_timeout)
+                resend(index, timeout=self.options.start_timeout)
         self._join(spec)
-        self._jobs.send(index)
+        self.jobs.send(index)
 
     def _join(self, spec: WorkerSpec) -> None:
-        member = self._pool.members[spec.index]
+        member = self.pool.members[spec.index]
         member.send(START, (self.memory.spec, spec.rows, spec.seed))
         member.joined = True
 
     def finish_restarts(self) -> None:
         """Do what an interrupted call has left half done."""
-        for index, member in self._pool.members.items():
+        for index, member in self.pool.members.items():
             if not member.joined:
                 self.restart(index)
-            self._jobs.send(index)
+            self.jobs.send(index)
 
     def rows(self, index: int) -> slice:
         """A worker's rows of a batch."""
@@ -116,10 +107,28 @@ class WorkerSetup:
             yield
         except WorkerDied as error:
             for index in error.missing:
-                member: Any = self._pool.members.get(index) if isinstance(index, int) else None
+                member: Any = self.pool.members.get(index) if isinstance(index, int) else None
                 if member is None:
                     continue
-                self._pool.read(member)
+                self.pool.read(member)
                 if member.failure is not None and not (restarts and member.delivered):
                     member.raise_loss()
             raise
+
+
+def _agreed(layouts: dict[int, tuple[buffers.Leaves, int]]) -> tuple[buffers.Leaves, int]:
+    """The layout and the number of environments that all workers have. Raises ValueError when they differ."""
+    first, count = layouts[0]
+    for index, (layout, environments) in layouts.items():
+        if layout != first:
+            different = sorted(".".join(key) for key in {k for k, _ in layout.items() ^ first.items()})
+            raise ValueError(
+                f"workers 0 and {index} have frames of different form ({', '.join(different)}); all environments of a "
+                "collector need the same spaces"
+            )
+        if environments != count:
+            raise DataMismatch(
+                f"worker 0 has {count} environment(s) but worker {index} has {environments}; each needs the same "
+                "number, also inside of vector environments"
+            )
+    return first, count

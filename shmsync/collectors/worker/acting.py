@@ -52,7 +52,9 @@ class Actor:
             found = {key: out.get(key) for key in self._out_keys}
         else:
             found = spaces.as_mapping(out)
-        return found if self._there is None else {key: _at_home(value) for key, value in found.items()}
+        if self._there is None:
+            return found
+        return {key: fetched(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
     def layout(self, out: Mapping[Key, torch.Tensor]) -> Leaves:
         """The leaves of one frame, with what the policy returned."""
@@ -133,10 +135,6 @@ def output(out: Mapping[Key, Any], key: Key) -> torch.Tensor:
             "be tensors, and the same keys each time"
         )
     return value
-
-
-def _at_home(value: Any) -> Any:
-    return fetched(value) if isinstance(value, torch.Tensor) else value
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any] | None:

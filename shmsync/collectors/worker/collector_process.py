@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import multiprocessing
 import os
-import random
 import select
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
-from ...engine.outcome import Failure
 from ...memory.system.calls import poll
 from ...memory.system.process import dead_parent
-from ...schemes import WeightSyncScheme
+from ...workers.rank_process import report, seed_generators
 from ..buffers import Buffers, BufferSpec
+from ..options import WorkerSpec
 from ..policy_packing import bring
-from ..spaces import DiscreteActions
 from . import rng_state as saved
 from .rollout import Rollout
 from .threads import EnvInThread
@@ -38,21 +33,6 @@ HELLO, BATCH, ERROR, CLOSED = "hello", "batch", "error", "closed"  # and LAYOUT,
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
-    """Everything that a worker is started with."""
-
-    index: int
-    makers: bytes  # a list of functions that make an environment, by cloudpickle
-    policy: bytes
-    scheme: WeightSyncScheme
-    seed: int
-    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
-    discrete_actions: DiscreteActions | None = None
-    envs_in_threads: bool = False
-    device: str | None = None  # where the policy computes; None: where it is
-
-
 def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     """Run a worker, until the trainer says STOP or is gone. Whatever ends it otherwise is sent to the trainer."""
     # Ctrl-C in a terminal reaches every process of the group. What follows from it is the trainer's decision.
@@ -62,16 +42,16 @@ def run(spec: WorkerSpec, weights: Connection, control: Connection) -> None:
     envs: list[Any] = []
     failed = False
     try:
-        _serve(spec, weights, control, envs)
+        _Worker(spec, weights, control, envs).serve()
     except BaseException as error:  # of the environments, the policy, or because the trainer is gone
         failed = True
-        _report(control, ERROR, error)
+        report(control, ERROR, error)
     for env in envs:
         try:
             env.close()
         except BaseException as error:
             if not failed:
-                _report(control, CLOSED, error)
+                report(control, CLOSED, error)
             failed = True
     if failed:
         raise SystemExit(1)
@@ -101,53 +81,30 @@ def _allow_processes(*pipes: Connection) -> None:
     os.register_at_fork(before=look, after_in_child=leave)
 
 
-def _report(control: Connection, word: str, error: BaseException) -> None:
-    with contextlib.suppress(OSError):  # the trainer is gone
-        control.send((word, Failure.of(error)))
-
-
-def _serve(spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
-    random.seed(spec.seed)
-    np.random.seed(spec.seed % 2**32)
-    torch.manual_seed(spec.seed)
-    policy = cloudpickle.loads(spec.policy)
-    if spec.device is not None:
-        bring(policy, spec.device)
-    for make in cloudpickle.loads(spec.makers):
-        env = EnvInThread(make) if spec.envs_in_threads else make()
-        envs.append(env)  # one by one: those that were made are closed
-    scheme = spec.scheme
-    scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
-    _Worker(spec, policy, envs, weights, control).serve()
-    scheme.get_receiver().close()
-
-
 class _Worker:
-    def __init__(
-        self, spec: WorkerSpec, policy: Any, envs: list[Any], weights: Connection, control: Connection
-    ) -> None:
+    """A worker with its environments, which are added to `envs` one by one, so that those that were made are closed."""
+
+    def __init__(self, spec: WorkerSpec, weights: Connection, control: Connection, envs: list[Any]) -> None:
+        seed_generators(spec.seed)
+        policy = cloudpickle.loads(spec.policy)
+        if spec.device is not None:
+            bring(policy, spec.device)
+        for make in cloudpickle.loads(spec.makers):
+            envs.append(EnvInThread(make) if spec.options.envs_in_threads else make())
+        spec.scheme.init_on_worker("policy", pipe=weights, model=policy, worker_idx=spec.index)
         self._receiver = receiver = spec.scheme.get_receiver()
         self._spec = spec
         self._control = control
-        self._rollout = Rollout(
-            envs,
-            policy,
-            lambda: receiver.version,
-            worker=spec.index,
-            discrete_actions=spec.discrete_actions,
-            in_threads=spec.envs_in_threads,
-            device=spec.device,
-        )
+        self._rollout = Rollout(envs, policy, lambda: receiver.version, spec)
         self._weights_fd = weights.fileno()
-        self._control_fd = control.fileno()
         self._poll = select.poll()
-        self._poll.register(self._weights_fd, select.POLLIN)
-        self._poll.register(self._control_fd, select.POLLIN)
+        self._poll.register(weights, select.POLLIN)
+        self._poll.register(control, select.POLLIN)
         self._commands: deque[tuple[str, Any]] = deque()
         self._obeyed = 0  # the serial of the newest order
 
     def serve(self) -> None:
-        """Do what the trainer says, until it says stop."""
+        """Do what the trainer says, until it says stop. Then leave the scheme."""
         self._control.send((HELLO, (0, None)))
         do: dict[str, Callable[[Any], None]] = {
             START: self._start,
@@ -159,6 +116,7 @@ class _Worker:
         while True:
             word, content = self._next()
             if word == STOP:
+                self._receiver.close()
                 return
             do[word](content)
 

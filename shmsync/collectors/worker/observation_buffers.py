@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -12,11 +13,10 @@ import torch
 from gymnasium import spaces as gym_spaces
 from numpy.typing import NDArray
 
-from ...errors import DataMismatch, NoSpace
+from ...errors import DataMismatch
 from ...memory.manifest import Key
-from ...memory.slab.available import available_bytes
 from .. import spaces
-from ..buffers import frame
+from ..buffers import frame, refuse_too_large
 from ..env_values import fit
 
 OBSERVATION: Key = ("observation",)
@@ -41,34 +41,29 @@ class Observations:
 
     def __init__(self, space: gymnasium.Space[Any], count: int) -> None:
         self.space = space
-        self.leaves = spaces.leaves(space, OBSERVATION)
-        self.layout = frame(self.leaves)
-        _check_room(self.leaves, count)
+        leaves = spaces.leaves(space, OBSERVATION)
+        self.layout = frame(leaves)
+        needed = count * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+        refuse_too_large(needed, f"{count} observation(s)", "use a smaller observation space, or envs_per_worker=")
         self.parts = []
-        for key, leaf in self.leaves.items():
+        for key, leaf in leaves.items():
             now = torch.empty((count, *leaf.shape), dtype=leaf.dtype, device="cpu").numpy()
             self.parts.append(Part(key[1:], now, now.dtype, now.shape[1:]))
-        self._sizes = _sizes(space, ())
 
     def of_rows(self, rows: slice) -> Observations:
         """Those of some of the environments, in the same memory."""
-        some = object.__new__(Observations)
-        some.__dict__.update(self.__dict__)
+        some = copy.copy(self)
         some.parts = [part._replace(now=part.now[rows]) for part in self.parts]
         return some
 
     def check_keys(self, observation: Any, call: str) -> None:
         """Raise DataMismatch for an observation that has keys which its space lacks. Take its leaves first."""
-        for path, size in self._sizes:
-            level = observation
-            for name in path:
-                level = level[name]
-            if isinstance(level, Mapping) and len(level) != size:
-                extra = spaces.unknown(observation, self.space)
-                raise DataMismatch(
-                    f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
-                    "add them to the space, or leave them out"
-                )
+        extra = spaces.unknown(observation, self.space)
+        if extra:
+            raise DataMismatch(
+                f"the observation of {call} has {', '.join(extra)}, which its space does not have: {self.space}; "
+                "add them to the space, or leave them out"
+            )
 
     @property
     def now(self) -> list[NDArray[Any]]:
@@ -78,7 +73,7 @@ class Observations:
     @property
     def nested(self) -> bool:
         """Has an observation keys?"""
-        return bool(self._sizes)
+        return isinstance(self.space, gym_spaces.Dict)
 
 
 def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any:
@@ -86,13 +81,7 @@ def leaf(observation: Any, part: Part, shape: tuple[int, ...], call: str) -> Any
 
     Raises DataMismatch for one that is not there, or does not have this shape.
     """
-    value = observation
-    try:
-        for name in part.path:
-            value = value[name]
-    except (KeyError, IndexError, TypeError):
-        spaces.part(observation, part.path, f"the observation of {call}")  # says which
-        raise
+    value = spaces.part(observation, part.path, call)
     if type(value) is np.ndarray and value.dtype == part.dtype and value.shape == shape:
         return value
     return fit(value, part.dtype, shape, f"{'.'.join(part.key)} of {call}")
@@ -123,22 +112,4 @@ def check_returned(result: Any, call: str) -> None:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise DataMismatch(
             f"{call} returned {what}, and must return a tuple: {', '.join(names)}, as Gymnasium's API says"
-        )
-
-
-def _sizes(space: gymnasium.Space[Any], path: Key) -> list[tuple[Key, int]]:
-    """The Dict spaces of a space by path, with their numbers of keys."""
-    if not isinstance(space, gym_spaces.Dict):
-        return []
-    inner = [each for name, child in space.spaces.items() for each in _sizes(child, (*path, name))]
-    return [(path, len(space.spaces)), *inner]
-
-
-def _check_room(leaves: Mapping[Key, torch.Tensor], count: int) -> None:
-    """Raise NoSpace if not even the current observations have room."""
-    needed, available = count * sum(math.prod(t.shape) * t.dtype.itemsize for t in leaves.values()), available_bytes()
-    if needed > available:
-        raise NoSpace(
-            f"{count} observation(s) need {needed:,} bytes but {available:,} are available to this process (machine "
-            "and cgroup); use a smaller observation space, or envs_per_worker="
         )

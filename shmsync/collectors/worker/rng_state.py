@@ -15,20 +15,20 @@ def generators(envs: Sequence[Any]) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state().tolist(),
         "numpy": _plain(np.random.get_state()),
-        "python": _plain(random.getstate()),
-        "environments": [_plain([each.bit_generator.state for each in _of(env)]) for env in envs],
+        "python": random.getstate(),
+        "environments": [[_plain(each.bit_generator.state) for each in _of(env)] for env in envs],
     }
 
 
 def restore(state: dict[str, Any], envs: Sequence[Any]) -> None:
-    """Give all of them the state that generators() gave."""
+    """Give all of them the state that generators() gave. NumPy takes lists in the place of arrays."""
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    np.random.set_state(_rebuilt(state["numpy"]))
-    random.setstate(_rebuilt(state["python"]))
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
     for env, states in zip(envs, state["environments"], strict=True):
         found = _of(env)
-        for generator, each in zip(found, states if isinstance(states, list) else [states], strict=True):
-            generator.bit_generator.state = _rebuilt(each)
+        for generator, each in zip(found, states, strict=True):
+            generator.bit_generator.state = each
         if hasattr(env.unwrapped, "processes"):  # what they gave are copies
             env.unwrapped.set_attr("np_random", found)
 
@@ -40,20 +40,9 @@ def _of(env: Any) -> list[np.random.Generator]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {"array": value.tolist(), "dtype": value.dtype.str}
-    if isinstance(value, np.generic):
-        return value.item()
+    """A state with lists in the place of arrays, and Python's numbers in that of NumPy's."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(map(_plain, value))
     return tuple(map(_plain, value)) if isinstance(value, tuple) else value
-
-
-def _rebuilt(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"array", "dtype"}:
-            return np.array(value["array"], np.dtype(value["dtype"]))
-        return {key: _rebuilt(each) for key, each in value.items()}
-    return tuple(map(_rebuilt, value)) if isinstance(value, tuple) else value

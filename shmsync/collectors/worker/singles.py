@@ -26,8 +26,8 @@ class Results(NamedTuple):
     after: list[NDArray[Any]]  # where each leaf of the observations led
 
     @classmethod
-    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations, rows: slice = slice(None)) -> Results:
-        """Those of a buffer, or of some of its rows."""
+    def of(cls, arrays: dict[Key, NDArray[Any]], observations: Observations, rows: slice) -> Results:
+        """Those of some rows of a buffer."""
         names = ("reward", "terminated", "truncated", "done", "episode_return")
         reward, terminated, truncated, done, episode_return = (arrays["next", name][rows, :, 0] for name in names)
         after = [arrays[("next", *part.key)][rows] for part in observations.parts]
@@ -75,9 +75,6 @@ class SingleEnvs:
         """Wait until all of them have stepped."""
         for i in range(self.count):
             self.step_one(i, *self._begun)
-
-    def abandon(self) -> None:
-        """Leave it at what begin() has begun, which is nothing here."""
 
     def step_one(self, i: int, actions: Any, to: Results, t: int, following: Leading) -> None:
         """Step one of them, and reset it if its episode ends."""

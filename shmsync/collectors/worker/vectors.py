@@ -82,16 +82,13 @@ class VectorGroup:
         truncated = flags(truncated, self.count, "truncated of step()")
         done = terminated | truncated
         ended = done.any()
-        finals = self._finals(info, done) if ended and self._mode == SAME_STEP else None
+        finals = self._finals(info, done) if ended and self._mode == SAME_STEP else []
         for k, (part, after) in enumerate(zip(self._observations.parts, to.after, strict=True)):
             part.now[...] = leaf(observation, part, part.now.shape, "step()")
-            if finals is None:
-                after[rows, steps] = part.now[rows]
-            else:
-                led = part.now.copy()
-                for i, final in finals:
-                    led[i] = final[k]
-                after[rows, steps] = led[rows]
+            led = part.now.copy() if finals else part.now
+            for i, final in finals:
+                led[i] = final[k]
+            after[rows, steps] = led[rows]
         self._observations.check_keys(observation, "step()")
         self._returns += np.where(self.acting, rewards, 0.0) if self.uneven else rewards
         to.reward[rows, steps] = rewards[rows]
@@ -131,11 +128,10 @@ class VectorGroup:
             yield
         except (EOFError, ConnectionError) as error:
             processes = getattr(getattr(self._env, "unwrapped", self._env), "processes", None) or ()
-            dead = []
-            for i, process in enumerate(processes):
+            for process in processes:
                 process.join(0.1)
-                if process.exitcode is not None:
-                    dead.append(f"process of environment {i} (exit code {process.exitcode})")
+            codes = [(i, process.exitcode) for i, process in enumerate(processes) if process.exitcode is not None]
+            dead = [f"process of environment {i} (exit code {code})" for i, code in codes]
             if not dead:
                 raise
             raise RuntimeError(

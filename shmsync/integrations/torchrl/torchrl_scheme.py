@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from types import TracebackType
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
@@ -23,8 +22,7 @@ from .trainer.first_weights import first_weights, resolve
 from .trainer.groups import Groups
 from .trainer.in_process import InProcess
 from .trainer.options import NOT_DISTRIBUTED, check_not_distributed, checked_devices
-from .trainer.own_weights import Wanted
-from .trainer.torchrl_sender import Sender, processes_of
+from .trainer.torchrl_sender import Sender
 from .worker.clock import OwnVersions
 from .worker.torchrl_receiver import Receiver
 
@@ -169,7 +167,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             places=places,
         )
         self.per_worker_weights = self.per_worker_weights or first.apart
-        self._sender = Sender(model_id or "policy", first, groups, self.timeout, processes_of(self._context_ref))
+        self._sender = Sender(model_id or "policy", first, groups, self.timeout, self._context_ref)
         self._invitation = self._sender.connections.address, groups.names
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -182,7 +180,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         now = sender.first.again()
         sender.groups.open(lambda worker: self._prepared(now[worker]))
         if weights is not None:
-            sender.send(self._wanted(sender, weights, None), self._prepared, wait=False)
+            self._send(weights, None, wait=False)
 
     def send(self, weights: Any = None, worker_ids: Any = None, *, timeout: float | None = None) -> int:
         """Publish weights, and (with sync) wait until the workers have applied them. Returns the newest version.
@@ -208,9 +206,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
                 weights = super().prepare_weights(weights, model_id, self._strategy, self.context)
             self._in_process.apply(self.context, model_id, weights)
             return 0  # such a collector is its own worker, and counts versions itself
-        sender = self._needed_sender()
-        wanted = self._wanted(sender, weights, worker_ids)
-        return sender.send(wanted, self._prepared, wait=self.sync, timeout=timeout)
+        return self._send(weights, worker_ids, wait=self.sync, timeout=timeout)
 
     def verify(self, worker_ids: Any = None, *, timeout: float | None = None) -> Proof:
         """Let every worker prove that its policy holds what was last sent to it.
@@ -237,11 +233,12 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
             )
         return self._needed_sender().verify(worker_ids, timeout=timeout)
 
-    def _wanted(self, sender: Sender, weights: Any, worker_ids: Any) -> list[Wanted]:
+    def _send(self, weights: Any, worker_ids: Any, *, wait: bool, timeout: float | None = None) -> int:
+        sender = self._needed_sender()
         if isinstance(weights, str):
             weights = super().prepare_weights(weights, self._model_id, self._strategy, self.context)
         model = None if sender.first.apart else resolve(self.context, self._model_id or "policy")
-        return sender.wanted(weights, worker_ids, model)
+        return sender.send(sender.wanted(weights, worker_ids, model), self._prepared, wait=wait, timeout=timeout)
 
     def _prepared(self, weights: Any) -> Any:
         if self.strategy_str == "state_dict" and hasattr(weights, "merge_and_unload"):
@@ -325,24 +322,16 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
         else:
             self._receiver.apply(weights)
 
-    @property
-    def model(self) -> Any:
-        """The model that is synchronised; setting it binds the new one."""
-        return _torchrl.WeightSyncScheme.model.fget(self)
-
-    @model.setter
+    @_torchrl.WeightSyncScheme.model.setter
     def model(self, model: Any) -> None:
+        """The model that is synchronised; setting it binds the new one."""
         if model is not None and self._receiver is not None:
             self._receiver.bind(model)
         _torchrl.WeightSyncScheme.model.fset(self, model)
 
-    @property
-    def context(self) -> Any:
-        """The collector, held weakly."""
-        return _torchrl.WeightSyncScheme.context.fget(self)
-
-    @context.setter
+    @_torchrl.WeightSyncScheme.context.setter
     def context(self, context: Any) -> None:
+        """The collector, held weakly."""
         _torchrl.WeightSyncScheme.context.fset(self, context)
         self._context_set = _native.fork_generation()
         if self._receiver is not None:
@@ -377,9 +366,7 @@ class ShmWeightSyncScheme(_torchrl.WeightSyncScheme):
     def __enter__(self) -> ShmWeightSyncScheme:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
     def connect(self, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +16,20 @@ from ....engine.source.strategy import WeightStrategy
 from ....errors import ManifestMismatch
 from ....memory.devices import place_of, usual
 from ....schemes.arenas.worker_devices import device_of_arena
-from .own_weights import Wanted, tensors_of
+from .own_weights import tensors_of
 
 
 class First(NamedTuple):
     """What the workers start with."""
 
     sources: dict[int, Any]  # by worker: a module or a TensorDict; workers with the same object share weights
-    again: Callable[[], dict[int, Any]]  # `sources` again, with the values that they have at the call
-    devices: dict[int, Any]  # of each worker's policy, where it is known
-    apart: bool  # each worker has weights of its own
+    devices: Mapping[int, Any] = MappingProxyType({})  # of each worker's policy, where it is known
+    apart: bool = False  # each worker has weights of its own
+    mapped: Callable[[], dict[int, Any]] | None = None  # makes `sources`, with the values of the moment
+
+    def again(self) -> dict[int, Any]:
+        """`sources` again, with the values that they have now."""
+        return self.sources if self.mapped is None else self.mapped()
 
     def places(self) -> dict[int, str]:
         """By worker, where its arena should lie: where its policy is, if an arena can lie there.
@@ -37,19 +42,6 @@ class First(NamedTuple):
             worker: own[id(source)] if self.devices.get(worker) is None else device_of_arena(self.devices[worker])
             for worker, source in self.sources.items()
         }
-
-    def wanted(self, weights: Mapping[int, Any], chosen: set[int], model: Any) -> list[Wanted]:
-        """Each of the weights, by worker, that these workers are to get.
-
-        The trainer's own weights are those of its `model`, or what the scheme was initialised with.
-        """
-        own = self.again() if model is None else dict.fromkeys(self.sources, model)
-        found: dict[Any, Wanted] = {}
-        for worker in chosen & weights.keys() & own.keys():
-            given = weights[worker]
-            wanted = Wanted(given, set(), own[worker], id(self.sources[worker]))
-            found.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
-        return list(found.values())
 
 
 def first_weights(
@@ -80,7 +72,7 @@ def first_weights(
         _alone(names, "params_map")
         if not all(isinstance(worker, int) and isinstance(td, TensorDictBase) for worker, td in params_map.items()):
             raise ValueError("params_map must be a dict of worker index to TensorDict")
-        return _fixed(dict(params_map), {}, False)
+        return First(dict(params_map))
     if context is not None:
         _alone(names, "context")
         if model_id is None:
@@ -94,12 +86,17 @@ def first_weights(
     if device_map_fn is not None:
         if devices is not None or num_workers is None:
             raise ValueError("device_map_fn needs num_workers=, and no devices=")
-        return _mapped(source, device_map_fn, num_workers)
+
+        def mapped() -> dict[int, Any]:
+            tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
+            return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
+
+        return First(mapped(), mapped=mapped)
     if devices is None:
         raise ValueError("model or weights need devices=, one for each worker, or device_map_fn= with num_workers=")
     if num_workers is not None and num_workers != len(devices):
         raise ValueError(f"num_workers is {num_workers}, but devices has {len(devices)}; leave one of them out")
-    return _fixed(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)), False)
+    return First(dict.fromkeys(range(len(devices)), source), dict(enumerate(devices)))
 
 
 def resolve(context: Any, model_id: str) -> Any:
@@ -127,14 +124,14 @@ def _from_context(model_id: str, context: Any) -> First:
             own = {
                 worker: _ready(each, context, worker) for worker, each in models.items() if isinstance(each, nn.Module)
             }
-            return _fixed(own, devices, True)
+            return First(own, devices, apart=True)
     if model is None:
         raise ValueError(
             f"the collector has no {model_id!r} in this process; give the scheme its weights before making the "
             f"collector: scheme.init_on_sender(model_id={model_id!r}, model=..., devices=[...])"
         )
     model = _ready(_module(model, model_id), context, 0)
-    return _fixed(dict.fromkeys(range(context.num_workers), model), devices, False)
+    return First(dict.fromkeys(range(context.num_workers), model), devices)
 
 
 def _place(source: Any) -> str:
@@ -142,19 +139,6 @@ def _place(source: Any) -> str:
     places = {place_of(tensor) for tensor in tensors_of(source) if not is_lazy(tensor) and tensor.numel()}
     (place,) = places if len(places) == 1 else {"cpu"}
     return usual() if place in ("cpu", "meta") else device_of_arena(place)
-
-
-def _fixed(sources: dict[int, Any], devices: dict[int, Any], apart: bool) -> First:
-    return First(sources, lambda: sources, devices, apart)
-
-
-def _mapped(source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: int) -> First:
-    def again() -> dict[int, Any]:
-        tensors = WeightStrategy().extract_weights(source) if isinstance(source, nn.Module) else source
-        return {worker: device_map_fn(worker, tensors) for worker in range(num_workers)}
-
-    sources = again()
-    return First(sources, again, {}, False)
 
 
 def _alone(names: list[str], name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing import util
@@ -19,7 +20,6 @@ from ....errors import ManifestMismatch
 from ....memory.arena import nested
 from ....memory.control.reader_figures import RowId
 from ....memory.control.segment import new_name
-from ....memory.devices import usual
 from .own_weights import UNCHANGED
 
 
@@ -35,8 +35,9 @@ class Group:
 
     def taken(self, tensors: Any, states: extra_state.States | None) -> Any:
         """What to publish here; None when the arena has no room for the extra state."""
-        if tensors is UNCHANGED:
-            return self._smallest()
+        if tensors is UNCHANGED:  # the smallest leaf as it is published changes nothing, since the other leaves stay
+            leaf = min(self.writer.arena.manifest.by_key.values(), key=lambda leaf: leaf.nbytes or math.inf)
+            return nested({leaf.key: self.publisher.weights.get(leaf.key).clone()})
         if states is None:  # the state that lies there stays
             return extra_state.flat(tensors) if self.room is not None and isinstance(tensors, nn.Module) else tensors
         return None if self.room is None else extra_state.fitted(tensors, states, self.room)
@@ -53,14 +54,6 @@ class Group:
             paths = extra_state.states_in(self.publisher.weights.get(extra_state.LEAF)) if self.room is not None else {}
             states = {path: state for path, state in states.items() if path in paths} or None
         return known or tensors, states
-
-    def _smallest(self) -> Any:
-        """One leaf as it is published: weights that change nothing, since the other leaves stay."""
-        leaves = self.writer.arena.manifest.by_key.values()
-        key = min(
-            (leaf for leaf in leaves if leaf.nbytes), key=lambda leaf: leaf.nbytes, default=next(iter(leaves))
-        ).key
-        return nested({key: self.publisher.weights.get(key).clone()})
 
     def applied(self, version: int) -> list[int]:
         """The workers that have applied this version, including those that have left since."""
@@ -110,7 +103,7 @@ class Groups:
         dtype: of the first arenas; later ones cast as the arena that they are copied from.
         alias: the one source is a module whose parameters become the shared memory (Publisher.adopt), where it is.
         strict: refuse weights that the arena has no leaf for; else they are left out.
-        places: by worker, the device on which its arena lies; the others' lies in the host's memory.
+        places: by worker, the device on which its arena lies.
 
     Nothing is made before open(), but the arenas' names are known: workers may look for them already.
     """
@@ -130,8 +123,8 @@ class Groups:
         self._alias, self._dtype, self._strict = alias, dtype, strict
         planned: dict[Any, tuple[str, list[int], str]] = {}  # name, workers, device
         for worker, source in sources.items():
-            place = places.get(worker, usual())
-            key = worker if apart else (id(source), None if alias else place)
+            place = "same" if alias else places[worker]
+            key = worker if apart else (id(source), place)
             planned.setdefault(key, (new_name(), [], place))[1].append(worker)
         self._planned = list(planned.values())
         self.workers = set(sources)
@@ -166,7 +159,7 @@ class Groups:
                     "without alias="
                 )
             first = tensors if states is None else extra_state.together(tensors, states)
-            group = self._make(first, name, None if self._alias else place, workers, dtype=self._dtype)
+            group = self._make(first, name, place, self._dtype, workers)
             members.append(Membership(group, frozenset(workers)))
             if self._alias:
                 group.writer.share(source)
@@ -186,8 +179,7 @@ class Groups:
         `absent`: dead workers; they block no reuse of an arena. Raises as Publisher.publish() does; then no arena and
         no group has changed.
         """
-        plan: list[tuple[Group, Any]] = []
-        chosen_for: list[frozenset[int]] = []
+        plan: list[tuple[Group, Any, frozenset[int]]] = []
         fresh: list[Membership] = []
         try:
             for weights, workers in wanted:
@@ -205,10 +197,9 @@ class Groups:
                         group = self._branch(group, chosen, states)
                         fresh.append(Membership(group, chosen))
                         source = group.taken(tensors, states)
-                    plan.append((group, source))
-                    chosen_for.append(chosen)
+                    plan.append((group, source, chosen))
             members = self._after(fresh)
-            versions = publish_all([Publication(group.writer, source) for group, source in plan], None, deadline)
+            versions = publish_all([Publication(group.writer, source) for group, source, _ in plan], None, deadline)
             self._members = members
         except BaseException as error:
             self.sweep()
@@ -217,9 +208,7 @@ class Groups:
                     f"{error}\nTo leave out what the workers' model does not have, make the scheme with strict=False"
                 ) from error
             raise
-        return [
-            Assignment(group, v, workers) for (group, _), v, workers in zip(plan, versions, chosen_for, strict=True)
-        ]
+        return [Assignment(group, v, workers) for (group, _, workers), v in zip(plan, versions, strict=True)]
 
     def writers_of(self, workers: Collection[int]) -> list[tuple[ArenaWriter, list[int]]]:
         """The writer of each arena that some of these workers belong to, and which do."""
@@ -258,15 +247,12 @@ class Groups:
             current = current if group.room is None else current.exclude(extra_state.LEAF)
             current = extra_state.together(current, states, 2 * (group.room or 0))
         arena = group.writer.arena
-        branch = self._make(current, new_name(), arena.place, dtype=dtypes_of(arena.manifest))
+        branch = self._make(current, new_name(), arena.place, dtypes_of(arena.manifest))
         branch.writer.forget_source()  # it would keep the arena that it was copied from; each send passes weights
         return branch
 
-    def _make(
-        self, weights: Any, name: str, device: str | None, members: Collection[int] = (), *, dtype: Dtypes = None
-    ) -> Group:
-        where = "same" if device is None else device
-        publisher = Publisher(weights, name=name, device=where, dtype=dtype, **self._options)
+    def _make(self, weights: Any, name: str, device: str, dtype: Dtypes, members: Collection[int] = ()) -> Group:
+        publisher = Publisher(weights, name=name, device=device, dtype=dtype, **self._options)
         self._groups.append(Group(publisher, members))
         return self._groups[-1]
 

@@ -35,20 +35,20 @@ class Sender:
         first: what the workers start with.
         groups: its arenas, not open yet.
         timeout: default of a send, in seconds.
-        process_of: gives a worker's Process by index, or None.
+        context: the collector, whose processes are known later; or None.
 
     Thread-safe: one send at a time.
     """
 
     def __init__(
-        self, model_id: str, first: First, groups: Groups, timeout: float, process_of: Callable[[int], Any]
+        self, model_id: str, first: First, groups: Groups, timeout: float, context: weakref.ReferenceType[Any] | None
     ) -> None:
         self._model_id = model_id
         self.first = first
         self.groups = groups
         self._own = OwnWeights()
         self._timeout = timeout
-        self.connections = WorkerConnections(groups.workers, process_of)
+        self.connections = WorkerConnections(groups.workers, context)
         self._version = 1  # of the first weights; arenas that some workers have for themselves count their own
         self._lost: set[int] = set()  # dead workers that a WorkerDied has named
         self._lock = SendLock()
@@ -56,21 +56,23 @@ class Sender:
     def wanted(self, weights: Any, worker_ids: Any, model: Any) -> list[Wanted]:
         """Each of the weights to send, with the workers that get it, and the trainer's own weights for those.
 
-        `weights`: for all of `worker_ids`, or a dict by worker. `model`: see First.wanted().
+        `weights`: for all of `worker_ids`, or a dict by worker. `model`: the trainer's own; None: what the scheme was
+        initialised with.
         """
-        chosen = self._checked(worker_ids)
+        chosen, sources = self._checked(worker_ids), self.first.sources
         by_worker = isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
         if by_worker:
-            self._checked(list(weights))
-        return self.first.wanted(weights if by_worker else dict.fromkeys(chosen, weights), chosen, model)
+            chosen = chosen & self._checked(list(weights))
+        own = self.first.again() if model is None else dict.fromkeys(sources, model)
+        found: dict[Any, Wanted] = {}
+        for worker in chosen & own.keys():
+            given = weights[worker] if by_worker else weights
+            wanted = Wanted(given, set(), own[worker], id(sources[worker]))
+            found.setdefault((id(given), id(own[worker])), wanted).workers.add(worker)
+        return list(found.values())
 
     def send(
-        self,
-        wanted: Sequence[Wanted],
-        prepare: Callable[[Any], Any],
-        *,
-        wait: bool = True,
-        timeout: float | None = None,
+        self, wanted: Sequence[Wanted], prepare: Callable[[Any], Any], *, wait: bool, timeout: float | None
     ) -> int:
         """Publish each of these weights for its workers; `wait` until they have applied it. Returns the version.
 
@@ -120,11 +122,11 @@ class Sender:
             self.connections.look(deadline)
             proofs = []
             for writer, chosen in self.groups.writers_of(workers - self._lost):
-                unwoken = [chosen]
+                unwoken = list(chosen)
 
-                def wake(unwoken: list[list[int]] = unwoken) -> None:
-                    while unwoken:
-                        self.connections.wake(unwoken.pop())
+                def wake(unwoken: list[int] = unwoken) -> None:
+                    self.connections.wake(unwoken)
+                    unwoken.clear()
                     self.connections.wake_moving()
 
                 proofs.append(writer.ask(chosen, deadline, wake))
@@ -162,7 +164,7 @@ class Sender:
             if not waiting or time.monotonic() >= deadline:
                 break
             connections.wake_moving()
-        outcome.add_late({worker: connections.peer(worker) for worker in waiting})
+        outcome.add_late({worker: connections.peers.get(worker) for worker in waiting})
         outcome.check(f"version {self._version} of {self._model_id!r}", self._version)
 
     def _checked(self, worker_ids: Any) -> set[int]:
@@ -189,14 +191,3 @@ class Sender:
         """End the arenas, and close the connections. Idempotent."""
         self.connections.close()
         self.groups.close()
-
-
-def processes_of(context: weakref.ReferenceType[Any] | None) -> Callable[[int], Any]:
-    """A function from worker to Process, or None: collectors start their processes after the scheme is made."""
-
-    def process_of(worker: int) -> Any:
-        collector = None if context is None else context()
-        processes = getattr(collector, "procs", None) or ()
-        return processes[worker] if worker < len(processes) else None
-
-    return process_of

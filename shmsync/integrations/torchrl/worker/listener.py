@@ -60,8 +60,7 @@ class ConnectionListener:
                     self._bell, self._thread = -1, None
                     return
                 bell = self._bell
-                poll.register(bell, select.POLLIN)
-                for fd in list(self._listening):
+                for fd in (bell, *self._listening):
                     poll.register(fd, select.POLLIN)
             self._serve(poll, bell)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -126,8 +125,7 @@ def release_bound(subscriber: ReadPath, owners: set[nn.Module] | None = None) ->
         return  # a section would apply a version that no module shows
     with subscriber._exclusive():
         try:
-            section: AbstractContextManager[Any] = subscriber.read()
-            with section:
+            with subscriber.read():
                 for binding in bindings:
                     binding.release(owners)
         except ShmSyncError:  # the trainer died while it wrote, so these bytes do not change any more

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torchrl.collectors import BaseCollector
 
@@ -17,10 +16,10 @@ from ....engine.bind.module_check import ModuleCheck, bindable
 from ....engine.by_value import copy_by_value
 from ....engine.read.opening import open_reader
 from ....engine.read.reading import ReadPath
+from ....engine.read.waiting import Follower
 from ....engine.source import extra_state
 from ....engine.source.strategy import WeightStrategy
 from ....errors import ArenaNotFound, WriterDied
-from ....memory.arena import Arena
 from ....memory.control.segment import Handle
 from ....memory.torch_modes import run_plainly
 from ....schemes.arenas.subscriptions import is_elsewhere
@@ -62,11 +61,6 @@ class Receiver:
         self._seen = self._at  # the arena and the version at the last refresh()
         self._finalizer = weakref.finalize(self, _leave, self._connection)
         ConnectionListener.here().add(self._connection.fd, self._on_message)
-
-    @property
-    def version(self) -> int:
-        """The version that the policy uses, whichever thread has moved it there."""
-        return self._subscriber._version
 
     @property
     def weights(self) -> Any:
@@ -246,31 +240,25 @@ class Receiver:
         after.quiet = True
 
     def _move_to(self, handle: Handle) -> None:
-        """Move to another arena, which started as a copy of this one and has had at least one update since."""
+        """Move, under the lock, to another arena, which started as a copy and has had at least one update since."""
         if handle.name == self._subscriber.name:
             return
         fresh = self._attach(handle, 0.0)
-        with self._model_lock:
-            earlier, module = self._subscriber, None if self._module is None else self._module()
-            try:
-                if module is not None:
-                    binding = self._bound(fresh, module)
-            except BaseException:
-                fresh.close()
-                raise
-            self._subscriber, self._counted = fresh, 1
-            if self._safe_point is not None and module is not None:
-                self._safe_point.use(fresh)
-                self._show(fresh, binding, quiet=True)
-            else:
-                fresh.refresh()
-            earlier.followers.clear()
-            earlier.close()
-
-    def _count(self, version: int | None = None) -> None:
-        version = self._subscriber._version if version is None else version
-        self.clock.moved(version - self._counted)
-        self._counted = version
+        earlier, module = self._subscriber, None if self._module is None else self._module()
+        try:
+            if module is not None:
+                binding = self._bound(fresh, module)
+        except BaseException:
+            fresh.close()
+            raise
+        self._subscriber, self._counted = fresh, 1
+        if self._safe_point is not None and module is not None:
+            self._safe_point.use(fresh)
+            self._show(fresh, binding, quiet=True)
+        else:
+            fresh.refresh()
+        earlier.followers.clear()
+        earlier.close()
 
     def _forget_module(self) -> None:
         for proxy in self._proxies:
@@ -284,22 +272,12 @@ class Receiver:
         self._module = None
 
 
-class _After:
+class _After(Follower):
     """What happens after the tensors have moved, before the ack: extra state, the version, sub-collectors."""
 
     def __init__(self, receiver: Receiver, quiet: bool) -> None:
         self._receiver = weakref.ref(receiver)
         self.quiet = quiet  # errors go to the trainer, not to the caller of the policy
-
-    def rebase(self, arena: Arena) -> None:
-        """Nothing to do: the arena is looked up in each move."""
-
-    def private_copies(self) -> list[torch.Tensor]:
-        """None."""
-        return []
-
-    def prepare(self) -> None:
-        """Nothing can be in the way."""
 
     def move(self, slot: int) -> bool:
         """Do what goes with the tensors of this slot, which have moved already."""
@@ -312,7 +290,9 @@ class _After:
                 if receiver.cascade is not None:
                     receiver.cascade(receiver._subscriber.arena.weights(slot))
             finally:
-                receiver._count(receiver._subscriber._held_version)
+                version = receiver._subscriber._held_version
+                receiver.clock.moved(version - receiver._counted)
+                receiver._counted = version
         except Exception as error:
             if not self.quiet:
                 raise

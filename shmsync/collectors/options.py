@@ -1,0 +1,103 @@
+"""What a collector and each of its workers is given, and the checks of that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsIndex
+
+import numpy as np
+import torch
+
+from ..schemes import WeightSyncScheme
+from .spaces import DiscreteActions
+
+OnLag = Literal["warn", "wait", "drop"]
+
+_LARGEST = 1 << 48  # of anything that is counted
+LAST_SEED = 1 << 62  # what Gymnasium, NumPy and torch all take, with room for those of each environment
+
+
+@dataclass(frozen=True)
+class CollectorOptions:
+    """What a collector is given, checked."""
+
+    num_workers: int
+    frames_per_batch: int
+    envs_per_worker: int
+    total_frames: int
+    seed: int | None
+    max_lag: float  # math.inf: any number of versions
+    on_lag: OnLag
+    sync: bool
+    restart_workers: bool
+    timeout: float
+    start_timeout: float
+    discrete_actions: DiscreteActions | None
+    envs_in_threads: bool
+
+    def steps(self, environments: int) -> int:
+        """How many steps of each environment are in a batch, where a worker has so many of them.
+
+        Raises ValueError where the frames of a batch do not divide evenly.
+        """
+        share = environments * (self.num_workers if self.sync else 1)
+        if self.frames_per_batch % share:
+            raise ValueError(
+                f"frames_per_batch={self.frames_per_batch} does not divide evenly over the {share} environment(s) of a "
+                f"batch; use {max(1, round(self.frames_per_batch / share)) * share}"
+            )
+        return self.frames_per_batch // share
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything that a worker is started with."""
+
+    index: int
+    makers: bytes  # a list of functions that make an environment, by cloudpickle
+    policy: bytes
+    scheme: WeightSyncScheme
+    options: CollectorOptions
+    seed: int
+    rows: tuple[int, int] = (0, 0)  # first and end: its rows of a batch, when its environments are counted
+    device: str | None = None  # where the policy computes; None: where it is
+
+
+def whole(name: str, value: SupportsIndex, low: int, high: int = _LARGEST) -> int:
+    """A whole number from `low` to `high`, of any library. Raises TypeError or ValueError for what is none."""
+    boolean = isinstance(value, (bool, np.bool_)) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool)
+    try:
+        if boolean:
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} is a whole number, {low} or more, not {value!r} ({type(value).__name__}); give it as an int"
+        ) from None
+    if found < low:
+        raise ValueError(f"{name} must be {low} or more, not {found}")
+    if found > high:
+        raise ValueError(f"{name} must be {high} or less, not {found}")
+    return found
+
+
+def check(options: CollectorOptions, makers: Sequence[Any]) -> None:
+    """Raise ValueError or TypeError for arguments that make no sense."""
+    if len(makers) != options.num_workers:
+        raise ValueError(
+            f"create_env_fn has {len(makers)} functions for {options.num_workers} workers; give one for each, or one "
+            "for all"
+        )
+    if not all(callable(maker) for maker in makers):
+        raise TypeError("create_env_fn makes environments: pass a function such as lambda: gymnasium.make(...)")
+    if not isinstance(options.envs_in_threads, bool):
+        given = f"{options.envs_in_threads!r} ({type(options.envs_in_threads).__name__})"
+        raise TypeError(
+            f"envs_in_threads is True or False, not {given}; how many environments a worker has is envs_per_worker="
+        )
+    if options.on_lag not in ("warn", "wait", "drop"):
+        raise ValueError(f'on_lag is "warn", "wait" or "drop", not {options.on_lag!r}')
+    if options.discrete_actions not in (None, "index", "value"):
+        raise ValueError(f'discrete_actions is None, "index" or "value", not {options.discrete_actions!r}')
