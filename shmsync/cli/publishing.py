@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,17 +71,18 @@ def _run(arguments: argparse.Namespace) -> int:
         return 1
     with pub:
         _say(f"version {pub.version} of {pub.name}: {path}, {_what(pub)}")
+        names = set(_names(weights))
         del weights
         if arguments.watch:
-            _watch(pub, path, stamp, arguments.interval)
+            _watch(pub, path, names, stamp, arguments.interval)
         else:
             signal.sigwait(_ENDING)
         _say(f"arena {pub.name} ends at version {pub.version}")
     return 0
 
 
-def _watch(pub: Publisher, path: Path, loaded: Stamp, interval: float) -> None:
-    """Publish what the file holds whenever it is another one; until a signal ends it."""
+def _watch(pub: Publisher, path: Path, names: set[str], loaded: Stamp, interval: float) -> None:
+    """Publish the weights of these names whenever the file is another one; until a signal ends it."""
     seen = loaded
     while signal.sigtimedwait(_ENDING, interval) is None:
         before, seen = seen, _stamp(path)
@@ -97,6 +98,9 @@ def _watch(pub: Publisher, path: Path, loaded: Stamp, interval: float) -> None:
             weights = load(path)
             if _stamp(path) != seen:
                 continue
+            lacking = names - set(_names(weights))  # publish() would take the others and leave these as they are
+            if lacking:
+                raise Unusable(f"it lacks {', '.join(sorted(lacking)[:5])}, {len(lacking)} of {len(names)} tensors")
             pub.publish(weights)
         except (Unusable, ManifestMismatch) as error:
             _say(f"{path} is refused, and version {pub.version} stays: {error}")
@@ -155,10 +159,18 @@ def _torch_file(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _names(weights: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in weights.items():
+        if isinstance(value, Mapping):
+            yield from (f"{key}.{name}" for name in _names(value))
+        else:
+            yield str(key)
+
+
 def _what(pub: Publisher) -> str:
     tensors = list(pub.weights.values(True, True))
     return f"{len(tensors)} tensors, {size(sum(tensor.nbytes for tensor in tensors))}"
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def _say(text: str) -> None:
+    print(" ".join(text.split()), flush=True)  # a line of the log each, also for an error of several lines
