@@ -28,6 +28,7 @@ SECTIONS = {
     "torchrl": Section("in TorchRL's collectors", "torchrl_scheme.section", 65, ("torchrl", "gymnasium")),
     "collectors": Section("MultiprocessCollector", "sections.collectors", 40, ("gymnasium",)),
     "environments": Section("MultiprocessCollector beside Gymnasium", "sections.environments", 45, ("gymnasium",)),
+    "serving": Section("web servers", "serving.section", 60, ("uvicorn", "safetensors")),
     "demo": Section("the demo", "sections.demo", 12, ("gymnasium", "rich", "matplotlib")),
     "ray": Section("Ray", "remote.section:ray", 60, ("ray", "torchrl")),
     "rpc": Section("torch.distributed.rpc", "remote.section:rpc", 30, ("torchrl",)),

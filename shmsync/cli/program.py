@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ShmSyncError
-from . import completion, doctor, exporting, inspecting, listing, sweeping
+from . import completion, doctor, exporting, inspecting, listing, publishing, sweeping
 from .top import top
 
 _EXAMPLES = """examples:
@@ -18,10 +18,11 @@ _EXAMPLES = """examples:
   shmsync top policy              watch its readers
   shmsync doctor                  does it work here, and what would make it work better
   shmsync export policy p.st      a checkpoint of what is published now
+  shmsync publish policy p.st     the weights of a file, for processes that serve them
   shmsync gc --dry-run            what `shmsync gc` would remove from /dev/shm
   shmsync demo --workers 4        train CartPole with four actors
 
-All but export and demo look at shared memory only: the processes of an arena may run, stand
+All but export, publish and demo look at shared memory only: the processes of an arena may run, stand
 still or be dead, and notice nothing.
 """
 
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action=_Version, nargs=0, help="show the version")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (listing, inspecting, top, doctor, exporting, sweeping, completion):
+    for command in (listing, inspecting, top, doctor, exporting, publishing, sweeping, completion):
         command.add(commands)
     commands.add_parser("demo", help="train CartPole with asynchronous actors (needs shmsync[demo])", add_help=False)
     return made
