@@ -24,6 +24,7 @@ from ..bind.watching import unguarded_loads
 from ..source.aliases import shown_by_others
 from ..source.manifest_check import same_layout
 from ..source.sources import Filter, collect
+from ..source.wrappers import modules_in
 from .adoptable import Parts, misfit, parts_of
 from .buffers import AdoptedBuffers
 from .optimizer_hooks import OptimizerWatch, StepGate, laid, states_follow, stepped_by, stuck_states
@@ -165,6 +166,8 @@ class Adoption:
 
     def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ValueError for one of another module, ManifestMismatch for one whose state cannot follow."""
+        if not optimizers:
+            return
         own = {id(tensor) for tensor in collect(self.module, self._filter, watch=False).tensors.values()}
         for optimizer in optimizers:
             stepped = stepped_by(optimizer)
@@ -191,13 +194,7 @@ class Adoption:
             load_inside: calls what loads, inside update(), with private copies to write into.
         """
         self.inside, self.load_inside = inside, load_inside
-        self._place_proxies()
         self._watch.refuse_outside(inside, lambda: self._optimizers())
-
-    def _place_proxies(self) -> None:
-        if self._protected:
-            for child, name in unguarded_loads(self.module):
-                self._loading.append(AdoptedLoading(child, name, self))
 
     def load(self, run: Callable[[], R], written: Callable[[], object]) -> R:
         """What run(), which loads into the module, returns; inside update().
@@ -271,7 +268,9 @@ class Adoption:
         watched = self.buffers.remember(parts)
         if watched is not None:
             self._seen = _native.Sources(watched, [(tensor, 0, 0) for tensor in self._placed.values()])
-        self._place_proxies()
+        if self._protected:
+            for child, name in unguarded_loads(modules_in(self.module)):
+                self._loading.append(AdoptedLoading(child, name, self))
         return left
 
     def restore(self, writer: _native.Writer) -> None:

@@ -116,8 +116,8 @@ class Binding:
         self._tensors = dict(tensors)
         leaf_of = self._fitting.leaf_of
         unique = {id(tensor): (leaf_of(key), tensor) for key, tensor in tensors.items()}
-        viewed = [(leaf, tensor) for leaf, tensor in unique.values() if self._fitting.viewed(tensor)]
-        copied = [(leaf, tensor) for leaf, tensor in unique.values() if not self._fitting.viewed(tensor)]
+        viewed = {key: pair for key, pair in unique.items() if self._fitting.viewed(pair[1])}
+        copied = [pair for key, pair in unique.items() if key not in viewed]
         stores = [store for _, module in places for store in (module._parameters, module._buffers)]
         self._watched = [
             (store, list(store.items()), True)
@@ -131,8 +131,8 @@ class Binding:
             if id(tensor) not in private:  # forward passes write buffers
                 make_private(tensor, self._arena.manifest.by_key[leaf].strides)
         self.copied = copied
-        self._viewed_keys = [leaf for leaf, _ in viewed]
-        self._viewed = [tensor for _, tensor in viewed]
+        self._viewed_keys = [leaf for leaf, _ in viewed.values()]
+        self._viewed = [tensor for _, tensor in viewed.values()]
         self._sets: dict[int, list[torch.Tensor]] = {}
         self._placed = False  # with one slot: nothing has to move
         self._dicts = _native.Sources(self._watched, [])

@@ -35,8 +35,8 @@ class Proxy:
         self._own = module.__dict__.get(name)  # what this object has in place of its class's method
         found = module._call_impl if name == CALL and self._own is None else getattr(module, name)
         self.inner: Callable[..., Any] = found
-        if shows_as:  # callers read the name and the signature of a policy's method
-            functools.update_wrapper(cast(Any, self), found, updated=())
+        if shows_as:
+            _show_as(self, found)
         module.__dict__[name] = self
 
     def remove(self) -> None:
@@ -55,6 +55,18 @@ class Proxy:
         return _itself, (self.inner,)
 
 
+def _show_as(proxy: Proxy, method: Callable[..., Any]) -> None:
+    """Let it have the name and the signature of the method: callers read those of a policy."""
+    attributes = vars(proxy)
+    try:
+        function = method.__func__  # type: ignore[attr-defined]  # has what its bound method shows, and sooner
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            attributes[name] = getattr(function, name)
+        attributes["__wrapped__"] = method
+    except AttributeError:  # it is no method of Python's
+        functools.update_wrapper(cast(Any, proxy), method, updated=())
+
+
 def _itself(method: Any) -> Any:
     return method
 
@@ -66,8 +78,8 @@ class Guard(Proxy, _native.Guard):
         _native.Guard.__init__(self)
         super().__init__(module, name)
         self._whole = isinstance(module, _compiled_types) or (name == CALL and self._own is not None)  # is it compiled?
-        home = getattr(self.inner, "__module__", None) or ""
-        of_torch = name == "forward" and not self._whole and home.startswith("torch.")
+        plain = name == "forward" and not self._whole
+        of_torch = plain and (getattr(self.inner, "__module__", None) or "").startswith("torch.")
         self.entered = functools.partial(call, self.inner) if of_torch else self.inner
         self.use(cover)
 

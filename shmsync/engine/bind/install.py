@@ -57,9 +57,10 @@ def bind(reader: ReadPath, module: M, guard: GuardNames, check: ModuleCheck, *, 
                 cover.add(reader, binding, clones)
             for call in calls:
                 _install(call, cover)
-            for child, name in unguarded_loads(bound):
+            modules = list(modules_in(bound))
+            for child, name in unguarded_loads(modules):
                 Loading(child, name)
-            for child in modules_in(bound):
+            for child in modules:
                 watch(child)
         except BaseException:
             binding.drop()

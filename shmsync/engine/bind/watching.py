@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from types import MethodType
@@ -25,7 +25,7 @@ from ...errors import ProtocolError
 from ...memory.arena import has_address
 from ...memory.manifest import Key
 from ...memory.torch_modes import plainly, run_plainly
-from ..source.wrappers import modules_in, walk
+from ..source.wrappers import walk
 from .binding import bound_tensors, companions, own_tensors
 from .guard import Proxy
 from .read_guard import Sections, shares, traced_by
@@ -211,9 +211,9 @@ _HOOKS: dict[Callable[..., Any], None] = dict.fromkeys(
 # ---- the load methods, under which stand the proxies of bound and of adopted modules
 
 
-def unguarded_loads(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The methods of a module, and of all in it, that load weights and are not replaced by a proxy yet."""
-    for child in modules_in(module):
+def unguarded_loads(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """The methods of these modules that load weights and are not replaced by a proxy yet."""
+    for child in modules:
         for name in ("load_state_dict", "_load_from_state_dict"):
             if not isinstance(child.__dict__.get(name), Proxy) and hasattr(child, name):
                 yield child, name
