@@ -81,10 +81,8 @@ def test_a_late_worker_gets_whole_weights_however_often_the_others_have_been_sen
 
 def test_a_rank_waits_no_longer_than_it_is_told_for_the_weights_of_a_stopped_trainer(fleet, start):
     keeper = start()
-    group = fleet(1, nodes=["a"], home="a").connect("distributed", keeper=keeper)
+    group = fleet(1, nodes=["a"], home="a").connect("distributed", keeper=keeper).open(MANY, loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, MANY, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, MANY, timeout=members.FOR_EVER)
     assert group.trainer.call(parts.send_async, 3) == 1
     until(lambda: processes.unread(worker.pid) > 200)  # the message has come
     group.trainer.stop()

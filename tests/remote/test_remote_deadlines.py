@@ -62,10 +62,8 @@ def test_a_stopped_host_of_the_store_keeps_no_sender(fleet, start, fan_out):
 @pytest.mark.parametrize("timeout", [0.0, TIMEOUT])
 def test_a_stopped_host_of_the_store_keeps_no_worker(fleet, start, call, timeout):
     keeper = start()
-    group = fleet(1).connect("distributed", keeper=keeper)
+    group = fleet(1).connect("distributed", keeper=keeper).open(loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, 500, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500, timeout=members.FOR_EVER)
     with stopped(keeper):
         assert worker.call(call, timeout) < ALLOWED
     group.trainer.start(parts.send, 3)
@@ -76,11 +74,7 @@ def test_a_stopped_host_of_the_store_keeps_no_worker(fleet, start, call, timeout
 
 @pytest.mark.parametrize("call", [deadlines.send_by_hand, deadlines.send_by_hand_in_halves])
 def test_a_stopped_worker_at_a_transport(fleet, kind, call):
-    group = fleet(1).connect(kind)
-    if kind == "rpc":
-        group.trainer.call(transports.open_rpc_transport)
-    else:
-        group.trainer.call(transports.open_transport, 1)
+    group = fleet(1).connect(kind).open_transport(None)
     with stopped(group.workers[0]):
         assert group.trainer.call(call, TIMEOUT) < ALLOWED
 

@@ -26,11 +26,7 @@ def test_in_a_send(fleet, kind, fan_out, how):
 
 
 def test_in_a_send_of_a_transport(fleet, kind):
-    group = fleet(1).connect(kind).open()
-    if kind == "rpc":
-        group.trainer.call(transports.open_rpc_transport, 500)
-    else:
-        group.trainer.call(transports.open_transport, 1, timeout=members.FOR_EVER)
+    group = fleet(1).connect(kind).open().open_transport()
     landed, others = group.trainer.call(storms.storm_at_a_transport, SECONDS)
     assert landed > 20
     assert others == []
@@ -39,10 +35,8 @@ def test_in_a_send_of_a_transport(fleet, kind):
 
 
 def test_in_receive(fleet):
-    group = fleet(1).connect("distributed")
+    group = fleet(1).connect("distributed").open(loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, 500, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500, timeout=members.FOR_EVER)
     group.trainer.start(parts.send_until_told, 1)
     landed, others, versions = worker.call(storms.storm_of_receipts, SECONDS)
     group.trainer.conn.send((nothing, (), {}))

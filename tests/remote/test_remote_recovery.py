@@ -30,10 +30,8 @@ def test_a_stopped_worker_is_late_and_gets_one_message_however_often_it_is_sent_
 
 
 def test_bytes_of_a_message_that_nobody_took_are_not_taken_for_the_next_ones(fleet):
-    group = fleet(1).connect("distributed")
+    group = fleet(1).connect("distributed").open(loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, 500, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500)
     with pytest.raises(shmsync.AckTimeout):
         group.send(1, timeout=0.2)
     group.trainer.call(parts.make_sender_anew, "distributed")
@@ -56,10 +54,8 @@ def test_an_answer_that_was_interrupted_in_the_hearing_is_heard_by_the_next_send
 
 @pytest.mark.parametrize("where", ["while it waits", "when it has it", "while it applies", "before it answers"])
 def test_a_message_whose_receipt_was_interrupted_is_given_again(fleet, where):
-    group = fleet(1).connect("distributed")
+    group = fleet(1).connect("distributed").open(loop=False)
     (worker,) = group.workers
-    worker.call(members.make_member, 500, loop=False)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500)
     worker.call(troubles.interrupt_receipt, where)
     group.trainer.start(parts.send, 1)
     with pytest.raises(KeyboardInterrupt):
@@ -86,10 +82,8 @@ def test_weights_that_cannot_be_unpickled_there_raise_in_the_send(fleet):
 
 
 def test_two_threads_may_receive_for_one_model(fleet):
-    group = fleet(1).connect("distributed")
-    group.workers[0].call(members.make_member, 500)
+    group = fleet(1).connect("distributed").open()
     group.workers[0].call(troubles.receive_on_another_thread)
-    group.trainer.call(parts.make_sender, "distributed", 1, 500)
     for version in range(1, 31):
         assert group.send(version) == version
         assert group.look() == [(version, version)]

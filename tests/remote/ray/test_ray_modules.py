@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import subprocess
 import sys
@@ -42,15 +41,6 @@ def sender_of(*args, strategy="tensordict", **kwargs):
     scheme = RayModuleTransformScheme(strategy, timeout=math.inf)
     scheme.init_on_sender(MODEL_ID, *args, **kwargs)
     return scheme.get_sender()
-
-
-def test_constructors_take_what_the_api_says():
-    transport = inspect.signature(RayActorTransport).parameters
-    assert list(transport)[:3] == ["actor_ref", "update_method", "tensor_transport"]
-    assert [transport[name].default for name in list(transport)[:3]] == [None, "tensordict", "object_store"]
-    scheme = inspect.signature(RayModuleTransformScheme).parameters
-    assert next(iter(scheme)) == "strategy"
-    assert scheme["strategy"].default == "tensordict"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,17 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brings")
 
-from support.remote import parts, ray_trainer, threads
-
-
-@pytest.mark.parametrize("kind", ray_trainer.KINDS)
-def test_one_sender_in_two_threads(ray_driver, kind):
-    ray_driver.call(ray_trainer.open_sender, kind, 2)
-    assert ray_driver.call(parts.send, 1.0) == 1
-    results = ray_driver.call(threads.send_in_threads, 2, 10, 20.0)
-    assert [raised for raised, _ in results] == [[], []]
-    version = ray_driver.call(parts.send, 9.0)
-    assert ray_driver.call(ray_trainer.look) == [(9.0, version)] * 2
+from support.remote import ray_trainer, threads
 
 
 @pytest.mark.parametrize("kind", ["ray", "ray-module"])

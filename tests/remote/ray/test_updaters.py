@@ -133,8 +133,6 @@ from shmsync import RayWeightSyncScheme  # noqa: E402
 from support import processes  # noqa: E402
 from support.remote import ray_parts as parts  # noqa: E402  needs Ray
 
-NBYTES = (parts.SIZE + 1) * parts.SIZE * 4
-
 
 @pytest.fixture(scope="module")
 def crew(one_ray):
@@ -189,13 +187,7 @@ def test_the_servers_weights_are_read_at_each_push(crew):
 
 
 def test_each_push_makes_one_object_whatever_the_number_of_actors(crew):
-    updater = updater_of(crew)
-    updater.push_weights(parts.net(1.0))
-    ((before, _),) = parts.traffic().values()
-    for value in (2.0, 3.0, 4.0):
-        updater.push_weights(parts.net(value))
-    ((after, _),) = parts.traffic().values()
-    assert 3 <= (after - before) / NBYTES < 3.5
+    assert 3 <= parts.objects_of_three(updater_of(crew).push_weights) < 3.5
 
 
 def test_weights_that_are_in_the_store_already_are_pushed_as_they_are(crew):

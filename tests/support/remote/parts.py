@@ -25,6 +25,7 @@ from shmsync import DistributedWeightSyncScheme, RPCWeightSyncScheme
 from shmsync.schemes.remote.distributed import rank_sender
 from support.conformance.contexts import Context
 from support.processes import remove_segments
+from support.remote import transports
 from support.remote.members import FOR_EVER, Member, linear, look, make_collector, make_member
 from support.weights import fill
 from support.worker import Worker, serve
@@ -63,12 +64,20 @@ class Fleet:
             worker.result()
         return self
 
-    def open(self, size=500, **options):
-        """Make the scheme, with its sender and its receivers."""
+    def open(self, size=500, *, loop=True, **options):
+        """Make the scheme, with its sender and its receivers. `loop`: do ranks receive by themselves?"""
         if self.kind == "distributed":
             for worker in self.workers:
-                worker.call(make_member, size, **options)
+                worker.call(make_member, size, loop, **options)
         self.trainer.call(make_sender, self.kind, len(self.workers), size, **{"timeout": FOR_EVER, **options})
+        return self
+
+    def open_transport(self, size=500, timeout=FOR_EVER):
+        """The trainer has a transport to worker 0, which has a receiver for a model of this size; RPC: or a Keeper."""
+        if self.kind == "rpc":
+            self.trainer.call(transports.open_rpc_transport, size, timeout)
+        else:
+            self.trainer.call(transports.open_transport, 1, timeout=timeout)
         return self
 
     def send(self, value, **kwargs):

@@ -37,13 +37,6 @@ def filled(state, value):
     return fill(copy.deepcopy(state.model), value)
 
 
-def send_in_threads(state, count, rounds, timeout):
-    """One sender, in so many threads."""
-    model = filled(state, 5.0)
-    call = repeated(lambda _: state.sender.send(model, timeout=timeout), rounds, timeout)
-    return all_at_once(*[call] * count)
-
-
 def send_over_one_transport(state, count, rounds, timeout):
     """One transport without a sender, in so many threads."""
     weights = filled(state, 5.0).state_dict()
