@@ -8,7 +8,7 @@ from torch import nn
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WorkerDied, WriterDied
 from shmsync.schemes import MPTransport, MultiProcessWeightSyncScheme
-from support.calls import Call
+from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.rigs import PipeRig
@@ -79,9 +79,8 @@ def test_late_worker_applies_what_it_was_sent_and_holds_up_one(rig):
     for value in (2, 3, 4, 5):
         rig.sender.send_async(Large(value))
         rig.receivers[0].receive(timeout=0.05)
-        with pytest.raises(AckTimeout) as late:
+        with naming(AckTimeout, [1]):
             rig.sender.wait_async(timeout=0.05)
-        assert late.value.missing == [1]
         assert sealed_here()[0] <= 2  # the newest, and the one that the late worker may still open
     deliver(rig, Large(6))
     assert rig.stamps() == [6, 6]
@@ -174,9 +173,8 @@ def test_real_workers_and_their_deaths(fleet):
     fleet.hold(1)
     sender.send_async(Stamped(4, WIDE))
     fleet.workers[1].kill()
-    with pytest.raises(WorkerDied) as died:
+    with naming(WorkerDied, [1]):
         sender.wait_async()
-    assert died.value.missing == [1]
     assert fleet.stamps(workers=[0, 2]) == [4, 4]
     sender.send(Stamped(5, WIDE))
     assert fleet.stamps(workers=[0, 2]) == [5, 5]

@@ -3,7 +3,7 @@
 import pytest
 
 from shmsync.errors import AckTimeout, ManifestMismatch, WriterDied
-from support.calls import Call
+from support.calls import Call, naming
 from support.conformance import peers
 from support.conformance.nets import Stamped
 from support.conformance.table import over_pipes
@@ -203,9 +203,8 @@ def test_answer_of_one_model_is_not_counted_for_another_that_nobody_receives(fle
     value = scheme.get_sender()
     value.send_async(Stamped(1), timeout=1)
     assert policy.send(Stamped(1)) == 1
-    with pytest.raises(AckTimeout) as late:
+    with naming(AckTimeout, [0, 1, 2]):
         value.wait_async(timeout=0.1)
-    assert late.value.missing == [0, 1, 2]
     for index in range(3):
         fleet.join(index, scheme, "env.value_net")
     assert value.send(Stamped(2)) == 2
