@@ -45,6 +45,7 @@ def goes_on_without(fleet, sender, version):
     assert fleet.stamps(workers=[0, 2]) == [version, version]
     assert sender.send(Stamped(version + 1), timeout=LONG) == version + 1
     assert fleet.stamps(workers=[0, 2]) == [version + 1, version + 1]
+    assert sender.is_dead(1)
 
 
 @quick

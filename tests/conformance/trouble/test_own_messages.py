@@ -55,13 +55,6 @@ def test_a_worker_that_never_stops_talking_holds_no_send_up(fleet):
     assert said == {"AckTimeout"} and late < 0.1
 
 
-@pytest.fixture
-def pipe():
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        yield ours, theirs
-
-
 def sender_of(make, pipe):
     scheme = make(timeout=0.3)
     scheme.init_on_sender("policy", pipes=[pipe])

@@ -1,6 +1,5 @@
 """What goes over the pipes, for somebody who reads and writes them without shmsync."""
 
-import multiprocessing
 import pickle
 
 import pytest
@@ -82,14 +81,6 @@ def test_mp_plain_answers_count_for_the_oldest_message(fleet):
 
 
 # ---- MPTransport
-
-
-@pytest.fixture
-def pipe():
-    ours, theirs = multiprocessing.Pipe()
-    yield ours, theirs
-    ours.close()
-    theirs.close()
 
 
 def test_transports_speak_to_each_other(pipe):

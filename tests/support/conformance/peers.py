@@ -327,11 +327,6 @@ def meet(state, make, timeout):
         shmsync.schemes.send_together({scheme: Stamped(1)}, timeout=timeout)
 
 
-def sealed(state):
-    """Of sealed weights: how many descriptors this process has, and how many mappings."""
-    return holdings.sealed_here()
-
-
 def stop_when_prepared(state):
     """The worker stops (SIGSTOP) as soon as it has said that it waits for a meeting."""
     answer = WorkerEnd.answer
