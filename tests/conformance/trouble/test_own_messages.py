@@ -18,6 +18,7 @@ from support.calls import Call, naming
 from support.conformance import calls_of_senders as calls
 from support.conformance import peers
 from support.conformance.nets import Stamped
+from support.conformance.rigs import PipeRig
 from support.conformance.table import in_processes, over_pipes
 
 OWN = [(None, "ready"), ("frames", "done"), ("frames", "updated"), (("policy", 2), "registered"), (None, "prepared")]
@@ -84,32 +85,20 @@ def test_a_header_that_no_message_has_is_an_error_that_names_the_worker(pipe, ma
 
 @pytest.mark.parametrize("make", SCHEMES)
 def test_the_others_go_on_when_one_sends_garbage(make):
-    pipes = [multiprocessing.Pipe() for _ in range(2)]
-    scheme = make(timeout=60.0)
-    scheme.init_on_sender("policy", pipes=[ours for ours, _ in pipes])
-    sender = scheme.get_sender()
-    receiving = make()
-    net = Stamped(0)
-    receiving.init_on_worker("policy", pipe=pipes[1][1], model=net)
-    os.write(pipes[0][1].fileno(), HEADERS["negative"])
-    worker = Call(receiving.get_receiver().receive, 60)
+    rig = PipeRig(make)
+    os.write(rig.pipes[1].fileno(), HEADERS["negative"])  # worker 0
     with pytest.raises(shmsync.ProtocolError, match="worker 0"):
-        sender.send(Stamped(4))
-    assert worker.result() is True
-    new, other = multiprocessing.Pipe()
-    sender.register_worker(0, new)
-    pipes.append((new, other))
-    joined = make()
-    joined.init_on_worker("policy", pipe=other, model=Stamped(0))
-    workers = [Call(each.get_receiver().receive, 60) for each in (receiving, joined)]
-    sender.send(Stamped(5))
-    assert [each.result() for each in workers] == [True, True]
-    for each in (receiving, joined):
-        each.get_receiver().close()
-    scheme.shutdown()
-    for ends in pipes:
-        for end in ends:
-            end.close()
+        rig.receive_until(Call(rig.sender.send, Stamped(4), timeout=60), [1])
+    rig.receive([1])
+    assert rig.stamps()[1] == 4
+    rig.workers.append(joined := rig.make_scheme())
+    rig.nets[0] = Stamped(0)
+    joined.init_on_worker("policy", model=rig.nets[0], **rig.connect())
+    rig.sender.register_worker(0, rig.pipes[-2])
+    rig.receivers[0] = joined.get_receiver()
+    rig.receive_until(Call(rig.sender.send, Stamped(5), timeout=60))
+    assert rig.stamps() == [5, 5]
+    rig.close()
 
 
 @pytest.mark.parametrize("make", SCHEMES)
