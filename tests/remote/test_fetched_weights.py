@@ -110,32 +110,6 @@ def test_the_only_worker_of_a_node_is_asked_once(fleet, kind, size):
     until(lambda: group.workers[1].call(fetching.relays_here) == 0)
 
 
-def test_a_second_worker_that_joins_a_node_shares_the_arena_of_the_first(fleet):
-    group = fleet(2, nodes=["b", "b"], home="a").connect("rpc").open(fan_out="node", workers=1)
-    assert group.send(1) == 1
-    assert group.look(0) == [(1, 1)]
-    group.trainer.call(parts.add_collector, 2, 500)
-    for version in (2, 3):
-        assert group.send(version) == version
-        assert group.look() == [(version, version)] * 2
-    assert len({group.workers[index].call(members.mapping)[1] for index in (0, 1)}) == 1
-    group.trainer.call(parts.remove_collector, 0)  # and the relay with it
-    for version in (4, 5):
-        assert group.send(version) == version
-        assert group.look(1) == [(version, version)]
-    until(lambda: group.workers[0].call(fetching.relays_here) == 0)
-
-
-def test_the_only_worker_of_a_node_that_was_killed_is_named_alone(fleet, kind):
-    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
-    group.send(1)
-    group.workers[1].kill()
-    with naming(shmsync.WorkerDied, [1], match="worker 1 "):
-        group.send(2)
-    assert group.look(0) == [(2, 2)]
-    assert group.send(3) == 3
-
-
 def test_what_the_only_worker_cannot_publish_raises_in_the_trainer(fleet, kind):
     group = fleet(1, nodes=["b"], home="a").connect(kind).open(fan_out="node")
     group.send(1)

@@ -13,7 +13,7 @@ import pytest
 import shmsync
 from support.calls import naming
 from support.processes import segments, unread, until
-from support.remote import members, parts
+from support.remote import fetching, members, parts
 
 
 @pytest.fixture
@@ -144,8 +144,9 @@ def test_a_node_whose_workers_are_all_dead_keeps_nobody_else(on_nodes):
     assert group.look(1) == [(3, 3)]
 
 
-def test_a_killed_worker_that_is_no_relay_is_named_alone(on_nodes):
-    group = on_nodes(["a", "b", "a"])
+@pytest.mark.parametrize("nodes", [["a", "b", "a"], ["a", "a", "b"]], ids=["beside its relay", "alone on its node"])
+def test_a_killed_worker_that_is_no_relay_is_named_alone(on_nodes, nodes):
+    group = on_nodes(nodes)
     group.send(1)
     group.workers[2].kill()
     with naming(shmsync.WorkerDied, [2], match="worker 2 "):
@@ -211,13 +212,16 @@ def test_a_worker_that_joins_a_node_attaches_to_its_arena(fleet):
     old = mappings(group, 0)
     for rank in (2, 3):
         group.trainer.call(parts.add_collector, rank, 500)
-    assert group.send(2) == 2
-    assert group.look() == [(2, 2)] * 3
+    for version in (2, 3):
+        assert group.send(version) == version
+        assert group.look() == [(version, version)] * 3
     assert mappings(group, 0, 1) == old * 2
     group.trainer.call(parts.remove_collector, 0)  # with the relay
-    assert group.send(3) == 3
-    assert group.look(1, 2) == [(3, 3)] * 2
+    for version in (4, 5):
+        assert group.send(version) == version
+        assert group.look(1, 2) == [(version, version)] * 2
     assert mappings(group, 1) != old
+    until(lambda: group.workers[0].call(fetching.relays_here) == 0)
 
 
 def test_the_first_of_two_receivers_in_the_relays_process_may_leave(fleet):

@@ -113,20 +113,6 @@ def die(state):
 # ---- processes of a world; see fleet_processes.py
 
 
-def receive_between_calls(state):
-    """What a worker of torch.distributed does while the test asks nothing of it: it receives now and then."""
-    if not hasattr(state, "models"):
-        peers.start_over(state)
-    try:
-        while state.receivers and not state.held:
-            for receiver in state.receivers.values():
-                receiver.receive(timeout=0)
-            if state.conn.poll(0.003):
-                return
-    except Exception as error:
-        state.held, state.error = True, error
-
-
 def name_node(state, node):
     if node is not None:
         os.environ["SHMSYNC_NODE"] = node
