@@ -102,7 +102,7 @@ def test_the_only_worker_of_a_node_is_asked_once(fleet, kind, size):
         assert group.send(10 * version) == version
         assert group.look() == [(10 * version, version)] * 2
     if kind == "rpc":
-        assert group.workers[1].call(fetching.came) == ["Unpublished"] * 3
+        assert group.workers[1].call(members.attribute, "came") == ["Unpublished"] * 3
     assert group.workers[1].call(fetching.relays_here) == 1
     permissions, inode, _ = group.workers[1].call(members.mapping)
     assert permissions == "r--s" and members.can_write(group.workers[1].pid, inode)

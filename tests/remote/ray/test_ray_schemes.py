@@ -25,19 +25,6 @@ def crew(one_ray):
     return parts.start(RayWeightSyncScheme(), 2)
 
 
-@pytest.fixture
-def starts():
-    """starts(...) as parts.start(); they end with the test."""
-    started = []
-
-    def begin(*args, **options):
-        started.extend(actors := parts.start(*args, **options))
-        return actors
-
-    yield begin
-    parts.end(started)
-
-
 def sender_to(actors, **options):
     # With no deadline, only the death of a worker can end a wait for it.
     scheme = RayWeightSyncScheme(**{"timeout": math.inf, **options})
@@ -115,8 +102,8 @@ def test_an_exception_that_cannot_be_rebuilt_here_is_no_death(crew):
     assert parts.ask(crew, "look") == [(2.0, 2)] * 2
 
 
-def test_an_actor_that_ray_starts_again_is_sent_to_again(starts, tmp_path):
-    (actor,) = starts(RayWeightSyncScheme(), max_restarts=1)
+def test_an_actor_that_ray_starts_again_is_sent_to_again(tmp_path):
+    (actor,) = parts.start(RayWeightSyncScheme(), max_restarts=1)
     sender = sender_to([actor])
     sender.send(parts.net(1.0))
     pid = ray.get(actor.pid.remote())
@@ -135,3 +122,4 @@ def test_an_actor_that_ray_starts_again_is_sent_to_again(starts, tmp_path):
     until(is_back)
     assert sender.send(parts.net(3.0)) == 3
     assert ray.get(actor.look.remote()) == (3.0, 3)
+    parts.end([actor])

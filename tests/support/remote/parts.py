@@ -116,15 +116,11 @@ class ElsewhereWorker(Worker):
     """In a process namespace of its own, as on another machine: its pid says nothing to others there."""
 
     def __init__(self, context):
-        self.conn, theirs = context.Pipe()
-        self.process = context.Process(target=serve_elsewhere, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+        super().__init__(context, target=serve_elsewhere)
         self.pid = self.conn.recv()
-        self.busy = False
 
 
-def serve_elsewhere(conn):
+def serve_elsewhere(conn, between):
     libc = ctypes.CDLL(None, use_errno=True)
 
     def checked(result):
@@ -142,7 +138,7 @@ def serve_elsewhere(conn):
     checked(libc.mount(None, b"/", None, 0x44000, None))  # MS_REC | MS_PRIVATE: the next ones are seen here alone
     checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
     checked(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None))
-    serve(conn)
+    serve(conn, between)
     os._exit(0)
 
 
