@@ -12,23 +12,15 @@ from support.remote.members import FOR_EVER
 
 
 @pytest.fixture
-def agents(fleet):
-    """agents(2) -> a Fleet that is connected."""
-    return lambda count: fleet(count).connect("rpc")
-
-
-@pytest.fixture
-def ends(agents):
-    group = agents(1)
-    group.trainer.call(transports.open_rpc_transport)
-    return group.everybody
+def ends(fleet):
+    return fleet(1).connect("rpc").open_transport(None).everybody
 
 
 # ---- the scheme
 
 
-def test_two_receivers_in_one_worker(agents):
-    group = agents(1).open()
+def test_two_receivers_in_one_worker(fleet):
+    group = fleet(1).connect("rpc").open()
     group.trainer.call(parts.add_collector, 1, 500, "second")
     group.send(4)
     assert [group.workers[0].call(members.look, name) for name in ("policy", "second")] == [(4, 1), (4, 1)]
@@ -38,8 +30,8 @@ def test_two_receivers_in_one_worker(agents):
 
 
 @pytest.mark.parametrize("context", [True, False])
-def test_workers_that_join_and_leave_are_taken_in_at_the_next_send(agents, context):
-    group = agents(3).open(workers=1, context=context)
+def test_workers_that_join_and_leave_are_taken_in_at_the_next_send(fleet, context):
+    group = fleet(3).connect("rpc").open(workers=1, context=context)
     group.send(1)
     for rank in (2, 3):
         group.trainer.call(parts.add_collector, rank, 500)
@@ -115,8 +107,8 @@ def test_a_send_in_two_halves_and_what_a_worker_raises(ends):
         trainer.call(transports.send_sample, "flat")
 
 
-def test_a_call_that_is_overtaken_never_puts_old_weights_over_new_ones(agents):
-    group = agents(1).open()
+def test_a_call_that_is_overtaken_never_puts_old_weights_over_new_ones(fleet):
+    group = fleet(1).connect("rpc").open()
     (worker,) = group.workers
     group.trainer.call(transports.open_rpc_transport, 1)
     worker.call(members.hold)

@@ -61,8 +61,16 @@ def test_context_gives_the_model(fleet):
     assert fleet.stamps("env.value_net") == [1, 1, 1]
 
 
-def is_a_value_error_on_both_sides(fleet, sender, message):
-    """Worker 1 has nothing to apply weights to: its own receive() raises, and so does the send."""
+@pytest.mark.parametrize(
+    ("join", "message"),
+    [
+        (peers.join_without_model, "no model is registered"),
+        (peers.lose_context, "context that had 'policy' is gone"),
+    ],
+)
+def test_receive_without_a_model_is_a_value_error_on_both_sides(fleet, join, message):
+    sender = fleet.open()
+    fleet.workers[1].call(join, fleet.make(), "policy")
     fleet.hold(1)
     sending = Call(sender.send, Stamped(1))
     if fleet.called:
@@ -72,18 +80,6 @@ def is_a_value_error_on_both_sides(fleet, sender, message):
             fleet.workers[1].call(peers.receive, timeout=60)
     with pytest.raises(ValueError, match=message):
         sending.result()
-
-
-def test_receive_without_a_model_is_a_value_error(fleet):
-    sender = fleet.open()
-    fleet.workers[1].call(peers.join_without_model, fleet.make(), "policy")
-    is_a_value_error_on_both_sides(fleet, sender, "no model is registered")
-
-
-def test_receive_without_its_context_is_a_value_error(fleet):
-    sender = fleet.open()
-    fleet.workers[1].call(peers.lose_context, fleet.make(), "policy")
-    is_a_value_error_on_both_sides(fleet, sender, "context that had 'policy' is gone")
 
 
 def open_but_for_one(fleet, join, *args, **options):

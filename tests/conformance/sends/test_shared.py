@@ -178,8 +178,9 @@ def test_worker_in_two_groups_is_a_value_error():
 def test_workers_read_one_copy_of_the_weights(fleet):
     sender = fleet.open()
     sender.send(Stamped(1))
-    assert [worker.call(peers.is_writable) for worker in fleet.workers] == [False, False, False]
-    assert len({worker.call(peers.inode_of_weights) for worker in fleet.workers}) == 1
+    permissions, inodes, _ = zip(*(worker.call(peers.mapping_of_weights) for worker in fleet.workers), strict=True)
+    assert not any("w" in each for each in permissions)
+    assert len(set(inodes)) == 1
 
 
 def test_parameters_of_the_worker_stay_the_same_objects(fleet):

@@ -44,14 +44,6 @@ def test_no_worker_ever_mixes_versions_of_models_of_two_schemes(fleet, schemes):
     never_mixed(fleet, fleet.open("policy", scheme=policy), fleet.open("env.value_net", scheme=value), 500)
 
 
-def test_all_models_get_one_version(fleet):
-    policy, value = fleet.open("policy"), fleet.open("env.value_net")
-    policy.send(Stamped(1))
-    assert send_together({policy: Stamped(2), value: Stamped(2)}) == 2
-    assert (policy.version, value.version) == (2, 2)
-    assert fleet.versions("policy") == fleet.versions("env.value_net") == [2, 2, 2]
-
-
 def test_models_may_be_given_by_scheme_or_by_id(fleet):
     schemes = fleet.make(), fleet.make()
     policy = fleet.open("policy", scheme=schemes[0])
@@ -62,13 +54,14 @@ def test_models_may_be_given_by_scheme_or_by_id(fleet):
     assert (fleet.stamps("policy"), fleet.stamps("env.value_net")) == ([3] * 3, [4] * 3)
 
 
-def test_each_model_can_still_be_sent_alone(fleet):
+def test_all_models_get_one_version_and_each_can_still_be_sent_alone(fleet):
     policy, value = fleet.open("policy"), fleet.open("env.value_net")
-    send_together({policy: Stamped(1), value: Stamped(1)})
-    assert value.send(Stamped(2)) == 2
-    assert policy.send(Stamped(3)) == 2
-    assert send_together({policy: Stamped(4), value: Stamped(4)}) == 3
-    assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [4, 4, 4]
+    assert send_together({policy: Stamped(1), value: Stamped(1)}) == 1
+    assert [value.send(Stamped(2)), policy.send(Stamped(3)), policy.send(Stamped(4))] == [2, 2, 3]
+    assert send_together({policy: Stamped(5), value: Stamped(5)}) == 4
+    assert (policy.version, value.version) == (4, 4)
+    assert fleet.versions("policy") == fleet.versions("env.value_net") == [4, 4, 4]
+    assert fleet.stamps("policy") == fleet.stamps("env.value_net") == [5, 5, 5]
 
 
 def test_models_can_be_sent_together_to_some_workers(fleet):

@@ -225,16 +225,8 @@ def raw_detach(state):
 # ---- memory
 
 
-def is_writable(state):
-    """May this process write to the pages where the model's weights are?"""
-    return "w" in mapping_of_weights(state)[0]
-
-
-def inode_of_weights(state):
-    return mapping_of_weights(state)[1]
-
-
 def mapping_of_weights(state):
+    """(permissions, inode, path) of the pages where the model's weights are."""
     return holdings.mapping_at(state.models["policy"].layer.weight.data_ptr())
 
 
