@@ -61,8 +61,7 @@ def scheme(any_entry):
 @pytest.fixture
 def ends(any_entry):
     """What it gets to know one worker by; see Ends."""
-    with any_entry.ends() as ends:
-        yield ends
+    return any_entry.ends()
 
 
 @pytest.fixture

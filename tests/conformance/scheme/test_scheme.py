@@ -74,7 +74,7 @@ def test_num_workers_that_contradict_the_workers_are_a_value_error(scheme, ends)
 
 def test_init_on_sender_without_workers_is_refused(entry):
     scheme = entry.make()
-    with entry.ends() as ends, pytest.raises((ValueError, ProtocolError), match=ends.needed):
+    with pytest.raises((ValueError, ProtocolError), match=entry.ends().needed):
         scheme.init_on_sender("policy")
     with pytest.raises(RuntimeError):
         scheme.get_sender()
