@@ -6,6 +6,8 @@ import io
 from functools import partial
 
 import torch
+from torch import distributed
+from torch.distributed import rpc
 
 from support.conformance.remote_peers import Collector
 
@@ -31,8 +33,6 @@ def init_sender(state, key, scheme, model_id, given):
 
 
 def infos(ranks, model_id, state):
-    from torch.distributed import rpc
-
     state.infos = vars(state).get("infos", {})
     state.infos[model_id] = [rpc.get_worker_info(f"rank{rank}") for rank in ranks]
     return state.infos[model_id]
@@ -45,14 +45,10 @@ def rrefs(ranks, model_id, state):
 
 
 def _collector(rank, model_id):
-    from torch.distributed import rpc
-
     return rpc.remote(f"rank{rank}", Collector, args=(model_id,))
 
 
 def change_roster(state, model_id, index, rank):
-    from torch.distributed import rpc
-
     state.infos[model_id][index] = rpc.get_worker_info(f"rank{rank}")
     state.rrefs[model_id][index] = _collector(rank, model_id)
 
@@ -68,8 +64,6 @@ def change_address(state, model_id, index, address):
 
 
 def store(number, state):
-    from torch import distributed
-
     return distributed.PrefixStore(f"test{number}", state.store)
 
 

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -335,6 +336,14 @@ class Storm:
         return world is None or world.ranks[-1] not in self.fleet.workers
 
 
+def kinds():
+    """What makes a storm for a Sky, by its name. Some need packages that others do not."""
+    from support.storms.collectors import COLLECTORS
+    from support.storms.engine import ENGINES
+
+    return {**{name: partial(Storm, name) for name in STORMS}, **COLLECTORS, **ENGINES}
+
+
 def what_is_there(name):
     """Of this process: descriptors, threads, arenas, and processes that come from it."""
     gc.collect()
@@ -351,14 +360,10 @@ def what_is_there(name):
 
 def run(name, seconds, seed, say=print):
     """A storm of so many seconds; the counts. Raises Violation."""
-    from support.storms.collectors import COLLECTORS
-    from support.storms.engine import ENGINES
-
     sky = Sky(seed)
     storm = None
     try:
-        others = {**COLLECTORS, **ENGINES}
-        storm = others[name](sky) if name in others else Storm(name, sky)
+        storm = kinds()[name](sky)
         start = said = time.monotonic()
         while time.monotonic() < start + seconds:
             storm.step()
@@ -404,11 +409,8 @@ def table(name, sky, seconds):
 
 
 def main():
-    from support.storms.collectors import COLLECTORS
-    from support.storms.engine import ENGINES
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--of", choices=[*STORMS, *COLLECTORS, *ENGINES], default="shared-memory")
+    parser.add_argument("--of", choices=kinds(), default="shared-memory")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--figures", default=None, help="a file for the figures, as JSON")
