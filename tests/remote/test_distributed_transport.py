@@ -12,13 +12,12 @@ from support.remote.members import FOR_EVER
 
 
 @pytest.fixture
-def ends(start):
+def ends(fleet):
     """(trainer, worker), with a transport each."""
-    with parts.fleets(start) as new:
-        both = new(1).connect("distributed").everybody
-        for worker in both:
-            worker.call(transports.open_transport, 1, timeout=FOR_EVER)
-        yield both
+    both = fleet(1).connect("distributed").everybody
+    for worker in both:
+        worker.call(transports.open_transport, 1, timeout=FOR_EVER)
+    return both
 
 
 def keys(worker):

@@ -36,14 +36,8 @@ def crew(nodes):
     parts.end(made)
 
 
-@contextlib.contextmanager
 def stopped(which):
-    pid = parts.head_pid() if which == "the head" else parts.store_pid()
-    processes.stop(pid)
-    try:
-        yield
-    finally:
-        processes.resume(pid)
+    return processes.stopped(parts.head_pid() if which == "the head" else parts.store_pid())
 
 
 def in_halves(sender):

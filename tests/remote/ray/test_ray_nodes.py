@@ -155,15 +155,11 @@ def test_a_killed_relay_is_named_and_replaced_in_the_same_send(crew, sender_to, 
 def test_a_stopped_relay_is_late_with_its_workers(crew, sender_to, relay_pid, nodes):
     sender = sender_to(crew)
     sender.send(model(1))
-    pid = relay_pid()
-    processes.stop(pid)
-    try:
+    with processes.stopped(relay_pid()):
         with naming(AckTimeout, [*FAR, f"the relay on node {nodes['far']}"]):
             sender.send(model(2), timeout=3)
         assert parts.ask(crew, "look") == everybody(2, 2, 2) + everybody(1, 1, 4)
         sender.send_async(model(3))
-    finally:
-        processes.resume(pid)
     assert sender.wait_async() == 3
     assert parts.ask(crew, "look") == everybody(3, 3)
 
@@ -227,14 +223,11 @@ def test_plain_weights_for_a_worker_that_shares_are_refused(crew, sender_to):
 def test_a_send_does_not_wait_for_rays_head_beyond_its_deadline(crew, sender_to):
     sender = sender_to(crew)  # which knows nobody's node yet
     head = parts.head_pid()
-    processes.stop(head)
-    try:
+    with processes.stopped(head):
         with naming(AckTimeout, list(range(6))):
             sender.send(model(1), timeout=1.0)
         soon = threading.Timer(1.0, processes.resume, [head])
         soon.start()
         version = sender.send(model(2))  # which has no deadline, and waits for the head
-    finally:
-        processes.resume(head)
     soon.join()
     assert parts.ask(crew, "look") == everybody(2, version)

@@ -96,22 +96,6 @@ class Fleet:
             remove_segments(worker.pid)
 
 
-@contextlib.contextmanager
-def fleets(make):
-    """fleet(2, nodes=...) -> a Fleet. They are dead afterwards."""
-    made = []
-
-    def new(*args, **kwargs):
-        made.append(Fleet(make, *args, **kwargs))
-        return made[-1]
-
-    try:
-        yield new
-    finally:
-        for fleet in made:
-            fleet.end()
-
-
 class ElsewhereWorker(Worker):
     """In a process namespace of its own, as on another machine: its pid says nothing to others there."""
 
