@@ -32,12 +32,13 @@ from shmsync.schemes import send_together
 from support.processes import descriptors, segments
 from support.storms.board import ROWS, Board, Lateness, beat
 from support.storms.fleets import FORMS, STORMS, Call, call_here, call_there, is_remote, source, take, timed
-from support.storms.judge import CALM, Judge, Violation
+from support.storms.judge import CALM, Judge, Violation, await_computing
 from support.storms.model import Weather
 from support.storms.trouble import DEADLY, KINDS, Hand, Life, finish, resume
 from support.storms.worker import live
 from support.worker import fork_server
 
+SENDS = ("send", "wait_async", "resend", "send_together")  # calls that publish, by the names of their counts
 SHORT, LONG = (0.02, 0.1, 0.3), (1.0, CALM, 2 * CALM)
 
 
@@ -146,11 +147,7 @@ class Storm:
         life = Life(index, worker, row, number, sent=set() if earlier is None else set(earlier.sent))
         self.lives[index] = life
         worker.start(live, self.sky.board.path, number, self.fleet.called)
-        until = time.monotonic() + 60
-        while not row.get("forwards"):
-            if time.monotonic() > until:
-                raise Violation(f"worker {index} does not begin to compute; {worker.result() if worker.done() else ''}")
-            time.sleep(0.001)
+        await_computing(life, lambda: row.get("forwards"))
         self.sky.pids.add(row.get("pid"))
 
     def end(self):
@@ -388,7 +385,7 @@ def run(name, seconds, seed, say=print):
 
 def line(name, sky, elapsed):
     counts, judge = sky.counts, sky.judge
-    sends = sum(counts[each] for each in ("send", "wait_async", "resend", "send_together"))
+    sends = sum(counts[each] for each in SENDS)
     return (
         f"{name} {elapsed:5.0f} s: {sends} sends, {counts['failed']} of them failed, {counts['kills']} kills, "
         f"{counts['stop'] + counts['stop and go on']} stops, {counts['worker restarts']} workers and "
