@@ -179,8 +179,6 @@ class Rig:
     def close(self):
         for scheme in (self.scheme, *self.workers):
             scheme.shutdown()
-        for pipe in self.pipes:
-            pipe.close()
 
 
 class BoxRig(Rig):
@@ -190,10 +188,6 @@ class BoxRig(Rig):
 
     def addresses(self):
         return {"pipes": self.pipes}
-
-    def close(self):
-        self.pipes = []
-        super().close()
 
 
 class PipeRig(Rig):
@@ -214,6 +208,11 @@ class PipeRig(Rig):
         self.receivers.append(worker.get_receiver())
         return net
 
+    def close(self):
+        super().close()
+        for pipe in self.pipes:
+            pipe.close()
+
 
 class CallRig(Rig):
     """A scheme for several machines."""
@@ -227,10 +226,6 @@ class CallRig(Rig):
 
     def receive(self):
         """Weights are applied as they come."""
-
-    def close(self):
-        self.pipes = []
-        super().close()
 
 
 KINDS = {
