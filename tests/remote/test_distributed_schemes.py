@@ -129,7 +129,7 @@ def test_a_rank_that_dies_before_it_was_ever_a_worker_is_late(ranks):
 
 
 def test_a_late_answer_counts_for_nothing(ranks):
-    group = ranks(1).open()
+    group = ranks(1).open(sync=False, strategy="tensordict")
     (worker,) = group.workers
     worker.stop()
     with pytest.raises(shmsync.AckTimeout):

@@ -88,6 +88,14 @@ def test_a_worker_that_gets_weights_of_a_foreign_model_answers_so(fleet, kind):
     assert group.look() == [(5, 1)]
 
 
+@pytest.mark.parametrize("make", [RPCWeightSyncScheme, DistributedWeightSyncScheme])
+def test_the_default_timeout_is_a_minute_of_the_scheme_and_its_transports(make):
+    scheme = make()
+    transport = scheme.create_transport(None)
+    assert scheme.timeout == transport.timeout == 60.0
+    transport.close()
+
+
 def test_a_word_that_no_worker_answers_is_refused():
     transport = shmsync.RPCTransport()
     transport.check_ack()

@@ -20,7 +20,7 @@ def ends(fleet):
 
 
 def test_two_receivers_in_one_worker(fleet):
-    group = fleet(1).connect("rpc").open()
+    group = fleet(1).connect("rpc").open(strategy="tensordict")
     group.trainer.call(parts.add_collector, 1, 500, "second")
     group.send(4)
     assert [group.workers[0].call(members.look, name) for name in ("policy", "second")] == [(4, 1), (4, 1)]

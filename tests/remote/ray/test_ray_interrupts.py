@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call over Ray: every actor stays usable, and the next send is applied with exact values."""
+"""Ctrl-C at any moment of a call over Ray, and two threads in one: every actor stays usable, the next send is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("ray", reason="these tests need Ray, which shmsync[ray] brin
 
 from support.choice import first
 from support.processes import until
-from support.remote import parts, ray_trainer, storms
+from support.remote import parts, ray_trainer, storms, threads
 
 LONGEST = 0.015  # seconds after which one comes at most: a send takes some 5 ms
 
@@ -44,3 +44,12 @@ def test_in_init_on_sender_and_shutdown(ray_driver, kind):
     assert ray_driver.call(ray_trainer.storm_of_beginnings, LONGEST) == []
     all_is_well(ray_driver)
     until(lambda: ray_driver.call(ray_trainer.relays) <= 1)
+
+
+@pytest.mark.parametrize("kind", ["ray", "ray-module"])
+def test_one_transport_in_two_threads(ray_driver, kind):
+    ray_driver.call(ray_trainer.open_sender, kind, 1)
+    ray_driver.call(ray_trainer.open_transport, 20.0)
+    assert ray_driver.call(threads.send_over_one_transport, 2, 10) == [[], []]
+    assert ray_driver.call(threads.refuse_in_the_same_thread) == ["WriterBusy"]
+    assert ray_driver.call(ray_trainer.look)[0][0] == 7.0
