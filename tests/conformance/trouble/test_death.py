@@ -70,17 +70,23 @@ def test_worker_killed_before(fleet, before):
     goes_on_without(fleet, sender, version)
 
 
-@quick
-def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
+def is_noticed_when_applied(fleet, note, die):
+    """Worker 1 dies in this way when it has applied what was sent, which it has noted."""
     sender = fleet.open()
     sender.send(Stamped(1))
     fleet.hold(1)
-    fleet.die_when_applied(1, tmp_path / "applied")
+    die()
     sending = Call(sender.send, Stamped(2), timeout=LONG)
     fleet.workers[1].process.join()
     raises_worker_died(sending, time.monotonic())
-    assert (tmp_path / "applied").read_text() == "2"
+    assert note.read_text() == "2"
     goes_on_without(fleet, sender, 2)
+
+
+@quick
+def test_worker_killed_between_apply_and_ack(fleet, tmp_path):
+    note = tmp_path / "applied"
+    is_noticed_when_applied(fleet, note, lambda: fleet.die_when_applied(1, note))
 
 
 @over_pipes
@@ -103,15 +109,8 @@ def test_worker_killed_whose_child_still_holds_the_pipe(fleet):
 @over_pipes
 @quick
 def test_worker_killed_mid_ack(fleet, tmp_path):
-    sender = fleet.open()
-    sender.send(Stamped(1))
-    fleet.hold(1)
-    fleet.workers[1].start(peers.die_at_ack, 0.5, tmp_path / "applied")
-    sending = Call(sender.send, Stamped(2), timeout=LONG)
-    fleet.workers[1].process.join()
-    raises_worker_died(sending, time.monotonic())
-    assert (tmp_path / "applied").read_text() == "2"
-    goes_on_without(fleet, sender, 2)
+    note = tmp_path / "applied"
+    is_noticed_when_applied(fleet, note, lambda: fleet.workers[1].start(peers.die_at_ack, 0.5, note))
 
 
 @over_pipes
