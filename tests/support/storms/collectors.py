@@ -205,7 +205,7 @@ class TorchRLStorm(OverCollector):
 
         from shmsync.integrations.torchrl import ShmWeightSyncScheme
         from support.torchrl.environments import Steps
-        from support.torchrl.storm import Forecaster
+        from support.torchrl.policies import Forecaster
 
         kind = self.random.choice([MultiSyncCollector, MultiAsyncCollector])
         self.policy = Forecaster()
