@@ -6,7 +6,6 @@ import pytest
 
 import shmsync
 from support.calls import naming
-from support.processes import segments
 from support.remote import members, parts, transports, troubles
 
 
@@ -156,10 +155,3 @@ def test_a_death_that_only_a_look_at_the_others_found_is_named_by_the_next_send(
         group.send(2, timeout=20.0)
     assert 2 in caught.value.missing
     assert group.look(0, 1) == [(2, 2)] * 2
-
-
-def test_a_sender_that_was_shut_down_makes_no_new_arena(fleet, kind):
-    group = fleet(2, nodes=["a", "b"], home="a").connect(kind).open(fan_out="node")
-    group.send(1)
-    assert group.trainer.call(troubles.use_after_shutdown) == "ClosedError"
-    assert segments(group.trainer.pid) == []
